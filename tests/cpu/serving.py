@@ -1,4 +1,4 @@
-"""Runs `tokenspeed serve` as a user does: the demo on the CPU, in its own process."""
+"""Run `tokenspeed serve` with the demo in a subprocess."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ DEMO: dict[str, Any] = {"model": "demo", "temperature": 0}
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Return the environment of a child: one thread, temporary files in this folder."""
+    """Return the environment of a subprocess: one thread, temporary files in `folder`."""
     return {**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
 class Served:
-    """A running server. `curl` is the command that it printed."""
+    """A running server, and the curl command that it printed."""
 
     url: str
     curl: str
@@ -37,7 +37,7 @@ class Served:
     folder: Path
 
     def http(self, **headers: str) -> httpx.Client:
-        """Return a client of plain HTTP."""
+        """Return an HTTP client."""
         return httpx.Client(base_url=self.url, trust_env=False, timeout=60, headers=headers)
 
     def openai(self, api_key: str = "any") -> openai.OpenAI:
@@ -53,12 +53,12 @@ class Served:
         """Return the engine's process."""
         return engine_of(self.process.pid)
 
-    def said(self) -> str:
-        """Return what the server wrote to stderr so far."""
+    def stderr(self) -> str:
+        """Return the output on stderr so far."""
         return (self.folder / "stderr").read_text()
 
     def sockets(self) -> list[Path]:
-        """Return the folders of the servers' sockets."""
+        """Return the folders with sockets."""
         return [*self.folder.glob("tokenspeed-*"), *self.folder.glob(".tokenspeed-*")]
 
 
@@ -76,7 +76,7 @@ def wait_for_work(engine: psutil.Process) -> None:
 
 @contextmanager
 def served(folder: Path, *flags: str) -> Iterator[Served]:
-    """Run a server until the block ends; yield it when it serves."""
+    """Run a server for a block; yield it when it serves."""
     with (folder / "stderr").open("w") as errors:
         process = subprocess.Popen(
             [*COMMAND, "serve", "--port", "0", *flags],
@@ -89,9 +89,7 @@ def served(folder: Path, *flags: str) -> Iterator[Served]:
     try:
         line, curl = process.stdout.readline(), process.stdout.readline()
         found = re.search(r"at (http://\S+)", line)
-        assert found, (
-            f"it said {line!r} and ended with {process.poll()}: {(folder / 'stderr').read_text()}"
-        )
+        assert found, f"{line!r}, status {process.poll()}: {(folder / 'stderr').read_text()}"
         yield Served(found[1], curl.strip(), process, folder)
     finally:
         process.kill()
@@ -99,10 +97,10 @@ def served(folder: Path, *flags: str) -> Iterator[Served]:
         process.stdout.close()
 
 
-def said_at_its_end(
+def run_command(
     folder: Path, *arguments: str, environ: Mapping[str, str] | None = None
 ) -> tuple[int, str]:
-    """Run a command to its end; return its status and its stderr without progress lines."""
+    """Run a command; return its exit status and its stderr without progress lines."""
     done = subprocess.run(
         [*COMMAND, *arguments],
         capture_output=True,
@@ -117,11 +115,11 @@ def said_at_its_end(
     )
 
 
-def wait_until(is_so: Callable[[], bool], seconds: float, what: str) -> None:
-    """Wait for something. Raises AssertionError after so many seconds."""
+def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    """Wait for a condition. Raises AssertionError after a timeout."""
     end = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < end, f"not {what} within {seconds} s"
+    while not condition():
+        assert time.monotonic() < end, f"not {what} after {seconds} s"
         time.sleep(0.05)
 
 
@@ -137,11 +135,11 @@ class Background:
     def _run(self) -> None:
         try:
             self._result = self._call()
-        except Exception as error:  # the test looks at it
+        except Exception as error:  # returned by `result`
             self._result = error
 
     def result(self, seconds: float = 60) -> Any:
         """Return what the call returned, or the exception that it raised."""
         self._thread.join(seconds)
-        assert not self._thread.is_alive(), f"no end after {seconds} s"
+        assert not self._thread.is_alive(), f"still running after {seconds} s"
         return self._result

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from serving import said_at_its_end, served
+from serving import run_command, served
 
 STRANGE = """
 from tokenspeed_core.api import Capability, KernelSpec
@@ -46,21 +46,21 @@ def strange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
 
 
-def last_words(folder: Path, *flags: str) -> str:
+def start_error(folder: Path, *flags: str) -> str:
     """Return the error line of a start."""
-    status, said = said_at_its_end(folder, "serve", "--port", "0", "--device", "cpu", *flags)
+    status, err = run_command(folder, "serve", "--port", "0", "--device", "cpu", *flags)
     assert status == 2
-    return said.splitlines()[-1]
+    return err.splitlines()[-1]
 
 
 def test_kernel_that_exits_is_named(tmp_path: Path) -> None:
-    line = last_words(tmp_path, "--attention-backend", "strange/leaves")
+    line = start_error(tmp_path, "--attention-backend", "strange/leaves")
     for part in ("SystemExit: 4", "attention (prefill)", "strange/leaves", "--attention-backend"):
         assert part in line
 
 
 def test_kernel_without_finite_results_ends_the_start(tmp_path: Path) -> None:
-    line = last_words(
+    line = start_error(
         tmp_path,
         "--attention-backend.decode",
         "strange/empty",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 
 import openai
 import pytest
-from serving import COMMAND, DEMO, Background, Served, said_at_its_end, served
+from serving import COMMAND, DEMO, Background, Served, run_command, served
 
 PIP = ("-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-build-isolation")
 WEATHER = {
@@ -47,7 +48,7 @@ def sdk(server: Served) -> openai.OpenAI:
 
 
 def whole(sdk: openai.OpenAI, ask: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the content, reasoning, calls and finish reason of a whole reply."""
+    """Return the content, reasoning, calls and finish reason of an unstreamed reply."""
     (choice,) = sdk.chat.completions.create(**ask).choices
     message = choice.message
     calls = [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
@@ -63,7 +64,7 @@ def whole(sdk: openai.OpenAI, ask: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def streamed(sdk: openai.OpenAI, ask: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the same of a stream, put together as clients do."""
+    """Return the same from a stream, concatenated."""
     content, reasoning, calls, reason = "", "", list[list[str]](), None
     for chunk in sdk.chat.completions.create(**ask, stream=True):
         delta, reason = chunk.choices[0].delta, chunk.choices[0].finish_reason
@@ -78,9 +79,9 @@ def streamed(sdk: openai.OpenAI, ask: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def test_tool_call_is_the_same_streamed_and_whole(sdk: openai.OpenAI) -> None:
-    said = whole(sdk, CALLING)
-    assert said == streamed(sdk, CALLING)
-    content, _, ((name, arguments),), reason = said
+    reply = whole(sdk, CALLING)
+    assert reply == streamed(sdk, CALLING)
+    content, _, ((name, arguments),), reason = reply
     assert (content, name, json.loads(arguments), reason) == (
         "",
         "get_weather",
@@ -103,9 +104,9 @@ def test_tool_result_is_answered(sdk: openai.OpenAI) -> None:
 
 
 def test_reasoning_is_separate_from_the_answer(sdk: openai.OpenAI) -> None:
-    said = whole(sdk, ADDING)
-    assert said == streamed(sdk, ADDING)
-    content, reasoning, calls, reason = said
+    reply = whole(sdk, ADDING)
+    assert reply == streamed(sdk, ADDING)
+    content, reasoning, calls, reason = reply
     assert content == "58 + 67 = 125"
     assert "8+7" in reasoning
     assert "think" not in content + reasoning
@@ -134,9 +135,9 @@ def test_call_cut_by_length_has_partial_arguments(
     sdk: openai.OpenAI,
 ) -> None:
     ask = {**CALLING, "max_tokens": 18}
-    said = whole(sdk, ask)
-    assert said == streamed(sdk, ask)
-    _, _, ((name, arguments),), reason = said
+    reply = whole(sdk, ask)
+    assert reply == streamed(sdk, ask)
+    _, _, ((name, arguments),), reason = reply
     assert (name, reason) == ("get_weather", "length")
     assert '{"city": "Paris"}'.startswith(arguments)
 
@@ -145,9 +146,9 @@ def test_call_cut_by_a_stop_string_has_partial_arguments(
     sdk: openai.OpenAI,
 ) -> None:
     ask = {**CALLING, "stop": ["aris"]}
-    said = whole(sdk, ask)
-    assert said == streamed(sdk, ask)
-    _, _, ((name, arguments),), reason = said
+    reply = whole(sdk, ask)
+    assert reply == streamed(sdk, ask)
+    _, _, ((name, arguments),), reason = reply
     assert (name, reason) == ("get_weather", "stop")
     assert '{"city": "Paris"}'.startswith(arguments)
 
@@ -170,13 +171,13 @@ def test_help_and_plugin_list_name_the_parsers() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [("serve", "--port", "0"), ("serve", "--dry-run", "--device", "cpu")]
+    "command", [("serve", "--port", "0"), ("serve", "--dry-run", "--device", "cpu")]
 )
-def test_unknown_parser_suggests_the_nearest(words: tuple[str, ...], tmp_path: Path) -> None:
-    status, said = said_at_its_end(tmp_path, *words, "--tool-call-parser", "qwenn")
+def test_unknown_parser_suggests_the_nearest(command: tuple[str, ...], tmp_path: Path) -> None:
+    status, err = run_command(tmp_path, *command, "--tool-call-parser", "qwenn")
     assert status == 2
-    assert "qwenn" in said
-    assert "qwen?" in said
+    assert "qwenn" in err
+    assert "qwen" in err.replace("qwenn", "")
 
 
 STRANGE = """
@@ -186,10 +187,10 @@ from tokenspeed_core.api import ParserContext, ParserSpec, ReplyEvent
 
 FAILING = ParserSpec("strange_parsers:Failing")
 LEAVING = ParserSpec("strange_parsers:Leaving")
-TELLING = ParserSpec("strange_parsers:Telling", reads_special_tokens=True)
+REPORTING = ParserSpec("strange_parsers:Reporting", reads_special_tokens=True)
 
 
-class Telling:
+class Reporting:
     def __init__(self, context: ParserContext) -> None:
         self.context = context
 
@@ -201,14 +202,14 @@ class Telling:
         return [ReplyEvent("call", tool["function"]["name"]), ReplyEvent("arguments", self.context.prompt_end)]
 
 
-class Failing(Telling):
+class Failing(Reporting):
     def feed(self, text: str) -> list[ReplyEvent]:
         if "P" in text:
             raise RuntimeError("no idea")
         return super().feed(text)
 
 
-class Leaving(Telling):
+class Leaving(Reporting):
     def __init__(self, context: ParserContext) -> None:
         if "leave" in context.prompt_end:
             sys.exit(4)
@@ -220,14 +221,14 @@ class Leaving(Telling):
 
 @pytest.fixture
 def strange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Install the two parsers above."""
+    """Install the parsers above."""
     info = tmp_path / "site" / "strange-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: strange\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
         "[tokenspeed.tool_parsers]\nfailing = strange_parsers:FAILING [api1]\n"
         "leaving = strange_parsers:LEAVING [api1]\n"
-        "telling = strange_parsers:TELLING [api1]\n"
+        "reporting = strange_parsers:REPORTING [api1]\n"
     )
     (tmp_path / "site" / "strange_parsers.py").write_text(STRANGE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
@@ -237,12 +238,9 @@ def strange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_failing_parser_fails_only_its_request(tmp_path: Path) -> None:
     with served(tmp_path, "--tool-call-parser", "failing") as running:
         sdk = running.openai()
-        with pytest.raises(openai.InternalServerError, match="server log"):
+        with pytest.raises(openai.InternalServerError, match="log"):
             sdk.chat.completions.create(**CALLING)
-        assert (
-            "tool_parsers failing of strange 1.0 fails on a reply: RuntimeError: no idea"
-            in running.said()
-        )
+        assert re.search("failing of strange 1.0 .*RuntimeError: no idea", running.stderr())
         assert "125" in whole(sdk, ADDING)[0]
 
 
@@ -255,17 +253,13 @@ def test_exiting_parser_fails_only_its_request(tmp_path: Path) -> None:
             lambda: whole(sdk, {**ADDING, "max_tokens": 200, "extra_body": {"ignore_eos": True}})
         )
         for ask in (CALLING, {**CALLING, **leave}):
-            with pytest.raises(openai.InternalServerError, match="server log"):
+            with pytest.raises(openai.InternalServerError, match="log"):
                 sdk.chat.completions.create(**ask)
         assert "125" in other.result()[0]
-        with pytest.raises(openai.APIError, match="server log"):
+        with pytest.raises(openai.APIError, match="log"):
             streamed(sdk, CALLING)
-        said = running.said()
-        assert "tool_parsers leaving of strange 1.0 fails on a reply: SystemExit: 5" in said
-        assert (
-            "tool_parsers leaving of strange 1.0 failed in strange_parsers:Leaving: SystemExit: 4"
-            in said
-        )
+        assert re.search("leaving of strange 1.0 .*SystemExit: 5", running.stderr())
+        assert re.search("leaving of strange 1.0.* SystemExit: 4", running.stderr())
         assert running.process.poll() is None
 
 
@@ -273,7 +267,7 @@ def test_exiting_parser_fails_only_its_request(tmp_path: Path) -> None:
 def test_parser_gets_context_and_special_tokens(
     tmp_path: Path,
 ) -> None:
-    with served(tmp_path, "--tool-call-parser", "telling") as running:
+    with served(tmp_path, "--tool-call-parser", "reporting") as running:
         sdk = running.openai()
         beyond = {"extra_body": {"ignore_eos": True}, "max_tokens": 60}
         content, _, ((name, prompt_end),), reason = whole(sdk, {**CALLING, **beyond})
@@ -302,9 +296,9 @@ def test_parsers_from_the_template_work(tmp_path: Path, monkeypatch: pytest.Monk
     )
     with served(tmp_path, *flags) as running:
         sdk = running.openai()
-        said = whole(sdk, CALLING)
-        assert said == streamed(sdk, CALLING)
-        assert said[2:] == ([("get_weather", '{"city": "Paris"}')], "tool_calls")
+        reply = whole(sdk, CALLING)
+        assert reply == streamed(sdk, CALLING)
+        assert reply[2:] == ([("get_weather", '{"city": "Paris"}')], "tool_calls")
         content, reasoning, *_ = whole(sdk, ADDING)
         assert content.strip() == "58 + 67 = 125"
         assert "8+7" in reasoning

@@ -23,7 +23,7 @@ from serving import (
     Background,
     Served,
     environment,
-    said_at_its_end,
+    run_command,
     served,
     wait_for_work,
     wait_until,
@@ -61,7 +61,7 @@ def say(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-# -- what clients get ---------------------------------------------------------------------------------------
+# -- answers ---------------------------------------------------------------------------------------
 
 
 def test_demo_adds_numbers(sdk: openai.OpenAI) -> None:
@@ -139,15 +139,15 @@ def test_streamed_chat_equals_the_whole_answer(sdk: openai.OpenAI) -> None:
 
 def test_call_is_text_without_a_parser(sdk: openai.OpenAI) -> None:
     ask: dict[str, Any] = {**DEMO, "messages": say("Get the weather in Paris.")}
-    plain, tooled = (
+    plain, with_tools = (
         sdk.chat.completions.create(**ask, **extra) for extra in ({}, {"tools": [WEATHER]})
     )
     assert plain.usage is not None
-    assert tooled.usage is not None
-    assert tooled.usage.prompt_tokens > plain.usage.prompt_tokens + 20
-    assert tooled.choices[0].message.tool_calls is None
+    assert with_tools.usage is not None
+    assert with_tools.usage.prompt_tokens > plain.usage.prompt_tokens + 20
+    assert with_tools.choices[0].message.tool_calls is None
     assert '"name": "get_weather", "arguments": {"city": "Paris"}' in (
-        tooled.choices[0].message.content or ""
+        with_tools.choices[0].message.content or ""
     )
 
 
@@ -177,7 +177,7 @@ def test_logprobs_n_seed_and_stop_work(sdk: openai.OpenAI) -> None:
 
 
 def test_concurrent_clients_get_the_same_answers(server: Served) -> None:
-    """More than run at once: some wait."""
+    """There are more clients than slots."""
     sdk = server.openai()
 
     def ask(number: int) -> str:
@@ -189,14 +189,14 @@ def test_concurrent_clients_get_the_same_answers(server: Served) -> None:
         assert list(pool.map(ask, range(40))) == alone
 
 
-def used(server: Served) -> float:
-    """Return the CPU time of the engine in seconds, which other programs do not change."""
+def cpu_seconds(server: Served) -> float:
+    """Return the CPU time of the engine, which does not depend on the load of the machine."""
     return float(sum(server.engine().cpu_times()[:2]))
 
 
 @pytest.mark.parametrize("streams", [True, False])
 def test_disconnect_frees_the_slots(server: Served, streams: bool) -> None:
-    """A client with all slots leaves; the next one does not wait for its 4,000 tokens."""
+    """A client that holds all slots disconnects; its 4,000 tokens are not generated."""
     sdk = server.openai()
     body = {
         **DEMO,
@@ -213,12 +213,12 @@ def test_disconnect_frees_the_slots(server: Served, streams: bool) -> None:
         else:
             with pytest.raises(httpx.ReadTimeout):
                 http.post("/v1/completions", json=body, timeout=0.5)
-    left = used(server)
+    left = cpu_seconds(server)
     sdk.completions.create(**DEMO, prompt="a", max_tokens=2)
-    assert used(server) - left < 2, "the engine continued aborted requests"
-    before = used(server)
+    assert cpu_seconds(server) - left < 2, "the engine continued aborted requests"
+    before = cpu_seconds(server)
     time.sleep(1)
-    assert used(server) - before < 0.1, "the engine is not idle"
+    assert cpu_seconds(server) - before < 0.1, "the engine is not idle"
 
 
 def test_slow_reader_does_not_block_others(server: Served) -> None:
@@ -302,7 +302,7 @@ def test_invalid_http_is_refused(server: Served, raw: bytes) -> None:
 def test_idle_server_uses_little_cpu(server: Served) -> None:
     api = psutil.Process(server.process.pid)
     processes = [api, *api.children(recursive=True)]
-    time.sleep(1.5)  # what the tests before have left to do
+    time.sleep(1.5)  # for work left by earlier tests
 
     def spent() -> float:
         return sum(sum(process.cpu_times()[:2]) for process in processes)
@@ -312,7 +312,7 @@ def test_idle_server_uses_little_cpu(server: Served) -> None:
     assert spent() - before < 0.05
 
 
-# -- ends ---------------------------------------------------------------------------------------------------
+# -- shutdown ---------------------------------------------------------------------------------------------------
 
 
 def test_key_is_required_and_sigterm_drains(tmp_path: Path) -> None:
@@ -333,10 +333,8 @@ def test_key_is_required_and_sigterm_drains(tmp_path: Path) -> None:
         engine = server.engine()
         stream = server.openai("secret").completions.create(**LONG, max_tokens=1000, stream=True)
         first = next(stream)
-        for process in (
-            engine,
-            server.process,
-        ):  # as a service manager does, which tells every process
+        # A service manager signals every process.
+        for process in (engine, server.process):
             process.send_signal(signal.SIGTERM)
         rest = Background(lambda: list(stream))
         with server.http() as http:
@@ -353,9 +351,9 @@ def test_key_is_required_and_sigterm_drains(tmp_path: Path) -> None:
 def test_ctrl_c_ends_an_idle_server(tmp_path: Path) -> None:
     with served(tmp_path) as server:
         port = str(httpx.URL(server.url).port)
-        status, said = said_at_its_end(tmp_path, "serve", "--port", port)
+        status, err = run_command(tmp_path, "serve", "--port", port)
         assert status == 2
-        assert re.fullmatch(rf"tokenspeed: .*port {port} .*in use.*--port.*\n", said), said
+        assert re.fullmatch(rf"tokenspeed: .*{port}.*--port.*\n", err), err
         with_chat = subprocess.run(
             [*COMMAND, "chat", "--base-url", server.url, "--temperature", "0"],
             input="What is 23 + 45?\nThanks\n",
@@ -369,7 +367,7 @@ def test_ctrl_c_ends_an_idle_server(tmp_path: Path) -> None:
         assert with_chat.stderr == ""
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(60) == 0
-        assert "Traceback" not in server.said()
+        assert "Traceback" not in server.stderr()
         assert not server.sockets()
 
 
@@ -391,7 +389,7 @@ def test_chat_ends_the_server_that_it_started(
     chat.stdin.flush()
     assert chat.stdout.readline()
     started = psutil.Process(chat.pid).children(recursive=True)
-    assert len(started) == 2, "one user needs one API worker"
+    assert len(started) == 2, "the engine and one API worker"
     chat.send_signal(number)
     assert chat.wait(60) == (128 + number if number != signal.SIGKILL else -number)
     _, alive = psutil.wait_procs(started, 30)
@@ -437,12 +435,10 @@ def test_killed_engine_fails_requests_and_ends_the_server(tmp_path: Path, stream
         )
         wait_for_work(engine)
         engine.kill()
-        told = waiting.result(30)
-        assert isinstance(told, openai.APIError if streams else openai.InternalServerError)
-        assert told.code == "engine_dead"
+        error = waiting.result(30)
+        assert isinstance(error, openai.APIError if streams else openai.InternalServerError)
+        assert error.code == "engine_dead"
         assert server.process.wait(60) == 2
-        assert (
-            server.said().splitlines()[-1].startswith("tokenspeed: the engine died: its process ")
-        )
-        assert "Traceback" not in server.said()
+        assert "the engine died" in server.stderr().splitlines()[-1]
+        assert "Traceback" not in server.stderr()
         assert not server.sockets()

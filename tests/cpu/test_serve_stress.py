@@ -23,12 +23,12 @@ NUM_REQUESTS, NUM_PROMPTS, MAX_TOKENS = 160, 24, 60
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Serve in float32, where batching changes no token, with KV blocks for four long sequences."""
     flags = "--dtype float32 --max-total-tokens 640 --max-model-len 320 --block-size 4 --chunked-prefill-size 24 "
-    folder: Path = tmp_path_factory.mktemp("crowd")
+    folder: Path = tmp_path_factory.mktemp("stress")
     with served(folder, *flags.split(), "--max-num-seqs", "12") as running:
         yield running
 
 
-class Crowd:
+class Load:
     """Sends various requests and compares each greedy text with that of a single client."""
 
     def __init__(self, server: Served) -> None:
@@ -40,11 +40,11 @@ class Crowd:
             for _ in range(NUM_PROMPTS)
         ]
         self.server = server
-        self.num_left = self.num_answered = 0
+        self.num_disconnected = self.num_answered = 0
         self.alone: list[str] = []
 
-    def ask_alone(self) -> None:
-        """Record the answer to each prompt without other requests."""
+    def send_alone(self) -> None:
+        """Record the answer to each prompt alone."""
         with self.server.http() as http:
             for prompt in self.prompts:
                 body = {
@@ -57,7 +57,7 @@ class Crowd:
                     http.post("/v1/completions", json=body).json()["choices"][0]["text"]
                 )
 
-    async def ask_together(self) -> None:
+    async def send_all(self) -> None:
         """Send all requests over forty connections."""
         limits = httpx.Limits(max_connections=40)
         async with httpx.AsyncClient(
@@ -67,11 +67,11 @@ class Crowd:
 
             async def one() -> None:
                 async with gate:
-                    await self.ask(client)
+                    await self.send(client)
 
             await asyncio.gather(*(one() for _ in range(NUM_REQUESTS)))
 
-    async def ask(self, client: httpx.AsyncClient) -> None:
+    async def send(self, client: httpx.AsyncClient) -> None:
         """Send one request: streamed or not, some sampled, some closed early."""
         chance = self.random.random
         number = self.random.randrange(NUM_PROMPTS)
@@ -88,7 +88,7 @@ class Crowd:
         is_plain = chance() < 0.7
         body |= {} if is_plain else other
         if chance() < 0.2:
-            texts = await self.leave(client, body)
+            texts = await self.disconnect(client, body)
         elif body["stream"]:
             texts = await self.stream(
                 client, body, self.random.randrange(1, 80) if chance() < 0.5 else None
@@ -102,16 +102,16 @@ class Crowd:
             assert self.alone[number].startswith(text.rstrip("\ufffd"))
         self.num_answered += bool(texts)
 
-    async def leave(self, client: httpx.AsyncClient, body: dict[str, Any]) -> list[str]:
+    async def disconnect(self, client: httpx.AsyncClient, body: dict[str, Any]) -> list[str]:
         """Disconnect before the answer."""
         try:
             await client.post("/v1/completions", json=body, timeout=0.3 * self.random.random())
         except httpx.TimeoutException:
-            self.num_left += 1
+            self.num_disconnected += 1
         return []
 
     async def stream(
-        self, client: httpx.AsyncClient, body: dict[str, Any], leaves_after: int | None
+        self, client: httpx.AsyncClient, body: dict[str, Any], disconnects_after: int | None
     ) -> list[str]:
         """Read events, all of them or some."""
         texts, num_events = [""] * body["n"], 0
@@ -123,14 +123,14 @@ class Crowd:
                 for choice in json.loads(line[6:])["choices"]:
                     texts[choice["index"]] += choice["text"]
                 num_events += 1
-                if num_events == leaves_after:
-                    self.num_left += 1
+                if num_events == disconnects_after:
+                    self.num_disconnected += 1
                     break
         return texts
 
 
 def seconds_used(server: Served) -> float:
-    """Return the processor time that the engine takes in a second."""
+    """Return the CPU time of the engine during one second."""
     before = sum(server.engine().cpu_times()[:2])
     time.sleep(1)
     return float(sum(server.engine().cpu_times()[:2]) - before)
@@ -139,13 +139,13 @@ def seconds_used(server: Served) -> float:
 def test_concurrent_answers_equal_single_ones(
     server: Served,
 ) -> None:
-    crowd = Crowd(server)
-    crowd.ask_alone()
-    asyncio.run(crowd.ask_together())
-    assert crowd.num_left > 10
-    assert crowd.num_answered > 80
-    wait_until(lambda: seconds_used(server) < 0.1, 60, "at rest")
-    with server.http() as http:  # and every block is free for whoever needs them all
+    load = Load(server)
+    load.send_alone()
+    asyncio.run(load.send_all())
+    assert load.num_disconnected > 10
+    assert load.num_answered > 80
+    wait_until(lambda: seconds_used(server) < 0.1, 60, "idle")
+    with server.http() as http:  # This request needs every block.
         whole = {
             "prompt": [5] * 10,
             "max_tokens": 310,
@@ -155,4 +155,4 @@ def test_concurrent_answers_equal_single_ones(
         }
         assert http.post("/v1/completions", json=whole).json()["usage"]["completion_tokens"] == 620
         assert http.get("/health").status_code == 200
-    assert "Traceback" not in server.said()
+    assert "Traceback" not in server.stderr()
