@@ -20,6 +20,18 @@ import psutil
 
 COMMAND = (sys.executable, "-P", "-m", "tokenspeed_core.cli")
 DEMO: dict[str, Any] = {"model": "demo", "temperature": 0}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the weather.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
+    },
+}
 
 
 def environment(folder: Path) -> dict[str, str]:

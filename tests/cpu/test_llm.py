@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import pytest
+from plugin_files import write_plugin
 
 from tokenspeed_core import LLM, SamplingParams
 from tokenspeed_core.api.step import StepPlan
@@ -248,19 +249,17 @@ def test_settings_without_effect_are_logged(caplog: pytest.LogCaptureFixture) ->
 def test_failed_config_hooks_are_not_called_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    info = tmp_path / "observer-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: observer\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[tokenspeed.hooks]\nsound = observer_sound [api1]\nbroken = observer_broken [api1]\n"
-    )
-    for name, answer in (("sound", "return {}"), ("broken", "raise RuntimeError('broken')")):
-        (tmp_path / f"observer_{name}.py").write_text(
+    modules = {
+        f"observer_{name}": (
             "from tokenspeed_core.api import hookimpl\n"
             "steps = []\n"
-            f"@hookimpl\ndef adjust_config(config):\n    {answer}\n"
+            f"@hookimpl\ndef adjust_config(config):\n    {body}\n"
             "@hookimpl\ndef observe_step(record):\n    steps.append(record)\n"
         )
+        for name, body in (("sound", "return {}"), ("broken", "raise RuntimeError('broken')"))
+    }
+    entries = {"sound": "observer_sound [api1]", "broken": "observer_broken [api1]"}
+    write_plugin(tmp_path, "observer", "hooks", entries, modules)
     monkeypatch.syspath_prepend(str(tmp_path))
     with LLM(max_total_tokens=64, max_model_len=64) as llm:
         llm.generate("a", FEW)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plugin_files import write_plugin
 
 from tokenspeed_core.cli import main
 from tokenspeed_core.kernels.installed import installed_kernels
@@ -53,13 +54,8 @@ SPEC = KernelSpec(
 def test_every_kernel_is_a_candidate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    info = tmp_path / "acme-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[tokenspeed.kernels.attention]\nacme = acme_reasons:SPEC [api1]\n"
-    )
-    (tmp_path / "acme_reasons.py").write_text(MANY_REASONS)
+    entries = {"acme": "acme_reasons:SPEC [api1]"}
+    write_plugin(tmp_path, "acme", "kernels.attention", entries, {"acme_reasons": MANY_REASONS})
     monkeypatch.syspath_prepend(str(tmp_path))
     installed = [
         kernel for kernel in installed_kernels(Catalog.discover()) if kernel.spec.op == "attention"
@@ -98,7 +94,7 @@ def test_every_kernel_is_a_candidate(
     ]
 
 
-def test_absent_platform_can_be_asked(
+def test_absent_platform_can_be_selected(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for name, capability in (("sm90", "9.0"), ("sm_100a", "10.0"), ("SM103", "10.3")):
@@ -128,19 +124,14 @@ def test_flags_of_serve_and_layer_apply(
     )["ops"]
     assert prefill["problem"]["block_size"] == 64
     assert 1 in prefill["layers"]
-    assert decode["because"] == "asked for by --attention-backend.decode"
+    assert "--attention-backend.decode" in decode["because"]
 
 
 def test_unusable_plugins_are_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in (("old", "m:S [api9]"), ("broken", "no_such_module:S [api1]")):
-        info = tmp_path / f"{name}-1.0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text(
-            f"[tokenspeed.kernels.attention]\n{name} = {value}\n"
-        )
+        write_plugin(tmp_path, name, "kernels.attention", {name: value}, {})
     monkeypatch.syspath_prepend(str(tmp_path))
     answer = why(capsys, "attention", "--device", "cpu")
     statuses = {
@@ -156,10 +147,10 @@ def test_unusable_plugins_are_listed(
 
 
 RAISING = {  # what raises: the entry point, and modules of the plugin
-    "its descriptor": ("kernels.attention", "acme = acme_ends:SPEC", {}),
+    "its descriptor": ("kernels.attention", ("acme", "acme_ends:SPEC [api1]"), {}),
     "its kernel": (
         "kernels.attention",
-        "acme = acme_spec:SPEC",
+        ("acme", "acme_spec:SPEC [api1]"),
         {
             "acme_spec": "from tokenspeed_core.api import Capability, KernelSpec\n"
             "SPEC = KernelSpec('attention', 'acme', Capability(('cpu',), ('bfloat16',)), 'acme_ends:make')\n",
@@ -167,7 +158,7 @@ RAISING = {  # what raises: the entry point, and modules of the plugin
     ),
     "its family": (
         "models",
-        "AcmeForCausalLM = acme_spec:SPEC",
+        ("AcmeForCausalLM", "acme_spec:SPEC [api1]"),
         {
             "acme_spec": "from tokenspeed_core.api import ModelSpec\n"
             "SPEC = ModelSpec('AcmeForCausalLM', 'acme_ends:describe', 'acme_ends:Model')\n",
@@ -181,12 +172,9 @@ def test_plugin_that_exits_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raising: str
 ) -> None:
     kind, entry, modules = RAISING[raising]
-    info = tmp_path / "acme-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[tokenspeed.{kind}]\n{entry} [api1]\n")
-    for name, text in {**modules, "acme_ends": "raise SystemExit(0)\n"}.items():
-        (tmp_path / f"{name}.py").write_text(text)
+    name, target = entry
+    modules = {**modules, "acme_ends": "raise SystemExit(0)\n"}
+    write_plugin(tmp_path, "acme", kind, {name: target}, modules)
     words = ["attention", "--device", "cpu"]
     if kind == "models":
         (tmp_path / "model").mkdir()

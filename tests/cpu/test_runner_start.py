@@ -11,6 +11,7 @@ import annotated_types
 import numpy as np
 import pytest
 import torch
+from plugin_files import write_plugin
 
 from tokenspeed_core.api.step import OutOfMemory
 from tokenspeed_core.config import Config
@@ -297,16 +298,12 @@ def test_failing_family_is_named_in_one_line(catalog: Catalog, tiny: Make) -> No
 def test_failing_load_format_is_named_with_its_flag(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: Make, reader: str, why: str
 ) -> None:
-    info = tmp_path / "acme_format-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-format\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[tokenspeed.load_formats]\nacme = acme_format:FORMAT [api1]\n"
-    )
-    (tmp_path / "acme_format.py").write_text(
+    spec = (
         f"from tokenspeed_core.api import LoadFormat\nFORMAT = LoadFormat('acme', {reader!r}, ())\n"
     )
-    (tmp_path / "acme_reader.py").write_text("import acme_lib\n")
+    entries = {"acme": "acme_format:FORMAT [api1]"}
+    modules = {"acme_format": spec, "acme_reader": "import acme_lib\n"}
+    write_plugin(tmp_path, "acme-format", "load_formats", entries, modules)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(PluginError) as caught:
         build(tiny(load_format="acme"), Catalog.discover(), quiet)

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from plugin_files import write_plugin
 
 from tokenspeed_core.api import hookimpl
 from tokenspeed_core.api.kernels import PHASES
@@ -66,10 +67,7 @@ def test_flag_without_effect_is_refused(
 def test_error_names_the_source_of_a_backend(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    info = tmp_path / "acme-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[tokenspeed.hooks]\nchoice = acme_hooks [api1]\n")
+    write_plugin(tmp_path, "acme", "hooks", {"choice": "acme_hooks [api1]"}, {})
     module = ModuleType("acme_hooks")
     module.adjust_config = hookimpl(  # type: ignore[attr-defined]
         lambda config: {"attention_backend": "triton", "kernel_backend": {"greedy": ["triton"]}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from plugin_files import write_plugin
 from serving import run_command, served
 
 STRANGE = """
@@ -34,15 +35,12 @@ class empty(TorchAttention):
 @pytest.fixture(autouse=True)
 def strange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Install the two kernels above."""
-    info = tmp_path / "site" / "strange-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: strange\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[tokenspeed.kernels.attention]\nstrange/leaves = strange_specs:LEAVES [api1]\n"
-        "strange/empty = strange_specs:EMPTY [api1]\n"
-    )
-    (tmp_path / "site" / "strange_specs.py").write_text(STRANGE)
-    (tmp_path / "site" / "strange_attention.py").write_text(ATTENTION)
+    entries = {
+        "strange/leaves": "strange_specs:LEAVES [api1]",
+        "strange/empty": "strange_specs:EMPTY [api1]",
+    }
+    modules = {"strange_specs": STRANGE, "strange_attention": ATTENTION}
+    write_plugin(tmp_path / "site", "strange", "kernels.attention", entries, modules)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
 
 

@@ -12,21 +12,10 @@ from typing import Any
 
 import openai
 import pytest
-from serving import COMMAND, DEMO, Background, Served, run_command, served
+from plugin_files import write_plugin
+from serving import COMMAND, DEMO, WEATHER, Background, Served, run_command, served
 
 PIP = ("-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-build-isolation")
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Get the weather.",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string"}},
-            "required": ["city"],
-        },
-    },
-}
 CALLING: dict[str, Any] = {
     **DEMO,
     "messages": [{"role": "user", "content": "Get the weather in Paris."}],
@@ -222,15 +211,10 @@ class Leaving(Reporting):
 @pytest.fixture
 def strange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Install the parsers above."""
-    info = tmp_path / "site" / "strange-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: strange\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[tokenspeed.tool_parsers]\nfailing = strange_parsers:FAILING [api1]\n"
-        "leaving = strange_parsers:LEAVING [api1]\n"
-        "reporting = strange_parsers:REPORTING [api1]\n"
-    )
-    (tmp_path / "site" / "strange_parsers.py").write_text(STRANGE)
+    names = ("failing", "leaving", "reporting")
+    entries = {name: f"strange_parsers:{name.upper()} [api1]" for name in names}
+    modules = {"strange_parsers": STRANGE}
+    write_plugin(tmp_path / "site", "strange", "tool_parsers", entries, modules)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
 
 

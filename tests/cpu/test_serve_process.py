@@ -20,6 +20,7 @@ import pytest
 from serving import (
     COMMAND,
     DEMO,
+    WEATHER,
     Background,
     Served,
     environment,
@@ -32,18 +33,6 @@ from serving import (
 pytestmark = pytest.mark.slow
 
 LONG: dict[str, Any] = {**DEMO, "prompt": "a", "extra_body": {"ignore_eos": True}}
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Get the weather.",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string"}},
-            "required": ["city"],
-        },
-    },
-}
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ import httpx
 import psutil
 import pytest
 import tokenspeed_demo
+from plugin_files import write_plugin
 from serving import (
     COMMAND,
     Background,
@@ -126,16 +127,14 @@ def test_impossible_setting_is_named(tmp_path: Path, flags: str, name: str) -> N
 def test_hook_changes_settings_of_the_first_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    info = tmp_path / "site" / "setting-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: setting\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[tokenspeed.hooks]\nsetting = setting_hooks [api1]\n")
-    (tmp_path / "site" / "setting_hooks.py").write_text(
+    source = (
         "from tokenspeed_core.api import hookimpl\n"
         "@hookimpl\n"
         "def adjust_config(config):\n"
         "    return {'api_workers': 2, 'host': '127.0.0.2', 'log_level': 'error'}\n"
     )
+    entries, modules = {"setting": "setting_hooks [api1]"}, {"setting_hooks": source}
+    write_plugin(tmp_path / "site", "setting", "hooks", entries, modules)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
     with served(tmp_path) as running:
         commands = [child.cmdline() for child in psutil.Process(running.process.pid).children()]
