@@ -239,7 +239,7 @@ def test_killed_bench_leaves_no_process(
     )
     bench = psutil.Process(child.pid)
     words = bench.cmdline()
-    # The client measurement has a mock server besides the two clients.
+    # The client measurement has a mock server in addition to the two clients.
     forks: list[psutil.Process] = []
     while len(forks) < 2 + measures_client or any(map(listens, forks)) is not measures_client:
         assert child.poll() is None

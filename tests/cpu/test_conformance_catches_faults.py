@@ -1,4 +1,4 @@
-"""Kernels whose specs fault, each in its own way: the conformance kit catches each, and passes what tells the truth."""
+"""The conformance kit catches kernels with one fault each, and passes correct kernels."""
 
 from __future__ import annotations
 

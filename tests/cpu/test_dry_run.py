@@ -31,9 +31,11 @@ def test_dry_run_reports_tokenizer_and_template(
     assert "chat template: from the model" in report
     assert "left_bytes" not in report
     assert "known after start" not in report
-    mine = tmp_path / "mine.jinja"
-    mine.write_text("{{ messages }}")
-    assert f"chat template: {mine}" in dry_run(Config(device="cpu", chat_template=str(mine)))
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages }}")
+    assert f"chat template: {template}" in dry_run(
+        Config(device="cpu", chat_template=str(template))
+    )
     assert "tokenizer none" in dry_run(Config(device="cpu", skip_tokenizer_init=True))
 
 

@@ -126,7 +126,7 @@ def greedy(num_tokens: int, **params: Any) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, **params)
 
 
-def ask(llm: LLM, prompt: list[int], params: SamplingParams) -> SequenceOutput:
+def generate_one(llm: LLM, prompt: list[int], params: SamplingParams) -> SequenceOutput:
     """Generate for one prompt alone."""
     return llm.generate({"prompt_token_ids": prompt}, params)[0].outputs[0]
 
@@ -224,7 +224,7 @@ def test_seeded_tokens_do_not_depend_on_the_batch(llm: LLM) -> None:
     seeded = SamplingParams(
         temperature=5, top_p=0.95, top_k=50, seed=123, max_tokens=20, ignore_eos=True
     )
-    alone = [ask(llm, prompt, seeded).token_ids for prompt in wanted]
+    alone = [generate_one(llm, prompt, seeded).token_ids for prompt in wanted]
     others = [
         seeded,
         greedy(20),
@@ -246,13 +246,13 @@ def test_unseeded_requests_differ(llm: LLM) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 5.0])
 def test_logprobs_equal_transformers(llm: LLM, qwen3: Family, temperature: float) -> None:
     wanted = prompts()
-    asked = SamplingParams(
+    top_5 = SamplingParams(
         temperature=temperature, logprobs=5, max_tokens=10, seed=1, ignore_eos=True
     )
-    none = asked.model_copy(update={"logprobs": 0})
+    top_0 = top_5.model_copy(update={"logprobs": 0})
     outputs = llm.generate(
         [{"prompt_token_ids": prompt} for prompt in wanted],
-        [none if i % 3 == 2 else asked for i in range(len(wanted))],
+        [top_0 if i % 3 == 2 else top_5 for i in range(len(wanted))],
     )
     for i, output in enumerate(outputs):
         tokens, entries = output.outputs[0].token_ids, output.outputs[0].logprobs
@@ -297,7 +297,7 @@ def test_logprobs_survive_preemption(qwen3: Family) -> None:
 def adjusted(
     logits: torch.Tensor, prompt: list[int], output: list[int], params: SamplingParams
 ) -> torch.Tensor:
-    """Return logits as the documentation of the parameters says they change."""
+    """Apply penalties and biases to logits, as documented."""
     wanted = logits.clone()
     for token in {*prompt, *output}:
         repetition = params.repetition_penalty or 1.0
@@ -312,7 +312,7 @@ def adjusted(
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "changes",
     [
         {"presence_penalty": 2.0},
         {"frequency_penalty": 1.5},
@@ -326,14 +326,14 @@ def adjusted(
             "logit_bias": {40: 9.0},
         },
     ],
-    ids=lambda asked: " ".join(asked),
+    ids=lambda changes: " ".join(changes),
 )
 @pytest.mark.parametrize(("preempts", "depth"), [(False, 1), (True, 1), (True, 2)])
 def test_penalties_and_biases_follow_their_formulas(
-    qwen3: Family, asked: dict[str, Any], preempts: bool, depth: int
+    qwen3: Family, changes: dict[str, Any], preempts: bool, depth: int
 ) -> None:
     wanted = prompts()[1::2]
-    params = greedy(30, **asked)
+    params = greedy(30, **changes)
     with qwen3.start(depth, max_total_tokens=112 if preempts else 1024, max_model_len=100) as llm:
         plain, got = run(llm, wanted, greedy(30)), run(llm, wanted, params)
         assert bool(llm._engine.scheduler.num_preemptions) is preempts
@@ -346,10 +346,10 @@ def test_penalties_and_biases_follow_their_formulas(
 
 
 def test_stop_token_is_the_last_token(llm: LLM) -> None:
-    whole = ask(llm, [5, 6, 7], greedy(30))
+    whole = generate_one(llm, [5, 6, 7], greedy(30))
     stop = whole.token_ids[9]
     first = whole.token_ids.index(stop)
-    stopped = ask(llm, [5, 6, 7], greedy(30, stop_token_ids=(stop, 0)))
+    stopped = generate_one(llm, [5, 6, 7], greedy(30, stop_token_ids=(stop, 0)))
     assert stopped.token_ids == whole.token_ids[: first + 1]
     assert stopped.finish_reason == "stop"
     assert whole.finish_reason == "length"
@@ -357,16 +357,16 @@ def test_stop_token_is_the_last_token(llm: LLM) -> None:
 
 def test_eos_ends_a_sequence_unless_ignored(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=5, logit_bias={EOS: 100})
-    ended = ask(llm, [5, 6, 7], params)
+    ended = generate_one(llm, [5, 6, 7], params)
     assert (ended.token_ids, ended.finish_reason) == ([EOS], "stop")
-    goes_on = ask(llm, [5, 6, 7], params.model_copy(update={"ignore_eos": True}))
+    goes_on = generate_one(llm, [5, 6, 7], params.model_copy(update={"ignore_eos": True}))
     assert (goes_on.token_ids, goes_on.finish_reason) == ([EOS] * 5, "length")
 
 
 @pytest.mark.parametrize("num_prompt", [1, 60, CONTEXT - 1])
 def test_default_max_tokens_fills_the_context(llm: LLM, qwen3: Family, num_prompt: int) -> None:
     prompt = (prompts()[9] * 3)[:num_prompt]
-    output = ask(llm, prompt, SamplingParams(temperature=0, ignore_eos=True))
+    output = generate_one(llm, prompt, SamplingParams(temperature=0, ignore_eos=True))
     assert len(output.token_ids) == CONTEXT - num_prompt
     assert output.finish_reason == "length"
     qwen3.check_greedy(prompt, output.token_ids)
@@ -404,23 +404,23 @@ def test_abort_during_logprobs_does_not_affect_others(llm: LLM, qwen3: Family) -
     engine.launch(draft)
     engine.abort([submit.request_id])
     assert not len(engine.collect().sequence_ids)
-    qwen3.check_greedy([5, 6, 7], ask(llm, [5, 6, 7], greedy(4)).token_ids)
+    qwen3.check_greedy([5, 6, 7], generate_one(llm, [5, 6, 7], greedy(4)).token_ids)
 
 
-@pytest.mark.parametrize("asked", [{}, {"logprobs": 2}, {"presence_penalty": 1.0}], ids=str)
-def test_sequence_without_finite_logits_fails_alone(qwen3: Family, asked: dict[str, Any]) -> None:
+@pytest.mark.parametrize("changes", [{}, {"logprobs": 2}, {"presence_penalty": 1.0}], ids=str)
+def test_sequence_without_finite_logits_fails_alone(qwen3: Family, changes: dict[str, Any]) -> None:
     with qwen3.start() as llm:
         weights = {slot.name: slot.target for slot in llm._engine.runner._model.weight_map()}  # type: ignore[attr-defined]
         weights["model.embed_tokens.weight"][50] = float("nan")
         good, bad = (
             llm._build_submit({"prompt_token_ids": ids}, greedy(8, **each))
-            for ids, each in (([5, 6, 7], {}), ([5, 50, 7], asked))
+            for ids, each in (([5, 6, 7], {}), ([5, 50, 7], changes))
         )
         tokens, finish = drive(llm, [bad, good])
         assert (tokens[bad.request_id], finish[bad.request_id]) == ([], FinishReason.ERROR)
         assert finish[good.request_id] is FinishReason.LENGTH
         qwen3.check_greedy([5, 6, 7], tokens[good.request_id])
         with pytest.raises(TokenSpeedError, match="no finite logit"):
-            ask(llm, [5, 50, 7], greedy(8, **asked))
+            generate_one(llm, [5, 50, 7], greedy(8, **changes))
         pool = llm._engine.scheduler.kv.pool
         assert pool.num_available == pool.num_blocks

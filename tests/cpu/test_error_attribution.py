@@ -75,7 +75,7 @@ def test_instance_that_raised_is_named() -> None:
         (Override("greedy", ("mine",), "--x-backend"), "--x-backend other"),
     ],
 )
-def test_hint_uses_the_flag_that_asked_for_the_kernel(override: Override, flag: str) -> None:
+def test_hint_uses_the_flag_that_selected_the_kernel(override: Override, flag: str) -> None:
     run = greedy(LOGITS)
     assert flag in attribute_error(catch(run), [(run, plan(override)["greedy"])])
 

@@ -152,11 +152,9 @@ def test_cases_without_a_device_are_counted(
     def check(spec: KernelSpec) -> None:
         type("Suite", (KernelConformance,), {"spec": spec})().test_cuda_graph_replay()
 
-    with pytest.raises(SkipTest, match=r"^\d+ cells need a device sm990 or newer, for graphs$"):
+    with pytest.raises(SkipTest, match=r"^\d+ .* sm990 or newer"):
         check(spec_of(TorchAttention))
-    with pytest.raises(
-        SkipTest, match=r"^\d+ cells need .* and the module no_such_library, for graphs$"
-    ):
+    with pytest.raises(SkipTest, match=r"^\d+ .* no_such_library"):
         check(replace(spec_of(ServesOneLayer), requires=("no_such_library",)))
     with pytest.raises(AssertionError, match="replayed"):
         check(spec_of(ServesOneLayer))

@@ -199,9 +199,9 @@ def test_attention_precompiles_every_variant_of_a_step(
     chunks = [[1500], [40], [1] * 16 + [5]] if phase == "prefill" else []
     rows = [[1] * num_rows for num_rows in (1, 2, 8, 20, 33, 48, 64)]
     forms = [
-        (*bound, beside)
+        (*bound, overlaps)
         for bound in ((True, 8192), (True, 4000), (False, 4096))
-        for beside in (False, True)
+        for overlaps in (False, True)
     ]
     for counts, (shares, longest, overlaps_prefill) in product([*rows, *chunks], forms):
         starts = torch.tensor([0, *counts]).cumsum(0).tolist()

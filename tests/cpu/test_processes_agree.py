@@ -29,14 +29,14 @@ def ended(module: str, folder: Path, digest: str) -> tuple[int, str, str]:
         "worker": 0,
         "listen_fds": [0],
     }
-    theirs, ours = os.pipe()
-    os.write(ours, json.dumps(settings).encode() + b"\n")
+    read_end, write_end = os.pipe()
+    os.write(write_end, json.dumps(settings).encode() + b"\n")
     socket = zmq.Context.instance().socket(zmq.PAIR)
     socket.connect(address)
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-m", module, str(theirs)],
-            pass_fds=(theirs,),
+            [sys.executable, "-P", "-m", module, str(read_end)],
+            pass_fds=(read_end,),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -48,8 +48,8 @@ def ended(module: str, folder: Path, digest: str) -> tuple[int, str, str]:
         return done.returncode, done.stderr, failed.message if isinstance(failed, Failed) else ""
     finally:
         socket.close(linger=0)
-        os.close(theirs)
-        os.close(ours)
+        os.close(read_end)
+        os.close(write_end)
 
 
 @pytest.mark.parametrize("module", ["tokenspeed_core.engine.process", "tokenspeed_server.serve"])

@@ -46,16 +46,6 @@ def check_next_step(runner: LocalRunner, expected: dict[str, list[int]]) -> None
     assert maker.sequences["b"].output == expected["b"][:1]
 
 
-def test_decoding_equals_recomputation(runner: LocalRunner, expected: dict[str, list[int]]) -> None:
-    maker = PlanMaker(runner.block_size)
-    for slot, (name, prompt) in enumerate(PROMPTS.items()):
-        maker.add(name, prompt, slot)
-    maker.step(runner, chunks={name: len(prompt) for name, prompt in PROMPTS.items()})
-    for _ in range(7):
-        maker.step(runner, decodes=list(PROMPTS))
-    assert {name: maker.sequences[name].output for name in PROMPTS} == expected
-
-
 @pytest.mark.parametrize("size", [1, 3, 4, 7])
 def test_mixed_chunks_and_decodes_change_no_token(
     runner: LocalRunner, expected: dict[str, list[int]], size: int
@@ -85,17 +75,6 @@ def test_reused_slot_starts_empty(runner: LocalRunner, expected: dict[str, list[
             maker.step(runner, decodes=[name])
         assert maker.sequences[name].output == expected[name]
         maker.drop(name)
-
-
-def test_prefix_hit_changes_no_token(runner: LocalRunner, expected: dict[str, list[int]]) -> None:
-    maker = PlanMaker(runner.block_size)
-    maker.add("first", PROMPTS["a"], slot=0)
-    maker.step(runner, chunks={"first": 23})
-    maker.add("a", PROMPTS["a"], slot=1, shared=("first", 20))
-    maker.step(runner, decodes=["first"], chunks={"a": 3})
-    for _ in range(7):
-        maker.step(runner, decodes=["a"])
-    assert maker.sequences["a"].output == expected["a"]
 
 
 def test_rows_share_blocks_filled_in_the_same_step(

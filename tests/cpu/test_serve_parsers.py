@@ -120,25 +120,17 @@ def test_call_is_text_without_tools(sdk: openai.OpenAI) -> None:
         assert content
 
 
-def test_call_cut_by_length_has_partial_arguments(
-    sdk: openai.OpenAI,
+@pytest.mark.parametrize(
+    ("limit", "finish_reason"), [({"max_tokens": 18}, "length"), ({"stop": ["aris"]}, "stop")]
+)
+def test_truncated_call_has_partial_arguments(
+    sdk: openai.OpenAI, limit: dict[str, Any], finish_reason: str
 ) -> None:
-    ask = {**CALLING, "max_tokens": 18}
+    ask = {**CALLING, **limit}
     reply = whole(sdk, ask)
     assert reply == streamed(sdk, ask)
     _, _, ((name, arguments),), reason = reply
-    assert (name, reason) == ("get_weather", "length")
-    assert '{"city": "Paris"}'.startswith(arguments)
-
-
-def test_call_cut_by_a_stop_string_has_partial_arguments(
-    sdk: openai.OpenAI,
-) -> None:
-    ask = {**CALLING, "stop": ["aris"]}
-    reply = whole(sdk, ask)
-    assert reply == streamed(sdk, ask)
-    _, _, ((name, arguments),), reason = reply
-    assert (name, reason) == ("get_weather", "stop")
+    assert (name, reason) == ("get_weather", finish_reason)
     assert '{"city": "Paris"}'.startswith(arguments)
 
 

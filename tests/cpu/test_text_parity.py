@@ -122,18 +122,18 @@ def test_chat_prompts_equal_transformers(
     tmp_path: Path, template: str, chat: list[dict[str, Any]], tools: Any
 ) -> None:
     folder = checkpoint(tmp_path, template, {})
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    reference = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer = load_tokenizer(folder)
     ours = load_chat_template(folder, tokenizer.special_tokens)
     assert ours is not None
     for options in ({}, {"enable_thinking": False}):
         known = {name: value for name, value in options.items() if name in ours.options}
-        expected = theirs.apply_chat_template(
+        expected = reference.apply_chat_template(
             chat, tools=tools, tokenize=False, add_generation_prompt=True, **known
         )
         text = ours.render(chat, tools, known)
         assert text == expected
-        ids = theirs.apply_chat_template(
+        ids = reference.apply_chat_template(
             chat, tools=tools, tokenize=True, add_generation_prompt=True, return_dict=False, **known
         )
         assert tokenizer.encode(text, add_special_tokens=False).tolist() == ids
@@ -156,13 +156,13 @@ def test_plain_prompts_equal_transformers(
     tmp_path: Path, config: dict[str, Any], processor: Any
 ) -> None:
     folder = checkpoint(tmp_path, CHATML, config, processor)
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    reference = transformers.AutoTokenizer.from_pretrained(folder)
     ours = load_tokenizer(folder)
     for text in ("hello  world", "<|im_start|>user\nhé 🙂<tool_call>", "", " x\n\n"):
-        ids = theirs(text)["input_ids"]
+        ids = reference(text)["input_ids"]
         assert ours.encode(text, add_special_tokens=True).tolist() == ids
         for skip in (True, False):
-            expected = theirs.decode(
+            expected = reference.decode(
                 ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
             )
             assert ours.decode(ids, skip_special_tokens=skip) == expected

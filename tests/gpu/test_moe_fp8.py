@@ -81,7 +81,7 @@ def test_tiny_moe_model_matches_the_reference(tmp_path: Path) -> None:
     config = transformers.Qwen3MoeConfig(**SIZES)
     transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
     prompt = {"prompt_token_ids": list(range(3, 60))}
-    asked = SamplingParams(temperature=0, max_tokens=1, logprobs=5, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=5, ignore_eos=True)
     firsts = {}
     for backend in ("triton", "torch"):
         with LLM(
@@ -96,7 +96,7 @@ def test_tiny_moe_model_matches_the_reference(tmp_path: Path) -> None:
             assert {planned.backend for planned in llm.kernel_plan.find("moe_experts_fp8")} == {
                 backend
             }
-            firsts[backend] = llm.generate([prompt], asked)[0].outputs[0].logprobs or []
+            firsts[backend] = llm.generate([prompt], params)[0].outputs[0].logprobs or []
     (ours,), (theirs,) = firsts["triton"], firsts["torch"]
     shared = set(ours) & set(theirs)
     assert len(shared) >= 3, "of the five likeliest tokens"

@@ -61,10 +61,10 @@ def test_prefill_matches_the_formula(
 @pytest.mark.parametrize("window", [None, 70, 64])
 def test_prefill_with_several_tiles_matches_the_formula(window: int | None) -> None:
     # Three query tokens with 40 heads leave eight rows of a tile of 128 unused.
-    asked = problem(40, 1, 64, window)
+    given = problem(40, 1, 64, window)
     rows = Rows((1, 64, 2, 65, 1), (129, 192, 2, 130, 64))
-    scene = make_fixture(asked, rows, CPU, seed=0)
-    attends(PREFILL.factory()(asked, limits_of(scene), CPU), asked, scene, rows)
+    fixture = make_fixture(given, rows, CPU, seed=0)
+    attends(PREFILL.factory()(given, limits_of(fixture), CPU), given, fixture, rows)
 
 
 MORE_ROWS = (0, 1, TILINGS[0].block_t + 1, TILINGS[-1].block_t + 3)
@@ -93,7 +93,7 @@ def test_nvfp4_gemm_applies_each_group_scale(num_rows: int) -> None:
         assert num_rows == 0 or (x @ weight.T).abs().max() > 0
 
 
-@pytest.mark.parametrize("least_share", [mla_decode.MIN_SHARE, 32], ids=["whole", "split"])
+@pytest.mark.parametrize("min_share", [mla_decode.MIN_SHARE, 32], ids=["whole", "split"])
 @pytest.mark.parametrize(
     ("num_heads", "latent_size", "rope_size"), [(3, 64, 16), (70, 64, 16), (16, 512, 64)]
 )
@@ -101,11 +101,11 @@ def test_mla_decode_conforms(
     num_heads: int,
     latent_size: int,
     rope_size: int,
-    least_share: int,
+    min_share: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(mla_decode, "MIN_SHARE", least_share)
-    asked = {
+    monkeypatch.setattr(mla_decode, "MIN_SHARE", min_share)
+    sizes = {
         "num_heads": num_heads,
         "latent_size": latent_size,
         "rope_size": rope_size,
@@ -113,17 +113,17 @@ def test_mla_decode_conforms(
         "dtype": "float16",
         "kv_dtype": "float16",  # bfloat16 dots are wrong in the interpreter
     }
-    kernel = MLA.factory()(asked)
+    kernel = MLA.factory()(sizes)
     for rows, strided in ((0, False), (1, True), (8, False)):
-        agrees_with_reference(kernel, contract_of(MLA), asked, rows, CPU, strided=strided)
+        agrees_with_reference(kernel, contract_of(MLA), sizes, rows, CPU, strided=strided)
 
 
-@pytest.mark.parametrize("least_share", [mla_decode.MIN_SHARE, 32], ids=["whole", "split"])
+@pytest.mark.parametrize("min_share", [mla_decode.MIN_SHARE, 32], ids=["whole", "split"])
 def test_mla_decode_ignores_unwritten_entries(
-    least_share: int, monkeypatch: pytest.MonkeyPatch
+    min_share: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mla_decode, "MIN_SHARE", least_share)
-    asked = {
+    monkeypatch.setattr(mla_decode, "MIN_SHARE", min_share)
+    sizes = {
         "num_heads": 3,
         "latent_size": 64,
         "rope_size": 16,
@@ -137,7 +137,7 @@ def test_mla_decode_ignores_unwritten_entries(
         torch.tensor([[2, 0], [-1, -1]], dtype=torch.int32),
         torch.tensor([85, 0], dtype=torch.int32),
     )
-    y = MLA.factory()(asked)(
+    y = MLA.factory()(sizes)(
         torch.ones(2, 3, 80, dtype=torch.float16), cache, table, lengths, 85, 0.1
     )
     assert torch.equal(y[0], torch.ones_like(y[0])) and torch.equal(y[1], torch.zeros_like(y[1]))
