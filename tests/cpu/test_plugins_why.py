@@ -36,8 +36,8 @@ def test_text_shows_reasons_and_hints(
     text = capsys.readouterr().out
     assert text.startswith("on CPU")
     assert "runs   torch from tokenspeed-kernels: the reference" in text
-    assert "cannot triton from tokenspeed-kernels" in text
-    assert "it runs on cuda, and the device is cpu\n           -> a cuda device" in text
+    assert "not    triton from tokenspeed-kernels" in text
+    assert "device cpu is not supported (supported: cuda)\n           -> use a cuda device" in text
 
 
 MANY_REASONS = """
@@ -84,12 +84,12 @@ def test_every_kernel_is_a_candidate(
     ]
     assert answer["ops"][0]["problem"]["phase"] == "prefill"
     assert [(each["what"], each["hint"]) for each in reasons] == [
-        ("it runs on cuda, and the device is cpu", "a cuda device"),
+        ("device cpu is not supported (supported: cuda)", "use a cuda device"),
         ("module 'no_such_module' is not installed", "pip install no-such"),
-        ("dtype bfloat16 is not among float16", "--dtype float16"),
-        ("head_size 64 is not among 13", ""),
-        ("block_size 16 is not among 7", "--block-size 7"),
-        ("phase prefill is not among decode", ""),
+        ("dtype bfloat16 is not supported (supported: float16)", "--dtype float16"),
+        ("head_size 64 is not supported (supported: 13)", ""),
+        ("block_size 16 is not supported (supported: 7)", "--block-size 7"),
+        ("phase prefill is not supported (supported: decode)", ""),
         ("num_heads 8 is above 5", ""),
     ]
 
@@ -225,7 +225,7 @@ def test_selected_backend_that_cannot_run_is_an_error(
     assert "runs   nothing: --attention-backend" in output.out
     assert "           -> --attention-backend triton,torch,auto\n" in output.out
     assert (
-        "cannot triton from tokenspeed-kernels\n           it runs on cuda, and the device is cpu"
+        "not    triton from tokenspeed-kernels\n           device cpu is not supported (supported: cuda)"
         in output.out
     )
     assert "  fits   torch from tokenspeed-kernels\n" in output.out
@@ -288,8 +288,8 @@ def test_no_hint_for_block_sizes_that_were_tried(
     )
     output = capsys.readouterr().out
     assert "\nattention (layer 0): block_size=64, " in output
-    blackwell = output.partition("cannot blackwell from tokenspeed-kernels-blackwell\n")[2]
-    assert blackwell.startswith("           phase decode is not among prefill\n  ")
+    blackwell = output.partition("not    blackwell from tokenspeed-kernels-blackwell\n")[2]
+    assert blackwell.startswith("           phase decode is not supported (supported: prefill)\n  ")
 
 
 def test_json_contains_verdicts_if_nothing_fits(
@@ -305,7 +305,7 @@ def test_json_contains_verdicts_if_nothing_fits(
     (op,) = answer["ops"]
     assert (op["backend"], op["because"]) == ("", "no installed kernel fits")
     hints = {reason["hint"] for verdict in op["verdicts"] for reason in verdict["reasons"]}
-    assert {"--kv-cache-dtype auto", "a device of compute capability 8.9 to any"} <= hints
+    assert {"--kv-cache-dtype auto", "use a device of compute capability 8.9 or newer"} <= hints
 
 
 @pytest.mark.parametrize(

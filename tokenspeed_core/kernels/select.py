@@ -277,7 +277,7 @@ class Selector:
         device = self.platform.name or self.platform.kind
         lines = [f"no kernel for op {planned.op!r} ({axes}) on {device}"]
         if names != ("auto",):
-            lines[0] += f": {planned.asked_by} asks for {', '.join(names)}"
+            lines[0] += f": {planned.asked_by} selects {', '.join(names)}"
         installed = {verdict.backend for verdict in verdicts}
         for name in names:
             if name != "auto" and name not in installed:
@@ -289,7 +289,7 @@ class Selector:
                 has_hint = reason.hint and verdict.backend in names
                 said.append(f"{reason.what} -> {reason.hint}" if has_hint else reason.what)
             if not said:
-                said = ["fits, but only when named" if verdict.needs_name else "fits"]
+                said = ["fits, but auto does not choose it" if verdict.needs_name else "fits"]
             lines.append(f"  {verdict.backend} ({verdict.distribution}): {'; '.join(said)}")
         fitting = ", ".join(verdict.backend for verdict in verdicts if verdict.fits)
         if fitting:
@@ -317,8 +317,8 @@ def _first(
                 )
                 return kernel, figures.get(kernel.spec.backend, unmeasured)
             if name == kernel.spec.backend:
-                return kernel, f"asked for by {source}"
-    return None, "no kernel fits, so its parts run separately"
+                return kernel, f"selected by {source}"
+    return None, "no kernel fits; the ops that it fuses run separately"
 
 
 def _is_auto(kernel: InstalledKernel, figures: Mapping[str, str]) -> bool:
@@ -370,17 +370,21 @@ def _sort_key(kernel: InstalledKernel, fastest: tuple[str, ...]) -> tuple[Any, .
 def hardware_refusals(capability: Capability, platform: PlatformInfo) -> Iterable[Reason]:
     """Yield every reason why a kernel does not run on a device."""
     if platform.kind not in capability.platforms:
-        wanted = " or ".join(capability.platforms)
+        wanted = ", ".join(capability.platforms)
         yield Reason(
-            f"it runs on {wanted}, and the device is {platform.kind}", f"a {wanted} device"
+            f"device {platform.kind} is not supported (supported: {wanted})",
+            f"use a {wanted} device",
         )
         return
     low, high = capability.min_compute_capability, capability.max_compute_capability
     found = platform.compute_capability
     if (low or high) and not (found and (low or found) <= found <= (high or found)):
-        wanted = " to ".join(dict.fromkeys((_version(low, "any"), _version(high, "any"))))
-        what = f"compute capability {_version(found, 'unknown')} is {'not' if low == high else 'outside'} {wanted}"
-        yield Reason(what, f"a device of compute capability {wanted}")
+        shown = "unknown" if found is None else _version(found)
+        wanted = _version_range(low, high)
+        yield Reason(
+            f"compute capability {shown} is not supported (supported: {wanted})",
+            f"use a device of compute capability {wanted}",
+        )
 
 
 def problem_refusals(
@@ -395,7 +399,8 @@ def problem_refusals(
         ("phase", capability.phases),
     ):
         if axis in problem and allowed and problem[axis] not in allowed:
-            what = f"{axis} {problem[axis]} is not among {', '.join(map(str, allowed))}"
+            supported = ", ".join(map(str, allowed))
+            what = f"{axis} {problem[axis]} is not supported (supported: {supported})"
             yield Reason(what, _axis_hint(axis, problem["dtype"], allowed))
     for limit in capability.limits:
         if limit.axis in problem and (refusal := limit.refusal(problem[limit.axis])):
@@ -403,7 +408,7 @@ def problem_refusals(
     needed = needs | ({"window"} if problem.get("window") is not None else set())
     for feature in sorted(needed - capability.features):
         hint = "--enforce-eager" if feature == "graph_safe" else ""
-        yield Reason(f"it does not declare the feature {feature}", hint)
+        yield Reason(f"the feature {feature} is not supported", hint)
 
 
 def _axis_hint(axis: str, dtype: str, allowed: tuple[Any, ...]) -> str:
@@ -421,5 +426,13 @@ def _axis_hint(axis: str, dtype: str, allowed: tuple[Any, ...]) -> str:
     return f"--kv-cache-dtype auto{also}" if fitting else ""
 
 
-def _version(version: tuple[int, int] | None, otherwise: str) -> str:
-    return otherwise if version is None else f"{version[0]}.{version[1]}"
+def _version_range(low: tuple[int, int] | None, high: tuple[int, int] | None) -> str:
+    if low is None:
+        return "any" if high is None else f"{_version(high)} or older"
+    if high is None:
+        return f"{_version(low)} or newer"
+    return _version(low) if low == high else f"{_version(low)} to {_version(high)}"
+
+
+def _version(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"

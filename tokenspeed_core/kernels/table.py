@@ -23,7 +23,7 @@ def kernel_table(plan: KernelPlan) -> str:
     for (op, backend, distribution), group in grouped.items():
         shares_op = sum(other == op for other, *_ in grouped) > 1
         extent = _extent(group, with_layers=shares_op)
-        rows.append((op, backend or "its parts", distribution or "-", extent))
+        rows.append((op, backend or "(unfused)", distribution or "-", extent))
     lines = [f"kernels on {plan.platform}", *_aligned(rows)]
 
     reasons = _reasons(plan)
@@ -32,7 +32,7 @@ def kernel_table(plan: KernelPlan) -> str:
         lines.append(line if len(line) <= _WIDTH else f"{line[: _WIDTH - 1]}…")
     if len(reasons) > room:
         hidden = len(reasons) - room
-        lines.append(f"{hidden} more reasons: `tokenspeed plugins why OP`")
+        lines.append(f"not shown: {hidden}. Run `tokenspeed plugins why OP` for all reasons.")
     return "\n".join(lines)
 
 

@@ -100,15 +100,15 @@ def test_auto_selects_our_kernel_and_the_library_needs_a_name(num_heads: int) ->
 def test_unsupported_shapes_are_rejected_at_build() -> None:
     for axis, value, reason in (
         ("num_heads", 96, "num_heads 96 is above 64"),
-        ("block_size", 16, "block_size 16 is not among 32, 64"),
+        ("block_size", 16, "block_size 16 is not supported"),
         ("latent_size", 256, "latent_size 256 is below 512"),
-        ("dtype", "float16", "dtype float16 is not among"),
+        ("dtype", "float16", "dtype float16 is not supported"),
     ):
         with pytest.raises(SelectionError, match=reason):
             selector((10, 0), "flashinfer").select("mla_decode", {**DEEPSEEK, axis: value})
     chosen = selector((9, 0))
     assert chosen.select("mla_decode", DEEPSEEK).spec.backend == "torch"
-    assert "compute capability 9.0 is outside 10.0 to 10.3" in explain(chosen.plan(), "mla_decode")
+    assert "compute capability 9.0 is not supported" in explain(chosen.plan(), "mla_decode")
 
 
 @pytest.mark.parametrize("capability", [100, 103])

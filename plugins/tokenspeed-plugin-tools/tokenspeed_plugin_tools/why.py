@@ -150,7 +150,7 @@ def _lines(platform: str, found: Sequence[PlannedOp], outside: Sequence[Entry]) 
                 owner = (verdict.backend, verdict.distribution)
                 # A backend may have several kernels for an op.
                 other = ", another kernel" if owner in seen else ""
-                yield f"  {'fits  ' if verdict.fits else 'cannot'} {' from '.join(owner)}{other}"
+                yield f"  {'fits  ' if verdict.fits else 'not   '} {' from '.join(owner)}{other}"
                 yield from _reasons(verdict)
                 seen.add(owner)
     if outside:

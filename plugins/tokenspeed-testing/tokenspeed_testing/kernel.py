@@ -110,7 +110,7 @@ class KernelConformance:
         )
         refusals = [
             (
-                "it does not declare the feature window"
+                "the feature window is not supported"
                 if what.startswith("window")
                 else f"{what} is",
                 asked.refusals(problem, here),
@@ -121,7 +121,7 @@ class KernelConformance:
         for feature in sorted({"graph_safe", "batch_invariant"} - self.spec.capability.features):
             refusals.append(
                 (
-                    f"it does not declare the feature {feature}",
+                    f"the feature {feature} is not supported",
                     asked.refusals(inside, here, frozenset({feature})),
                 )
             )
@@ -264,14 +264,14 @@ class KernelConformance:
         """Return undeclared devices, each with the start of its refusal."""
         declared = self.spec.capability
         low, high = declared.min_compute_capability, declared.max_compute_capability
-        beside = [(low[0] - 1, 9)] if low is not None else []
-        beside += [(high[0], high[1] + 1)] if high is not None else []
+        undeclared = [(low[0] - 1, 9)] if low is not None else []
+        undeclared += [(high[0], high[1] + 1)] if high is not None else []
         kind = declared.platforms[0]
         return [
-            (PlatformInfo("none"), "it runs on"),
+            (PlatformInfo("none"), "device none is"),
             *(
                 (PlatformInfo(kind, each), f"compute capability {each[0]}.{each[1]} is")
-                for each in beside
+                for each in undeclared
             ),
         ]
 

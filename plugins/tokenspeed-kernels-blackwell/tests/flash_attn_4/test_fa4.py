@@ -141,10 +141,10 @@ def test_auto_skips_it_because_it_compiles() -> None:
 @pytest.mark.parametrize(
     ("capability", "asked", "reason"),
     [
-        ((9, 0), problem(), "compute capability 9.0 is outside 10.0 to 10.3"),
-        ((12, 0), problem(), "compute capability 12.0 is outside 10.0 to 10.3"),
-        ((10, 0), problem(block_size=128), "block_size 128 is not among 16, 32, 64"),
-        ((10, 0), problem(head_size=72), "head_size 72 is not among 64, 80, 96, 112, 128, 256"),
+        ((9, 0), problem(), "compute capability 9.0 is not supported"),
+        ((12, 0), problem(), "compute capability 12.0 is not supported"),
+        ((10, 0), problem(block_size=128), "block_size 128 is not supported"),
+        ((10, 0), problem(head_size=72), "head_size 72 is not supported"),
     ],
 )
 def test_naming_it_for_unsupported_problems_is_an_error(
