@@ -94,7 +94,7 @@ SUITE = [
 
 @nox.session
 def setup(session: nox.Session) -> None:
-    """Bring .venv up to date; the other sessions do this too, if nobody did."""
+    """Bring .venv up to date; other sessions do this too if needed."""
     ready(session)
 
 

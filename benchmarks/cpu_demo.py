@@ -1,4 +1,4 @@
-"""The demo model on this machine's CPU: TokenSpeed beside transformers, and the time from start to first token.
+"""The demo model on this machine's CPU: TokenSpeed and transformers, and the time from start to first token.
 
 Both run the same checkpoint in the same dtype with the same number of threads, greedily, to the same lengths;
 runs alternate and each figure is the median of pairs. Example:
@@ -54,7 +54,7 @@ class Figure:
 
 
 def requests(num: int, num_prompt: int, num_tokens: int, seed: int) -> list[Request]:
-    """Return requests of equal lengths, whose prompts nobody has sent before."""
+    """Return requests of equal lengths with new prompts."""
     random = np.random.default_rng(seed)
     return [
         Request(random.integers(300, 1000, num_prompt).tolist(), num_tokens) for _ in range(num)

@@ -62,7 +62,7 @@ class IdleRunner:
 
 
 def request(request_id: int, num_prompt: int, max_tokens: int) -> Submit:
-    """Return a request whose prompt no other one has."""
+    """Return a request with a unique prompt."""
     prompt = np.full(num_prompt, request_id % VOCAB_SIZE, np.int32)
     return Submit(
         request_id=request_id,

@@ -96,7 +96,7 @@ def decode(
     chunk: int = 0,
     prompts: int = 1,
 ) -> dict[str, float]:
-    """Run decode steps, each beside new prompts of `chunk` tokens; return the mean step and the median launch."""
+    """Run decode steps, each mixed with new prompts of `chunk` tokens; return the mean step and the median launch."""
     plans = []
     for index in range(steps):
         chunks = {f"chunk{index}.{place}": chunk for place in range(prompts if chunk else 0)}

@@ -82,5 +82,5 @@ def test_group_too_small_for_the_caches_dtype_is_refused(tiny: Make) -> None:
             return super().block_bytes(block_size, 1)
 
     build = make_build(tiny(), Packed("full", 2, 2, 16))
-    with pytest.raises(CheckpointError, match=r"bytes a token as float32.* 128"):
+    with pytest.raises(CheckpointError, match=r"bytes per token in float32.* 128"):
         attend(build, 0)

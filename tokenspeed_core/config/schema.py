@@ -147,7 +147,7 @@ class Config(BaseModel):
     quantization_param_path: str | None = _setting(
         None,
         "device",
-        "JSON file with the scales of an FP8 KV cache for each layer; default: 1.",
+        "JSON file with per-layer scales of an FP8 KV cache; default: scale 1.",
         min_length=1,
     )
 

@@ -22,7 +22,7 @@ def counts_bytes(num_slots: int, vocab_size: int) -> int:
 
 
 class TokenCounts:
-    """How often each slot's sequence has each token, for penalties: int32 [slots, V], allocated on first use.
+    """How often each token occurs in each slot's sequence, for penalties: int32 [slots, V], allocated on first use.
 
     The low 30 bits count the output; one bit above says that the prompt has the token.
     """

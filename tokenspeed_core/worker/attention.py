@@ -15,23 +15,22 @@ from tokenspeed_core.api.models import Rotation
 from tokenspeed_core.kernels.select import Choice
 from tokenspeed_core.worker.inputs import GroupInputs
 
-Batch = tuple[
-    str, AttentionStep, slice | None
-]  # phase, its step, and which query tokens (None: all)
+Batch = tuple[str, AttentionStep, slice | None]
+"""A phase, its step, and its query tokens (None: all)."""
 
 
 class AttentionGroup:
-    """The layers of one cache group. `begin` is called once a step, before the model's forward."""
+    """The layers of one cache group. `begin` is called once per step, before the model's forward."""
 
     def __init__(self) -> None:
         """Start without layers."""
         self.kernels: dict[tuple[KernelSpec, AttentionProblem], AttentionKernel] = {}
-        self.is_split = False  # whether mixed steps have two parts: where phases' backends differ, and on a device
+        # Whether decodes and prefills of a mixed step run separately: on a device, if their backends differ.
+        self.is_split = False
         self.kv_slots: Tensor = torch.empty(0, dtype=torch.int64)
         self.batches: list[Batch] = []
-        self.side: torch.cuda.Stream | None = (
-            None  # where the second of two batches runs, beside the first
-        )
+        # The prefills of a split step run on this stream, in parallel with its decodes.
+        self.side: torch.cuda.Stream | None = None
 
     def begin(self, inputs: GroupInputs) -> None:
         """Prepare each kernel for a step, and note which query tokens it serves."""
@@ -70,9 +69,8 @@ class AttentionLayer:
     kv_scale: float = 1.0
     choices: dict[str, Choice] = field(default_factory=dict)  # by phase
     kernels: dict[str, AttentionKernel] = field(default_factory=dict)  # by phase
-    write_kv: Callable[..., None] = field(
-        init=False
-    )  # (q, k, v, k_cache, v_cache, slots, *rotation)
+    # (q, k, v, k_cache, v_cache, slots, *rotation)
+    write_kv: Callable[..., None] = field(init=False)
     k_cache: Tensor = field(init=False)
     v_cache: Tensor = field(init=False)
 
@@ -84,9 +82,8 @@ class AttentionLayer:
         side = self.group.side if others else None
         if side is not None:
             side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(
-            side
-        ):  # prompts first: they are few long programs, and decodes fit between them
+        # Prefills first: they are few long programs, and decodes fit between them.
+        with torch.cuda.stream(side):
             for batch in others:
                 self._attend(batch, q, out)
         self._attend(first, q, out)
@@ -106,7 +103,7 @@ def make_write_kv(
 ) -> Callable[..., None]:
     """Return an `AttentionLayer.write_kv` of separate kernels. It rotates and scales q in place."""
 
-    def place(
+    def write_separately(
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -122,7 +119,7 @@ def make_write_kv(
             k, v = k / scale, v / scale
         write(k, v, k_cache, v_cache, slots)
 
-    return place
+    return write_separately
 
 
 def bind_arena(

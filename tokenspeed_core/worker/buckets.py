@@ -10,35 +10,36 @@ from tokenspeed_core.errors import ConfigError
 from tokenspeed_core.worker.staged import BucketSize
 
 _STEP, _LONG_STEP = 8, 16
-_PLAIN_DECODES = 16  # from here on plain ones have a bucket of their own
-_MANY_DECODES = 64  # from here on rows of padding cost less than a graph more does
+_PLAIN_DECODES = 16  # from this many on, decodes also get a variant without shared-prefix attention
+_MANY_DECODES = 64  # from this many on, padding rows cost less than another graph
 _MAX_DECODES = 256
 _MAX_CHUNKS = 64
-_MAX_TOKENS = 4096  # more take longer to run than to launch: no padding then, and attention is told the rows' lengths
-_FEW_TOKENS = 512  # up to here, padding decodes costs as much as the chunk itself
+# Larger steps run longer than their launch takes. They run eagerly, without padding and with exact lengths.
+_MAX_TOKENS = 4096
+_FEW_TOKENS = 512  # up to this size, padding decodes costs as much as the chunk itself
 _SMALLEST_CHUNK, _CHUNK_STEP = 32, 64
-_TOKENS_OF_A_CHUNK = (
-    16  # of a bucket, so that prompts find rows: a row that none takes costs its kernels time too
-)
+# A bucket has one chunk row for this many tokens. Unused rows cost kernel time too.
+_TOKENS_PER_CHUNK = 16
 _FEW_CHUNKS = 16
 
 
 def decode_sizes(
-    max_num_seqs: int, most: int | None, wanted: Sequence[int] | None
+    max_num_seqs: int, max_size: int | None, wanted: Sequence[int] | None
 ) -> tuple[int, ...]:
-    """Return rows of decode steps, ascending: `wanted` ones within reach, else 1, 2, 4, 8, 16, …, 64, 80, …, `most`.
+    """Return the row counts of captured decode steps, ascending.
 
-    Raises ConfigError if none that is wanted is within reach.
+    These are the `wanted` sizes up to `max_num_seqs`, or by default 1, 2, 4, 8, 16, …, 64, 80, … up to `max_size`.
+    Raises ConfigError if all wanted sizes are larger.
     """
     if wanted is not None:
         sizes = tuple(sorted({size for size in wanted if size <= max_num_seqs}))
         if not sizes:
             raise ConfigError(
-                f"--cudagraph-capture-sizes has no size up to --max-num-seqs {max_num_seqs}; add one, or say "
-                "--enforce-eager"
+                f"--cudagraph-capture-sizes has no size up to --max-num-seqs {max_num_seqs}; add one, or "
+                "set --enforce-eager"
             )
         return sizes
-    largest = min(max_num_seqs, most or _MAX_DECODES)
+    largest = min(max_num_seqs, max_size or _MAX_DECODES)
     steps = (
         1,
         2,
@@ -52,11 +53,10 @@ def decode_sizes(
 def bucket_sizes(
     decodes: Sequence[int], max_num_tokens: int, max_num_seqs: int
 ) -> tuple[BucketSize, ...]:
-    """Return the buckets of decodes alone, then those with chunks, in which tokens ascend.
+    """Return the decode-only buckets, then those with chunks by ascending tokens, then the `no_shared_prefix` variants.
 
-    Steps are of 64 tokens up to 512, then of a quarter of the last power of two, up to 4,096. The largest hold decodes
-    and chunks together: the more of the ones, the fewer of the others. Last come the plain ones, for decodes that are
-    many and not lost among chunks.
+    Token counts grow by 64 up to 512, then by a quarter of the last power of two, up to 4,096. In the largest buckets,
+    decodes and chunk tokens share this maximum. Only buckets with many decodes and few chunk tokens get a variant.
     """
     tokens, largest = [_SMALLEST_CHUNK], min(max_num_tokens, _MAX_TOKENS)
     while tokens[-1] < largest:
@@ -65,7 +65,7 @@ def bucket_sizes(
     most, chunks = decodes[-1], min(_MAX_CHUNKS, max_num_seqs)
     middle = [size for size in (16, 64) if size < most]
     mixed = [
-        BucketSize(each, min(chunks, max(_FEW_CHUNKS, count // _TOKENS_OF_A_CHUNK)), count)
+        BucketSize(each, min(chunks, max(_FEW_CHUNKS, count // _TOKENS_PER_CHUNK)), count)
         for count in tokens[:-1]
         for each in (0, *(middle if count <= _FEW_TOKENS else middle[1:]), most)
     ]

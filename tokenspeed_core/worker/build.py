@@ -136,7 +136,7 @@ class ModelBuild:
         """Raise CheckpointError unless a layer's attention matches its cache group."""
         spec = self._group_specs[group]
         if index >= spec.num_layers:
-            raise self._mismatch(layer, group, f"layer number {index + 1}", spec.num_layers)
+            raise self._mismatch(layer, group, f"{index + 1} or more layers", spec.num_layers)
         for name, wanted in (("num_kv_heads", num_kv_heads), ("head_size", head_size)):
             kept = getattr(spec, name, wanted)  # a plugin's own spec may not have these fields
             if wanted != kept:
@@ -149,7 +149,7 @@ class ModelBuild:
         kept_bytes = spec.block_bytes(1, itemsize)
         if num_bytes > kept_bytes:
             name = str(self.kv_dtype).removeprefix("torch.")
-            what = f"{num_bytes} bytes a token as {name}"
+            what = f"{num_bytes} bytes per token in {name}"
             raise self._mismatch(layer, group, what, kept_bytes)
 
     def _mismatch(self, layer: int, group: str, wanted: str, kept: object) -> CheckpointError:

@@ -32,7 +32,7 @@ _WORDS_OF_CHUNK = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GraphContext:
-    """What captured steps share with the rest of the worker."""
+    """The parts of the worker that captured steps use."""
 
     state: SlotState
     flags: SlotFlags
@@ -346,7 +346,7 @@ def captured_group_inputs(
     chunk_start: torch.Tensor | None,
     max_model_len: int,
 ) -> GroupInputs:
-    """Return the attention inputs of a bucket's cache group, whose bounds are the bucket's own.
+    """Return the attention inputs of a bucket's cache group, with the bucket's sizes as bounds.
 
     `decode_start` counts up from 0; `chunk_start` is the chunks' `query_start`, None without chunks.
     """

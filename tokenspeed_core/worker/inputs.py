@@ -44,8 +44,8 @@ class GroupInputs:
 class StepInputs:
     """The inputs of a forward, and the rows that sample after it.
 
-    `token_ids`, `positions` int64 [T]. `logit_index` int64 [R] is the query token whose hidden state each of the R
-    sampling rows needs (None: token i for row i).
+    `token_ids`, `positions` int64 [T]. `logit_index` int64 [R] is the query token that each of the R
+    sampling rows takes its hidden state from (None: token i for row i).
     """
 
     token_ids: torch.Tensor
@@ -57,7 +57,7 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepBuffers:
-    """What `begin_step` writes, of S rows and T tokens.
+    """The outputs of `begin_step`, for S rows and T tokens.
 
     `token_ids`, `positions` int64 [T], in which a step with chunks has its chunks' values already; `seq_lens` int32 [S]
     and `new_positions` int64 [S], the same lengths; of each cache group `tables` int32 [S, B] and `kv_slots` int64 [T].
@@ -109,7 +109,7 @@ class EagerInputs:
         split: tuple[bool, ...],
         transfer: HostDeviceTransfer,
     ) -> None:
-        """`split` tells for each cache group whether mixed steps are served in two parts."""
+        """`split` says for each cache group whether mixed steps run in two parts."""
         self._state = state
         self._kernels = kernels
         self._block_size = block_size
@@ -156,7 +156,8 @@ class EagerInputs:
     def _buffers(self, plan: StepPlan, size: BucketSize, columns: Columns) -> StepBuffers:
         slots = columns["slots"]
         width = self._state.layout.num_blocks
-        if slots.device.type == "cpu":  # whose kernels read whole tables
+        # Kernels on the CPU read whole tables, so keep them short.
+        if slots.device.type == "cpu":
             longest = int((plan.num_computed_tokens + plan.num_query_tokens).max())
             width = -(-longest // self._block_size)
         num_groups = len(self._state.tables)
@@ -176,7 +177,7 @@ class EagerInputs:
 
 
 class _Bounds:
-    """The rows of an eager step, of which the host knows exact lengths."""
+    """The rows of an eager step. The host knows their exact lengths."""
 
     def __init__(
         self,

@@ -32,8 +32,8 @@ __all__ = ["LocalRunner", "build", "plan_only"]
 log = logging.getLogger("tokenspeed.worker")
 
 Progress = Callable[[str, int, int], None]
-_GRAPH_BYTES = 4 << 20  # a captured forward itself
-_SLACK = 256 << 20  # what libraries allocate late, and what the allocator cannot use
+_GRAPH_BYTES = 4 << 20  # of one captured forward
+_SLACK = 256 << 20  # late allocations of libraries, and fragmentation
 
 
 def build(resolved: Resolved, catalog: Catalog, progress: Progress) -> LocalRunner:
@@ -54,9 +54,8 @@ def build(resolved: Resolved, catalog: Catalog, progress: Progress) -> LocalRunn
     ):
         assembly = assemble(resolved, catalog, device)
         _log_kernel_notices(assembly.selector.plan(), device)
-        assembly.build.bind_attention(
-            assembly.limits
-        )  # before the weights: kernels may compile while they load
+        # Before the weights, so that kernels compile while the weights load.
+        assembly.build.bind_attention(assembly.limits)
         _load_weights(assembly.model, resolved, catalog, progress)
     if device.type == "cpu":
         return LocalRunner(assembly, _host_blocks(assembly))
@@ -93,7 +92,7 @@ def plan_only(resolved: Resolved, catalog: Catalog) -> tuple[KernelPlan, Mapping
         "block_size": assembly.block_size,
         "block_bytes": assembly.pool.block_bytes,
         "num_blocks": blocks,
-        **left,  # on the CPU the pool is not what is left
+        **left,
     }
 
 

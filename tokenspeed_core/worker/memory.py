@@ -9,16 +9,13 @@ from tokenspeed_core.api.cache_groups import CacheGroupSpec
 from tokenspeed_core.errors import CapacityError
 
 _BLOCK_ALIGNMENT = 256
-_HOST_MOST = 4 << 30
+_MAX_HOST_BYTES = 4 << 30
 GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class PoolLimits:
-    """What bounds the pool. `num_blocks` excludes the runner's own padding block.
-
-    `num_least` blocks hold one sequence of the greatest length.
-    """
+    """The block layout of the KV cache. `num_least` blocks hold one sequence of the maximum length."""
 
     block_bytes: int
     block_size: int
@@ -44,22 +41,22 @@ class PoolLimits:
         return max(1, -(-num_tokens // self.block_size)) * self.num_groups
 
     def blocks_of_bytes(self, num_bytes: int, flag: str) -> int:
-        """Return the blocks that fit into bytes which the user gave. Raises CapacityError if not two do."""
+        """Return how many blocks fit into `num_bytes`, besides the padding block. Raises CapacityError if none does."""
         blocks = num_bytes // self.block_bytes - 1
         if blocks < 1:
             raise CapacityError(
-                f"{flag} {num_bytes} holds no block: one of {self.block_size} tokens takes {self.block_bytes} bytes "
-                f"and the runner keeps one more for itself; give {flag} at least {2 * self.block_bytes}"
+                f"{flag} {num_bytes} is too small: a block of {self.block_size} tokens takes {self.block_bytes} bytes, and one "
+                f"block is reserved for padding. Use at least {flag} {2 * self.block_bytes}."
             )
         return blocks
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceBudget:
-    """A device's memory in bytes, after the weights were loaded and the largest step was tried.
+    """A device's memory in bytes, measured after loading the weights and running the largest step.
 
-    `others` is what other programs and the driver hold; `weights` what stays; `peak` the most that a step
-    takes beside the weights; `reserve` what is allocated later (graphs, penalties).
+    `others` is held by other programs and the driver, `weights` by the model. `peak` is the largest step's
+    additional memory. `reserve` is for later allocations (graphs, penalties).
     """
 
     total: int
@@ -82,9 +79,9 @@ class DeviceBudget:
 
 
 def blocks_of_device(limits: PoolLimits, budget: DeviceBudget) -> int:
-    """Return the blocks of a pool that fills a device's budget.
+    """Return how many blocks fill a device's budget.
 
-    Raises CapacityError, naming what is missing, if a sequence of the greatest length does not fit.
+    Raises CapacityError, with the missing memory, if a sequence of the maximum length does not fit.
     """
     blocks = budget.left // limits.block_bytes - 1
     if blocks >= limits.num_least:
@@ -97,37 +94,36 @@ def blocks_of_device(limits: PoolLimits, budget: DeviceBudget) -> int:
     if budget.utilization < 0.95:
         hints.append(f"--gpu-memory-utilization above {budget.utilization:g}")
     hints.append(
-        "fewer --max-num-seqs or a smaller --chunked-prefill-size (they set the step's memory)"
+        "a smaller --max-num-seqs or --chunked-prefill-size (they determine the memory of a step)"
     )
     raise CapacityError(
-        f"{missing / GIB:.2f} GiB are missing for one sequence of the greatest length: of "
+        f"not enough memory for one sequence of the maximum length: {missing / GIB:.2f} GiB are missing. Of "
         f"{budget.total / GIB:.1f} GiB × {budget.utilization:g}, weights take {budget.weights / GIB:.2f}, a step "
         f"{budget.peak / GIB:.2f}, graphs and tables {budget.reserve / GIB:.2f}, other programs "
-        f"{budget.others / GIB:.2f}, which leaves {max(0, budget.left) / GIB:.2f}; try "
-        + ", or ".join(hints)
+        f"{budget.others / GIB:.2f}; {max(0, budget.left) / GIB:.2f} are left. Try {', or '.join(hints)}."
     )
 
 
 def blocks_of_host(limits: PoolLimits, available: int, wanted: int | None = None) -> int:
-    """Return the blocks of a CPU's pool: those `wanted`, else a modest number.
+    """Return the number of blocks on a CPU: `wanted`, or a default.
 
-    That is a quarter of the `available` bytes, 4 GiB at most, and no more than 256 sequences of the greatest
-    length could use. Raises CapacityError if not one fits, or what is wanted exceeds what is available: the
-    system would grant the memory all the same, and end the process when it comes to be used.
+    The default takes a quarter of the `available` bytes, at most 4 GiB, and at most what 256 sequences of the
+    maximum length need. Raises CapacityError if no such sequence fits, or if `wanted` exceeds the available memory:
+    the system would overcommit it, and kill the process on use.
     """
     if wanted is not None:
         if (wanted + 1) * limits.block_bytes > available:
             raise CapacityError(
                 f"a KV cache of {wanted * limits.block_bytes / GIB:.2f} GiB does not fit: {available / GIB:.2f} GiB of "
-                "memory are free; lower --max-total-tokens or --kv-cache-memory, or leave them out"
+                "memory are available. Lower or omit --max-total-tokens or --kv-cache-memory."
             )
         return wanted
-    blocks = min(available // 4, _HOST_MOST) // limits.block_bytes - 1
+    blocks = min(available // 4, _MAX_HOST_BYTES) // limits.block_bytes - 1
     if blocks < limits.num_least:
         needed = (limits.num_least + 1) * limits.block_bytes
         raise CapacityError(
-            f"one sequence of the greatest length takes {needed / GIB:.2f} GiB of KV cache, and the CPU's default "
-            f"is {min(available // 4, _HOST_MOST) / GIB:.2f} GiB; give --kv-cache-memory {needed} or a smaller "
-            "--max-model-len"
+            f"the KV cache needs {needed / GIB:.2f} GiB for one sequence of the maximum length, and its default size on "
+            f"this CPU is {min(available // 4, _MAX_HOST_BYTES) / GIB:.2f} GiB. Set --kv-cache-memory {needed}, or "
+            "lower --max-model-len."
         )
     return min(blocks, 256 * limits.num_least)

@@ -107,8 +107,8 @@ _NO_VALUES: I32 = np.zeros(0, np.int32)
 class SlotState:
     """The state of all slots on a device, and typed views of its columns and tables. All views share memory.
 
-    Padding rows name the last slot: its length stays 0 and its tables name the padding block, whose content
-    nobody reads.
+    Padding rows use the last slot. Its length stays 0, and its tables contain only the padding block, which is never
+    read.
     """
 
     def __init__(self, layout: SlotLayout, device: torch.device) -> None:
@@ -130,7 +130,7 @@ class SlotState:
         )
 
     def reset(self, padding_block: int) -> None:
-        """Make all slots as new: greedy, empty, and every block the padding block."""
+        """Reset all slots: greedy, empty, and all blocks the padding block."""
         self.words.zero_()
         self.words[self.layout.table(0) :] = padding_block
         self.repetition.fill_(1.0)
@@ -141,10 +141,8 @@ class SlotState:
         return self.words[start : start + self.layout.num_slots]
 
 
-SHARED_PREFIX, SHORT = (
-    256,
-    4096,
-)  # tokens: fewer are read sooner than found to be shared; most of a plain row
+SHARED_PREFIX = 256  # tokens; reading a shorter shared prefix is faster than searching for it
+SHORT = 4096  # maximum number of tokens of a sequence in a step without shared-prefix attention
 DRAWS, SPECIAL = 1, 2
 """Bits of a slot's sampling: a random draw; anything that changes single rows."""
 
@@ -154,7 +152,7 @@ class SlotFlags:
 
     def __init__(self, num_slots: int, num_groups: int, block_size: int) -> None:
         """Start with greedy slots."""
-        self._last = (SHARED_PREFIX - 1) // block_size  # block of a prefix that counts as shared
+        self._last = (SHARED_PREFIX - 1) // block_size  # index of the last block of such a prefix
         self._prefix_ends = np.zeros((num_groups, num_slots), np.int32)
         self.asks = np.zeros(num_slots, np.uint8)
         self.penalised = np.zeros(num_slots, bool)
@@ -179,9 +177,8 @@ class SlotFlags:
         self.num_logprobs[slots] = inits.logprobs
         special = self.penalised[slots] | self.biased[slots] | (inits.logprobs >= 0)
         self.asks[slots] = DRAWS * (inits.temperature > 0) + SPECIAL * special
-        self._prefix_ends[:, slots] = (
-            -1 - slots
-        )  # until there is such a block, what no other slot has
+        # Until this block exists, a value that no other slot has.
+        self._prefix_ends[:, slots] = -1 - slots
 
     def note_blocks(self, deltas: Sequence[BlockDelta]) -> None:
         """Record a step's new blocks, after `update`."""

@@ -1,4 +1,4 @@
-"""Draw docs/assets/benchmarks.svg: TokenSpeed beside vLLM, from figures in benchmarks/RESULTS.md."""
+"""Draw docs/assets/benchmarks.svg: TokenSpeed and vLLM, from figures in benchmarks/RESULTS.md."""
 
 from __future__ import annotations
 

@@ -133,9 +133,7 @@ def parser_of(verb: str) -> Parser:
         _add_serving(parser)
     kinds = {"serve": (*OFFLINE, "load"), "all": OFFLINE}.get(verb, (verb,))
     if verb == "agents":
-        parser.epilog = (
-            "In process nobody waits: pauses are for `tokenspeed bench serve --traffic agents`."
-        )
+        parser.epilog = "Pauses need a server: use `tokenspeed bench serve --traffic agents`."
     for name, names in NUMBERS.items():
         if any(kind in names for kind in kinds) and (name != "pause_scale" or verb == "serve"):
             _add_number(parser, name, is_list=verb == "serve" and "load" in names)
@@ -329,7 +327,7 @@ def _load_of(options: argparse.Namespace, kind: str) -> Load:
             raise BenchError(f"{_flag(name)}: several numbers need --traffic load")
         given[name] = value[0] if isinstance(value, list) else value
     if options.fixed:
-        raise BenchError(f"--fixed: not available for {kind}, whose lengths are fixed")
+        raise BenchError(f"--fixed: not available for {kind}, which has fixed lengths")
     if options.users and len(options.users) > 1:
         raise BenchError("--users: several numbers need --traffic load")
     traffic = traffic_of(kind, given)

@@ -110,7 +110,7 @@ def started(
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**os.environ, **more},
-            start_new_session=True,  # a Ctrl-C stops the load, whose answers the server still has to end
+            start_new_session=True,  # Ctrl-C stops the load; the server must still finish its answers
         )
         try:
             _await(server, api, log)

@@ -154,7 +154,7 @@ def with_transformers(path: Path, device: str, batch_size: int) -> Answerer:
                 do_sample=False,
             )
         new = outputs[:, inputs["input_ids"].shape[1] :]
-        # What stands after the end of the turn is padding.
+        # Tokens after the end of the turn are padding.
         return [text.partition("<|im_end|>")[0] for text in tokenizer.batch_decode(new)]
 
     def answer(items: list[Item]) -> list[str]:

@@ -23,7 +23,7 @@ _WITHOUT_TYPER = (["list"], ["list", "--json"])
 
 @dataclass(frozen=True, slots=True)
 class Subcommand:
-    """A function whose parameters are options, as "module:function", and its help.
+    """A function as "module:function", and its help. Its parameters are the options.
 
     `status` describes the exit status. With `has_overview`, the command takes all flags of serve and its
     module has an `OVERVIEW`.

@@ -19,8 +19,11 @@ OVERVIEW = (
     "tokenspeed serve [MODEL] [OPTIONS]",
     "Serve MODEL (a path or Hugging Face repo id) over the OpenAI HTTP API; default: the bundled demo.",
     (
-        ("--config FILE", "read settings from a YAML file; flags and the environment go first"),
-        ("--dry-run", "resolve model, plugins, kernels and memory, load nothing"),
+        (
+            "--config FILE",
+            "read settings from a YAML file; flags and the environment take precedence",
+        ),
+        ("--dry-run", "show model, plugins, kernels and memory without loading weights"),
     ),
 )
 
@@ -30,7 +33,8 @@ def run(
     positional: ModelArgument = None,
     config: ConfigFile = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="resolve everything, load nothing")
+        bool,
+        typer.Option("--dry-run", help="show the resolved configuration without loading weights"),
     ] = False,
     flags: dict[str, Any],
 ) -> int:

@@ -103,7 +103,7 @@ def check_attention(
             fixture = make_fixture(problem, rows, device, seed=index)
             kernel = factory(problem, limits_of(fixture), device)
             attends(kernel, problem, fixture, rows)
-            if index == 0:  # a step whose lengths the host does not know exactly
+            if index == 0:  # the host has no exact lengths for this step
                 step = replace(fixture.step, host_query_start=None, host_seq_lens=None)
                 attends(kernel, problem, replace(fixture, step=step), rows)
             runs += 1
@@ -172,9 +172,7 @@ def serves_layers_and_steps(
         for out, (layer, _) in zip(found, step, strict=True):
             kernel.forward(layer.q, layer.k_cache, layer.v_cache, out)
         for out, (_, alone) in zip(found, step, strict=True):
-            compare(
-                f"{problem}: a layer of one of several steps, beside another", problem, out, alone
-            )
+            compare(f"{problem}: interleaved layers and steps", problem, out, alone)
 
 
 def attend(kernel: AttentionKernel, fixture: Fixture) -> Tensor:

@@ -100,10 +100,10 @@ class DistributionConformance:
             for each in (judged(each, everything) for each in usable)
             if each.status is Status.FAILED
         ]
-        told = (
+        messages = (
             f"{each.kind} {each.name}: {each.reason}\n{each.traceback}".rstrip() for each in failed
         )
-        assert not failed, "\n".join(told)
+        assert not failed, "\n".join(messages)
 
 
 def core_range(version: str = tokenspeed_core.__version__) -> str:

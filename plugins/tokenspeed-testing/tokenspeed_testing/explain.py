@@ -39,5 +39,5 @@ def _lines(planned: PlannedOp) -> Iterable[str]:
     yield f"  {taken}{planned.because}{options}"
     for verdict in planned.verdicts:
         for reason in verdict.reasons:
-            mend = f" -> {reason.hint}" if reason.hint else ""
-            yield f"  not {verdict.backend} from {verdict.distribution}: {reason.what}{mend}"
+            hint = f" -> {reason.hint}" if reason.hint else ""
+            yield f"  not {verdict.backend} from {verdict.distribution}: {reason.what}{hint}"

@@ -17,9 +17,8 @@ from tokenspeed_core.plugins.entry import Entry, Status, load_target
 from tokenspeed_core.plugins.hooks import Hooks
 from tokenspeed_core.plugins.kinds import KERNELS_PREFIX
 
-_DESCRIPTORS: Mapping[
-    str, type[Any]
-] = {  # what an entry names, of the kinds whose entries are loaded on demand
+# The type of an entry's value, for the kinds that are loaded on demand.
+_DESCRIPTORS: Mapping[str, type[Any]] = {
     "models": ModelSpec,
     "load_formats": LoadFormat,
     "quantization": Quantization,
@@ -36,7 +35,7 @@ def judged(entry: Entry, entries: Sequence[Entry]) -> Entry:
 
     `entries` are all installed entries, in the catalog's order.
     """
-    catalog = _beside_ops(entry, entries)
+    catalog = _with_ops(entry, entries)
     if entry.kind.startswith(KERNELS_PREFIX):
         installed_kernels(catalog)
     elif entry.kind == "ops":
@@ -52,7 +51,7 @@ def judged(entry: Entry, entries: Sequence[Entry]) -> Entry:
 
 def kernel_failures(entry: Entry, entries: Sequence[Entry]) -> Iterator[str]:
     """Import the kernels of an entry that may run on this machine; yield the failures."""
-    for kernel in installed_kernels(_beside_ops(entry, entries)):
+    for kernel in installed_kernels(_with_ops(entry, entries)):
         spec = kernel.spec
         if all(map(has_module, spec.requires)) and _may_run_here(spec.capability):
             try:
@@ -62,15 +61,16 @@ def kernel_failures(entry: Entry, entries: Sequence[Entry]) -> Iterator[str]:
                 yield f"{spec.op}: it does not load: {describe_error(error)}"
 
 
-def _beside_ops(entry: Entry, entries: Sequence[Entry]) -> Catalog:
+def _with_ops(entry: Entry, entries: Sequence[Entry]) -> Catalog:
     """Return a catalog of an entry and the ops that it may need."""
-    alone = replace(entry, status=Status.OK, reason="")  # a clash may be settled where it was asked
+    # Check the entry even if its name conflicts with another one.
+    alone = replace(entry, status=Status.OK, reason="")
     if entry.kind != "ops" and not entry.kind.startswith(KERNELS_PREFIX):
         return Catalog([alone])
-    beside = [
+    kept = [
         each for each in entries if each == entry or (each.kind, each.status) == ("ops", Status.OK)
     ]
-    return Catalog([alone if each == entry else each for each in beside])
+    return Catalog([alone if each == entry else each for each in kept])
 
 
 def _load_on_demand(entry: Entry, catalog: Catalog) -> None:

@@ -70,7 +70,7 @@ class PolicyConformance:
             )
             runs = bool(decision.num_query_tokens.any()) or len(decision.victims) > 0
             assert runs or limits.num_pending_blocks or not could, (
-                f"nothing runs and nobody makes room: {view} {limits}"
+                f"the step runs nothing and preempts nothing: {view} {limits}"
             )
 
     def test_decision_is_pure(self) -> None:

@@ -97,9 +97,9 @@ def replays(
     if problem.phase == "decode":
         _replay([problem], spec, tuple(wanted or DECODES), device)
         return
-    beside = replace(problem, phase="decode")
-    is_declared = not any(problem_refusals(spec.capability, asdict(beside)))
-    _replay([problem, beside] if is_declared else [problem], spec, tuple(wanted or CHUNKS), device)
+    decode = replace(problem, phase="decode")
+    is_declared = not any(problem_refusals(spec.capability, asdict(decode)))
+    _replay([problem, decode] if is_declared else [problem], spec, tuple(wanted or CHUNKS), device)
 
 
 def _replay(

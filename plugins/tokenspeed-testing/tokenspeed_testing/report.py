@@ -71,9 +71,8 @@ def _suites_of(entry: Entry, catalog: Catalog) -> Iterator[tuple[str, object]]:
     if entry.kind.startswith(KERNELS_PREFIX):
         from tokenspeed_testing.kernel import KernelConformance
 
-        ops = installed_ops(
-            catalog
-        )  # what is of none is told where the distribution's entries are loaded
+        # The distribution's suite reports specs of unknown ops.
+        ops = installed_ops(catalog)
         for spec in value if isinstance(value, tuple) else (value,):
             if isinstance(spec, KernelSpec) and spec.op in ops:
                 yield f"{subject}: {spec.op}", _suite(KernelConformance, spec=spec)
@@ -92,7 +91,7 @@ def _suites_of(entry: Entry, catalog: Catalog) -> Iterator[tuple[str, object]]:
         config = _example((package, _package(value.describe)), value.architecture)
         if config is None:
             num_questions = sum(name.startswith("test_") for name in vars(ModelConformance))
-            what = f"a small configuration whose architectures name {value.architecture}"
+            what = f"a small configuration for {value.architecture}"
             yield (
                 subject,
                 _suite(

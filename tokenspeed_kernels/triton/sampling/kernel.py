@@ -235,8 +235,8 @@ def gather_head(
     limited = (top_k > 0) & (top_k < V)
     good = tl.where(limited, totals >= top_k, held >= ENOUGH * tl.max(held, axis=0))
     least = tl.min(tl.where(good, depth, 7), axis=0)
-    greatest = tl.max(tl.where(totals <= CAPACITY, depth, -1), axis=0)
-    chosen = tl.minimum(least, greatest)
+    largest = tl.max(tl.where(totals <= CAPACITY, depth, -1), axis=0)
+    chosen = tl.minimum(least, largest)
     picked = depth == chosen
     size = tl.sum(tl.where(picked, totals, 0), axis=0)
     if mine == 0:

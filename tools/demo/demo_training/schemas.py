@@ -124,7 +124,7 @@ def _styled(rng: Random, verb: str, noun: str) -> str:
 
 
 def _unseen_parameter(source: Source) -> tuple[str, Parameter]:
-    """A parameter whose name is no word: only its name tells what belongs in it."""
+    """A parameter with a made-up name, which alone identifies its value."""
     rng = source.rng
     name = words.word(source)
     whole = rng.random() < 0.4

@@ -115,7 +115,7 @@ Forward = Callable[[Inputs], tuple[Tensor, Tensor]]
 
 
 def make_forward(model: Qwen3, device: torch.device) -> Forward:
-    """A function from inputs to the loss and to which targets are the likeliest next token."""
+    """A function from inputs to the loss and to which targets are the top-1 prediction."""
 
     def compute(
         tokens: Tensor,
@@ -140,7 +140,7 @@ def make_forward(model: Qwen3, device: torch.device) -> Forward:
 
 
 def whole_documents_right(hits: Tensor, inputs: Inputs, documents: Tensor) -> float:
-    """The share of documents whose completion tokens are all the likeliest: their greedy answer is exact."""
+    """The share of documents with all completion tokens predicted top-1, so that the greedy answer is exact."""
     wrong = ~hits & (inputs.weights == 1)
     rows = torch.arange(documents.shape[0], device=documents.device)[:, None] * (
         int(documents.max()) + 1

@@ -97,7 +97,7 @@ _TELLS: tuple[tuple[tuple[str, ...], tuple[str, ...], Callable[[Source], str], s
 
 
 def _remember(source: Source) -> Item:
-    """Something the user told in the first turn."""
+    """A value from a statement in the first turn."""
     rng = source.rng
     tells, asks, make, answer = rng.choice(_TELLS)
     value = make(source)
@@ -157,7 +157,7 @@ def second_turn(source: Source) -> Item:
 
 
 def told(source: Source) -> Item:
-    """Something told, to be noted: a sentence or a fact about the user. Not scored."""
+    """A statement to acknowledge: a sentence or a fact about the user. Not scored."""
     rng = source.rng
     if rng.random() < 0.7:
         return _told(source)
