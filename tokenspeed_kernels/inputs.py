@@ -265,7 +265,7 @@ def moe_experts(
 def moe_experts_fp8(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """Like `moe_experts`, with weights quantized per channel whose magnitudes differ by expert and channel."""
+    """Like `moe_experts`, with per-channel quantized weights; magnitudes differ by expert and channel."""
     given = moe_experts(problem, num, at, seed, strided)
     gain = torch.linspace(0.7, 1.3, problem["num_experts"], device=at).view(-1, 1, 1)
     made = {"x": given["x"]}

@@ -486,7 +486,7 @@ FAULTS: tuple[tuple[str, Any, dict[str, Any], str, str], ...] = (
     ),
     ("attention", OverflowsInSoftmax, SMALL, LARGE, "large scores"),
     ("silu_mul", always(lambda x: silu_mul(x) * (1 + (len(x) > 256))), {}, MANY, "300 rows"),
-    ("attention", ServesOneLayer, SMALL, AGREES, "beside another"),
+    ("attention", ServesOneLayer, SMALL, AGREES, "interleaved layers"),
     (
         "silu_mul",
         reuses_its_result,

@@ -44,7 +44,7 @@ class AttentionLimits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionStep:
-    """One step of a backend. In captured steps, tensors are views of buffers whose addresses never change.
+    """One step of a backend. In captured steps, tensors are views of buffers with fixed addresses.
 
     `seq_lens` counts the tokens in the cache after the step's own are written. `max_*` are host-side upper bounds (in
     a captured graph, of the graph). Query token t of row i has the position
@@ -61,20 +61,18 @@ class AttentionStep:
     seq_lens: torch.Tensor  # int32 [S]
     block_table: torch.Tensor  # int32 [S, max_num_blocks]
     host_query_start: tuple[int, ...] | None  # exact on the host, outside graphs
-    host_seq_lens: (
-        tuple[int, ...] | None
-    )  # upper bounds on the host (exact unless drafts), outside graphs
+    # Upper bounds on the host, outside graphs. They are exact without draft tokens.
+    host_seq_lens: tuple[int, ...] | None
     shares_prefix: bool = True  # False: the rows do not all share their first 256 tokens
-    overlaps_prefill: bool = (
-        False  # decodes of a mixed step, which may run concurrently with its prompts
-    )
+    # True: these are the decodes of a mixed step, which may run concurrently with its prefills.
+    overlaps_prefill: bool = False
 
 
 class AttentionKernel(Protocol):
     """A bound attention backend: `prepare` once per step and group, `forward` once per layer.
 
-    A backend whose `prepare` of a captured step does not touch the device may set the attribute
-    `prepares_on_host = True`; replays then do not call it again.
+    A backend may set the attribute `prepares_on_host = True` if its `prepare` does not touch the device for a
+    captured step; replays then do not call it again.
     """
 
     def prepare(self, step: AttentionStep) -> None:

@@ -95,15 +95,9 @@ class Quantization:
     quantize: str  # the op that turns activations into values and scales; its axis is `size`
     linear: str  # the op, with the axes of the plain one, of x, its scales, the weight, its scales, and the bias
     fused: Mapping[str, str] = field(default_factory=dict)
-    quantize_weight: str | None = (
-        None  # the op that turns a weight into values and scales; None: `quantize`
-    )
-    scale_block: tuple[int, int] | None = (
-        None  # rows and features of a weight that share a scale; None: a row does
-    )
-    scale_name: str = (
-        "weight_scale"  # of a weight's scales, in checkpoints whose "weight" is packed
-    )
+    quantize_weight: str | None = None  # the op that quantizes weights; None: `quantize`
+    scale_block: tuple[int, int] | None = None  # rows and columns per weight scale; None: per row
+    scale_name: str = "weight_scale"  # the suffix of weight scales in a quantized checkpoint
     scale_dtype: str = "float32"
     values_per_element: int = 1  # neighbouring values that one element of `dtype` holds
     has_tensor_scales: bool = False

@@ -26,9 +26,8 @@ class View:
 
     slots: I32
     num_decodes: int
-    num_query_tokens: (
-        I32  # wanted: 1 plus draft tokens for a decode, the rest of the prompt otherwise
-    )
+    # Requested tokens: 1 plus draft tokens for a decode, the rest of the prompt otherwise.
+    num_query_tokens: I32
     num_new_blocks: I32  # needed to run at all; for a prompt, to run one token
     num_held_blocks: I32  # that preemption would release
     priority: I32  # lower is more important

@@ -69,12 +69,10 @@ class StepPlan:
     num_decodes: int
     slots: I32  # [S] slot of each row's sequence
     num_query_tokens: I32  # [S] one, a chunk, or one plus draft tokens
-    num_computed_tokens: (
-        I32  # [S] tokens in the KV cache before the step; an upper bound for decodes
-    )
-    wants_logits: (
-        Bool  # [S] the row samples after its last query token, or verifies its draft tokens
-    )
+    # [S] tokens in the KV cache before the step; an upper bound for decodes
+    num_computed_tokens: I32
+    # [S] the row samples after its last query token, or verifies its draft tokens
+    wants_logits: Bool
     token_ids: I32  # prompt tokens of the chunk rows
     adapter_ids: I32  # [S] 0: the base model
     block_deltas: tuple[BlockDelta, ...]  # one per cache group

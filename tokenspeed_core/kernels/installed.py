@@ -63,7 +63,7 @@ def installed_kernels(
 def misfit(spec: object, name: str, ops: Mapping[str, OpContract]) -> str:
     """Return why the value of a kernel entry is invalid, "" if it is valid.
 
-    It must be a KernelSpec whose backend is the entry's name, and only the op's own reference may be marked as such.
+    It must be a KernelSpec with the entry's name as its backend. Only the op's own reference may set `reference`.
     """
     if not isinstance(spec, KernelSpec) or spec.backend != name:
         return f"{spec!r} is not a KernelSpec with backend {name!r}"

@@ -146,15 +146,14 @@ class LocalRunner:
             raise self._failed(plan.step_id, "forward", error) from error
 
     def sample(self, step_id: int, late: LateInputs | None) -> None:
-        """Launch the sampling of the step whose forward was launched last. Raises StepFailed."""
+        """Launch the sampling of the step that was launched last. Raises StepFailed."""
         step = self._launched[step_id]
         try:
             with torch.inference_mode():
                 self._use_stream()
                 if step.rows is None:
-                    step.fetch = self._transfer.fetch_ids(
-                        self._nothing
-                    )  # so that `collect` waits for the forward
+                    # An empty copy, so that `collect` waits for the forward.
+                    step.fetch = self._transfer.fetch_ids(self._nothing)
                 else:
                     self._sample(step, step.rows, late)
         except (Exception, SystemExit) as error:  # as in forward

@@ -18,9 +18,8 @@ from tokenspeed_core.api.step import I32
 
 _ALIGNMENT = 16
 _DEPTH = 4  # two steps in flight, each with a plan and a late input
-_SMALLEST = (
-    1 << 16
-)  # bytes; the ids of the most rows fit, those of --max-num-seqs and of a bucket's chunks
+# Bytes. The ids of the largest step fit: --max-num-seqs decodes and a bucket's chunks.
+_SMALLEST = 1 << 16
 
 
 Fetch = Callable[[], list[np.ndarray[Any, Any]]]

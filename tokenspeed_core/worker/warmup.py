@@ -61,7 +61,7 @@ def warmup_steps(limits: SchedulerLimits, num_groups: int) -> Iterator[WarmupSte
 
 
 def _spread(num_tokens: int, num_rows: int, max_model_len: int) -> list[int]:
-    """Return the chunk of each row: one token, and what is left over to the first ones."""
+    """Return the chunk length of each row. The first rows take the tokens beyond one per row."""
     chunks, left = [], num_tokens - num_rows
     for _ in range(num_rows):
         extra = min(left, max_model_len - 1)

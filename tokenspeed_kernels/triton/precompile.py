@@ -49,9 +49,9 @@ def compile_for(launch: Callable[..., object], *arguments: Any) -> None:
 
 
 def blank(dtype: str, *shape: int) -> Tensor:
-    """Return a meta tensor that stands for an aligned one.
+    """Return a meta tensor in place of an aligned device tensor.
 
-    Launch functions must allocate from it with `new_empty`; `empty_like` would import a second of torch's Python.
+    Launch functions must allocate from it with `new_empty`: `empty_like` would import Python modules for a second.
     """
     return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
 

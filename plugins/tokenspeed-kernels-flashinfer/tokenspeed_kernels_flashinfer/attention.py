@@ -22,9 +22,8 @@ from tokenspeed_kernels_flashinfer.options import DEFAULTS, FlashInferOptions
 
 MIN_WORKSPACE = 128 * 2**20  # bytes for partial results of split keys; the library's recommendation
 MAX_WORKSPACE = 512 * 2**20  # bytes; keys of steps that would need more are not split
-MAX_MERGED = (
-    8192  # most elements of a token over all heads: the merge kernel has one thread for eight
-)
+# Maximum number of elements per token over all heads: the merge kernel has one thread per 8 elements.
+MAX_MERGED = 8192
 FALLBACK_MULTIPROCESSORS = 8  # without a device
 
 I32 = NDArray[np.int32]

@@ -15,16 +15,14 @@ from tokenspeed_core.kernels.select import problem_refusals
 from tokenspeed_testing.cases import LARGEST, cases, is_sensible
 
 _SIZES = (1, 3, 17, 257, LARGEST + 1)
-_LARGE = {"vocab_size": (262_145,)}  # what is larger in the field than other axes are
+_LARGE = {"vocab_size": (262_145,)}  # axes with larger values than others in practice
 _ATTENTION: dict[str, tuple[int, ...]] = {
     "head_size": (8, 80, 256, 512),
     "block_size": (1, 24, 128, 256),
 }
 _GROUPS = ((1, 1), (5, 5), (32, 1), (48, 16), (64, 8))
 _WINDOWS = (1, LARGEST)
-_EIGHT_BITS = (
-    "float8_e4m3fn"  # of caches, the type besides that of the activations which users can ask for
-)
+_EIGHT_BITS = "float8_e4m3fn"  # the KV cache dtype of --kv-cache-dtype fp8_e4m3
 
 
 def boundary_cases(spec: KernelSpec, contract: OpContract) -> Iterator[Problem]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_GUARD = 1024  # bytes before and after what is copied, which keep its alignment
+_GUARD = 1024  # bytes before and after a copied tensor; keeps its alignment
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,9 +21,7 @@ from tokenspeed_testing.imports import entries_of, internal_imports, packages
 from tokenspeed_testing.loading import judged
 
 HEAVY = ("torch", "triton", "transformers", "jax", "tensorflow")
-MAX_SECONDS = (
-    0.3  # of the processor's time, to import what an entry names beyond the core's own api
-)
+MAX_SECONDS = 0.3  # CPU time to import an entry's module, without the core's api
 _PROBE = """
 import importlib, json, sys, time
 import tokenspeed_core.api

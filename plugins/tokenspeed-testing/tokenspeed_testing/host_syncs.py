@@ -39,7 +39,7 @@ _WAITS = frozenset(
         "unique_consecutive",
     }
 )
-"""Functions of torch, and methods of tensors, whose result or its shape is known only when the device is done."""
+"""Functions of torch and tensor methods that wait for the device to return a result or its shape."""
 
 
 @contextmanager

@@ -23,7 +23,7 @@ HIGH_BLOCK = 5000  # the first block id of a step with high ids
 
 @dataclass(frozen=True, slots=True)
 class LargeStep:
-    """A step and what is large about it."""
+    """A step that is large in one respect."""
 
     name: str
     rows: Rows

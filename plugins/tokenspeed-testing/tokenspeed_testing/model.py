@@ -77,9 +77,8 @@ class ModelConformance:
                 max_total_tokens=1024,
             )
             resolved = resolve(asked, catalog)
-        limits = replace(
-            resolved.limits, max_model_len=MAX_TOKENS
-        )  # whatever the family's own length
+        # Independent of the family's own maximum length.
+        limits = replace(resolved.limits, max_model_len=MAX_TOKENS)
         return build(replace(resolved, limits=limits), catalog, lambda what, done, total: None)
 
     def _describe(self, config: Mapping[str, Any]) -> ModelInfo:

@@ -22,9 +22,8 @@ from tokenspeed_core.plugins.selection import Selection, normalise
 from tokenspeed_testing.cases import NotRun
 from tokenspeed_testing.distribution import DistributionConformance
 
-EXAMPLE = Path(
-    "example", "config.json"
-)  # in a family's package: a small configuration, which the suite builds
+# A small configuration in a family's package, which the suite builds.
+EXAMPLE = Path("example", "config.json")
 
 
 @dataclass(frozen=True, slots=True)

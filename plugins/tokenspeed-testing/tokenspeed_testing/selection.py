@@ -12,9 +12,7 @@ from tokenspeed_core.kernels.plan import NothingFitsError
 from tokenspeed_core.kernels.select import Selector
 from tokenspeed_core.plugins.catalog import Catalog
 
-DOES_NOT_LOAD = (
-    "it does not load"  # what a reason of selection's begins with, where an import failed
-)
+DOES_NOT_LOAD = "it does not load"  # the start of selection's reason after a failed import
 
 
 class Asked:

@@ -19,10 +19,9 @@ from tokenspeed_kernels.triton.attention.cascade import MERGED_PARTS, SharedLaun
 from tokenspeed_kernels.triton.attention.kernel import attend
 from tokenspeed_kernels.triton.pdl import supports_pdl
 
-MIN_SPLIT = 64  # fewest keys in a split when there are too few rows to fill the device
-LONG_SPLIT = (
-    4096  # fewest keys in a split when there are many rows: only much longer rows are split
-)
+MIN_SPLIT = 64  # minimum number of keys per split when there are too few rows to fill the device
+# Minimum number of keys per split when there are many rows, so that only much longer rows are split.
+LONG_SPLIT = 4096
 # Programs per multiprocessor from which small tiles are fastest, without and with a shared prefix.
 CROWD, SHARING_CROWD = 3, 8
 FULL = 2  # programs per multiprocessor that keep it busy

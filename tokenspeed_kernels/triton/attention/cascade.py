@@ -24,9 +24,8 @@ from tokenspeed_kernels.triton.pdl import supports_pdl
 # Rows needed for sharing to pay: with up to 8, the L2 cache saves as much as the extra launch costs.
 MIN_ROWS = 9
 MIN_KEYS = 256  # shared keys needed; at least the bound behind a step's `shares_prefix`
-MERGED_PARTS = (
-    8  # partial results that a program merges at once, hence the most splits of the shared keys
-)
+# Partial results that a program merges at once, and so the maximum number of splits of the shared keys.
+MERGED_PARTS = 8
 MAX_SLOTS = 65536  # partial results: one per query head, row and split
 LOG2_E = 1.4426950408889634
 MAX_BLOCK_M = 64  # query heads in a tile, from several rows

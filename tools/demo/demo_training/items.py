@@ -1,7 +1,7 @@
 """Which values are kept out of training.
 
 Every value that an answer depends on (an operand pair, a tool name, a word to copy) has a canonical
-key, and a hash of that key alone decides on which side it stands. A `Source` hands out values of one
+key, and a hash of that key alone assigns it to training or to the held-out set. A `Source` hands out values of one
 side only and remembers their keys, so a training item cannot hold a held-out value by accident.
 """
 
@@ -54,7 +54,7 @@ class Source:
         return frozenset(self._keys)
 
     def draw(self, kind: str, make: Callable[[], str]) -> str:
-        """A value from `make` that stands on this source's side; remembers its key."""
+        """Return a value from `make` on this source's side, and remember its key."""
         for _ in range(10_000):
             value = make()
             key = f"{kind}:{value}"
@@ -66,7 +66,7 @@ class Source:
         )
 
     def pair(self, kind: str, make: Callable[[], tuple[int, int]]) -> tuple[int, int]:
-        """Two operands whose pair, in either order, stands on this source's side.
+        """Return two operands. Their pair is on this source's side in either order.
 
         Pairs with a one-digit operand are few and belong to training alone: they are not split.
         """

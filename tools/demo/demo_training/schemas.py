@@ -220,7 +220,7 @@ def shuffled(rng: Random, value: Tool) -> Tool:
 
 
 def make_tool(source: Source, taken: set[str], noun: str = "") -> MadeTool:
-    """A tool whose name is on the source's side and not in `taken`, for `noun` if one is given."""
+    """A tool with a name on the source's side that is not in `taken`, for `noun` if given."""
     rng = source.rng
     if not noun and rng.random() < 0.06:
         return _named_tool(source)

@@ -1,7 +1,7 @@
 """A byte-level BPE tokenizer trained on generated conversations.
 
 Words never carry the space before them and every digit is its own token, so that a word or a number
-is the same tokens wherever it stands: copying becomes a matter of tokens, and sums of columns.
+has the same tokens everywhere in a text. The model can then copy token by token and add digit by digit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tokenspeed_demo.render import END_OF_TURN, TEMPLATE, Renderer
 from .tasks import TrainingItems
 
 END_OF_TEXT = "<|endoftext|>"
-# Only what stands around turns is special: a client that skips special tokens still wants the calls.
+# Only the markers of turns are special: a client that skips special tokens still needs the tool calls.
 CONTROL = (END_OF_TEXT, "<|im_start|>", END_OF_TURN)
 MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 _PIECES = r"\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s"

@@ -9,12 +9,10 @@ from torch import Tensor
 
 from tokenspeed_core.api import AttentionLimits, AttentionProblem, AttentionStep
 
-WORKSPACE_BYTES = (
-    128 * 2**20
-)  # for partial results of split rows; the size that FlashInfer's own tests use
-MAX_MULTIPROCESSORS = (
-    512  # lower bound of the counters: the library counts per multiprocessor, or per row and head
-)
+# For partial results of split rows. FlashInfer's own tests use this size.
+WORKSPACE_BYTES = 128 * 2**20
+# Lower bound of the number of counters: the library has one per multiprocessor, or per row and head.
+MAX_MULTIPROCESSORS = 512
 
 
 class FlashInferAttention:
