@@ -209,7 +209,7 @@ def test_model_without_example_is_skipped(
         {
             "subject": "models AcmeForCausalLM",
             "num_cells": 3,
-            "needs": "acme_model/example/config.json, a small configuration whose architectures name AcmeForCausalLM",
+            "needs": "acme_model/example/config.json, a small configuration for AcmeForCausalLM",
         }
     ]
 
