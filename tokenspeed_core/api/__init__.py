@@ -18,6 +18,21 @@ from tokenspeed_core.api.cache_groups import (
     FullAttention,
     SlidingWindow,
 )
+from tokenspeed_core.api.grammars import (
+    MAX_WHITESPACE,
+    CallFunction,
+    CallGrammar,
+    CompiledGrammar,
+    GrammarCompiler,
+    GrammarError,
+    GrammarKind,
+    GrammarMatcher,
+    GrammarRanking,
+    GrammarSpec,
+    MatcherLoops,
+    Vocabulary,
+    num_mask_threads,
+)
 from tokenspeed_core.api.hooks import RequestRecord, StepRecord, hookimpl
 from tokenspeed_core.api.kernels import (
     AutoDistribution,
@@ -26,6 +41,12 @@ from tokenspeed_core.api.kernels import (
     KernelSpec,
     PlatformInfo,
     Ranking,
+)
+from tokenspeed_core.api.logits_processors import (
+    LogitsProcessor,
+    LogitsProcessorContext,
+    LogitsProcessorSpec,
+    LogitsRows,
 )
 from tokenspeed_core.api.models import (
     AttentionCall,
@@ -40,12 +61,21 @@ from tokenspeed_core.api.models import (
     WeightReader,
 )
 from tokenspeed_core.api.ops import DOTS, EXACT, OpContract, OpReference, Problem, Tolerance
-from tokenspeed_core.api.parsers import ParserContext, ParserSpec, ReplyEvent, ReplyParser
+from tokenspeed_core.api.parsers import (
+    CallTemplate,
+    ParserContext,
+    ParserExample,
+    ParserSpec,
+    ReasoningMarks,
+    ReplyEvent,
+    ReplyParser,
+)
 from tokenspeed_core.api.policy import Candidate, Decision, Limits, Policy, Room, View
 
 __all__ = [
     "DOTS",
     "EXACT",
+    "MAX_WHITESPACE",
     "AttentionCall",
     "AttentionFactory",
     "AttentionKernel",
@@ -56,26 +86,43 @@ __all__ = [
     "AxisLimit",
     "BuildContext",
     "CacheGroupSpec",
+    "CallFunction",
+    "CallGrammar",
+    "CallTemplate",
     "Candidate",
     "Capability",
     "Checkpoint",
+    "CompiledGrammar",
     "Decision",
     "FullAttention",
+    "GrammarCompiler",
+    "GrammarError",
+    "GrammarKind",
+    "GrammarMatcher",
+    "GrammarRanking",
+    "GrammarSpec",
     "KernelSpec",
     "Limits",
     "LoadFormat",
+    "LogitsProcessor",
+    "LogitsProcessorContext",
+    "LogitsProcessorSpec",
+    "LogitsRows",
+    "MatcherLoops",
     "Model",
     "ModelInfo",
     "ModelSpec",
     "OpContract",
     "OpReference",
     "ParserContext",
+    "ParserExample",
     "ParserSpec",
     "PlatformInfo",
     "Policy",
     "Problem",
     "Quantization",
     "Ranking",
+    "ReasoningMarks",
     "ReplyEvent",
     "ReplyParser",
     "RequestRecord",
@@ -85,6 +132,8 @@ __all__ = [
     "StepRecord",
     "Tolerance",
     "View",
+    "Vocabulary",
     "WeightReader",
     "hookimpl",
+    "num_mask_threads",
 ]

@@ -6,7 +6,7 @@ No hook is called per token or between planning a step and launching it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -33,6 +33,14 @@ class RequestRecord:
     finish_reason: str
     time_to_first_token: float | None
     duration: float
+    model: str = ""
+    operation: str = ""  # "chat" or "text_completion"
+    parameters: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # sampling parameters of the request
+    client_request_id: str = ""  # the client's X-Request-Id
+    traceparent: str = ""  # the client's W3C trace context
+    error: str = ""  # why the engine could not finish it
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Kernel descriptors: the problems and devices that a kernel supports, and where its code is.
 
-Descriptors import no tensor library. All are read to choose a kernel; only the chosen one is loaded.
+Descriptors import no tensor library. Selection reads all of them and loads only the chosen kernel.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class KernelSpec:
                 raise ValueError(f"required module {module!r} must be a top-level module")
 
     def schema(self) -> type[BaseModel] | None:
-        """Import the model of its options, None if it has none. Raises TypeError if it is not a pydantic model."""
+        """Import and return the model of the options, None without options. Raises TypeError for another type."""
         schema = load_target(self.options) if self.options else None
         if schema is not None and not hasattr(schema, "model_fields"):
             raise TypeError(f"{self.options} is not a pydantic model")

@@ -21,13 +21,13 @@ class ModelInfo:
     """The properties of a checkpoint that the core needs.
 
     `num_parameters` counts all weights (tied ones once); `cache_groups` are the caches of each sequence;
-    `quantization` is the method of the checkpoint's quantized linear layers, if they are.
+    `quantization` is the quantization method of the checkpoint, None if it is not quantized.
     """
 
     architecture: str
     vocab_size: int
     max_model_len: int
-    dtype: str  # "bfloat16", "float16" or "float32": what the checkpoint holds
+    dtype: str  # of the checkpoint: "bfloat16", "float16" or "float32"
     num_layers: int
     num_parameters: int
     cache_groups: tuple[CacheGroupSpec, ...]
@@ -76,30 +76,33 @@ class LoadFormat:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """A way to compute linear maps in fewer bits, entered under `tokenspeed.quantization` by the name users type.
+    """A quantization method: an entry point of `tokenspeed.quantization` with the name that users type.
 
-    Weights [O, I] and activations [T, I] are stored in fewer bits, each with scales, and multiplied as they are.
+    Weights [O, I] and activations [T, I] are quantized, each with scales, and linear layers multiply the quantized
+    values.
 
-    `fused` maps an op to the one that also quantises its result. "linear", "add_rms_norm_linear", "add_rms_norm_mlp"
-    and "moe_experts" it maps to ops that take rows as they are and quantise them within; without the last, models with
-    experts are refused.
+    `fused` maps an op to a fused op. A normalisation or activation maps to the op that also quantizes its result.
+    "linear", "add_rms_norm_linear", "add_rms_norm_mlp" and "moe_experts" map to ops that take unquantized activations
+    and quantize them inside. Without "moe_experts", models with experts are refused.
 
-    With `has_tensor_scales` each operand has one scale more, float32 [1], over all of its values. It is measured on
-    prompts: checkpoints must hold it, and weights are not quantised on load. `quantize` takes that of the activations
-    as its last argument, `linear` the product of both operands' before the bias. The op of experts takes that of a
-    weight's inputs before the weight, and those of the experts' weights, [E], after the weight's scales.
+    With `has_tensor_scales`, each operand also has a per-tensor scale, float32 [1]. Per-tensor scales of activations
+    are measured on prompts, so a checkpoint must contain them, and weights cannot be quantized on load. They are extra
+    arguments: `quantize` takes the activations' scale last. `linear` takes the product of both operands' scales before
+    the bias. The experts' op takes the scale of a weight's inputs before that weight, and the per-tensor scales of the
+    experts' weights, [E], after the weight's other scales.
     """
 
     name: str
-    dtype: str  # of stored values
-    quantize: str  # the op that turns activations into values and scales; its axis is `size`
-    linear: str  # the op, with the axes of the plain one, of x, its scales, the weight, its scales, and the bias
+    dtype: str  # of quantized values
+    quantize: str  # op that quantizes activations; returns values and scales; its axis is `size`
+    linear: str  # op with the axes of "linear"; takes x, its scales, weight, its scales, bias
     fused: Mapping[str, str] = field(default_factory=dict)
     quantize_weight: str | None = None  # the op that quantizes weights; None: `quantize`
-    scale_block: tuple[int, int] | None = None  # rows and columns per weight scale; None: per row
+    # Rows and columns of a weight that share a scale. None: one scale per row.
+    scale_block: tuple[int, int] | None = None
     scale_name: str = "weight_scale"  # the suffix of weight scales in a quantized checkpoint
     scale_dtype: str = "float32"
-    values_per_element: int = 1  # neighbouring values that one element of `dtype` holds
+    values_per_element: int = 1  # adjacent values that are packed into one element of `dtype`
     has_tensor_scales: bool = False
 
 
@@ -114,7 +117,7 @@ class WeightReader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """The op that rotates a layer's queries and keys, such as "rope", and its one axis that attention does not have."""
+    """The op that rotates a layer's queries and keys, such as "rope", and the number of rotated elements per head."""
 
     op: str
     rotary_size: int
@@ -171,21 +174,21 @@ class BuildContext(Protocol):
 
 
 class Model(Protocol):
-    """A family's module. It calls no collective, reads no environment and knows no request."""
+    """A family's module. It contains no collectives, reads no environment variables, and never sees a request."""
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext) -> None:
         """Allocate parameters on `build.device` (uninitialised) and bind kernels."""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy a checkpoint in. Raises ValueError naming every missing, surplus or misshapen weight."""
+        """Copy a checkpoint's weights. Raises ValueError naming every missing, unexpected or misshapen one."""
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None
     ) -> torch.Tensor:
         """Return hidden states [R, hidden] of `wanted`, int64 [R] among the T tokens (None: all, in their order).
 
-        token_ids and positions are int64 [T] on the device. Skip work for rows outside `wanted`, such as the last
-        layer's MLP: of a long prompt only the last row is wanted.
+        token_ids and positions are int64 [T] on the device. It may skip work for rows outside `wanted`, such as the last
+        layer's MLP: only the last row of a long prompt is wanted.
         """
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

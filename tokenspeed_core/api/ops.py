@@ -1,4 +1,4 @@
-"""Op contracts, and those of the ops that the worker itself calls. Plugins provide the ops of models.
+"""Op contracts, including those of the ops that the worker calls. Plugins provide the ops of models.
 
 No tensor library is imported.
 
@@ -48,8 +48,9 @@ class OpContract:
     `axes` maps each axis of the problem to its meaning (`dtype` is always one); `mutates` are arguments written in
     place; `rows` are arguments with a leading axis of independent rows; `errors` says when an implementation may raise;
     `reference` and `inputs` are "module:function": the reference implementation, and a generator of inputs for a
-    problem (of the core's own ops, an OpReference names them). `parts` are the ops that a fused op composes, in order; they run if no kernel of the fused op fits. `cases`
-    are problems, without their dtype, for the conformance kit.
+    problem (for the core's own ops, an OpReference names them). Both raise ValueError for a problem that the op does
+    not define. `parts` are the ops that a fused op composes, in order; they run if no kernel of the fused op fits.
+    `cases` are problems, without their dtype, for the conformance kit.
     """
 
     name: str
@@ -123,7 +124,7 @@ _CONTRACTS = (
     OpContract(
         "attention",
         "attention",
-        "an AttentionFactory of tokenspeed_core.api, whose problem is an AttentionProblem",
+        "an AttentionFactory for an AttentionProblem, both of tokenspeed_core.api",
         {
             **_KV,
             "phase": "prefill or decode",
@@ -162,8 +163,8 @@ _CONTRACTS = (
         "note_tokens",
         "sampling",
         "(logits [S, V], chosen int64 [S], slots int64 [S], last_token int32 [N], ids int32 [S]) -> None: ids and "
-        "last_token[slots] are set to chosen, clamped to [0, V - 1]; but ids is -1 where the logit of the chosen token "
-        "is not finite",
+        "last_token[slots] are set to chosen, clamped to [0, V - 1], except that ids is -1 if the logit of the chosen "
+        "token is not finite",
         {"vocab_size": "vocabulary size V"},
         "",
         "",
@@ -171,6 +172,18 @@ _CONTRACTS = (
         mutates=("last_token", "ids"),
         rows=("logits", "chosen", "slots", "ids"),
         cases=({"vocab_size": 300}, {"vocab_size": 5000}),
+    ),
+    OpContract(
+        "mask_logits",
+        "sampling",
+        "(logits [S, V], rows int64 [P], words int32 [P, W]) -> None: logits[rows[i], v] = -inf where bit v % 32 of "
+        "words[i, v // 32] is 0; rows are distinct, W = ceil(V / 32)",
+        {"vocab_size": "vocabulary size V"},
+        "",
+        "",
+        EXACT,
+        mutates=("logits",),
+        cases=({"vocab_size": 300}, {"vocab_size": 5024}),
     ),
     OpContract(
         "advance_rows",
@@ -218,7 +231,7 @@ def merge_ops(*more: Iterable[OpContract | OpReference]) -> Mapping[str, OpContr
         if isinstance(each, OpReference):
             contract = merged.get(each.op)
             if contract is None or contract.reference:
-                raise ValueError(f"op {each.op!r} of a reference is unknown or has one already")
+                raise ValueError(f"op {each.op!r} is unknown, or has a reference already")
             merged[each.op] = replace(contract, reference=each.reference, inputs=each.inputs)
         elif not isinstance(each, OpContract):
             raise ValueError(f"{each!r} is not an OpContract")

@@ -23,6 +23,7 @@ class ReplyEvent:
 
     kind: Literal["content", "reasoning", "call", "arguments"]
     text: str
+    call_id: str = ""  # of a "call", if the model wrote an id or its format needs a certain one
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,47 @@ class ReplyParser(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class ReasoningMarks:
+    """The texts around a model's reasoning. A grammar applies to the text after `end`."""
+
+    begin: str  # "": replies have no opening marker
+    end: str
+    is_open: bool = False  # a reply starts inside the reasoning, unless the prompt closed it
+
+
+@dataclass(frozen=True, slots=True)
+class CallTemplate:
+    """The text that a model writes for tool calls, so that a grammar can force calls.
+
+    The text is `begin`, one or more calls with `separator` between them, and `end`. A call is `call_begin`, the
+    name, `arguments_begin`, the arguments as a JSON object, and `call_end`. The texts may contain special tokens.
+    """
+
+    call_begin: str
+    arguments_begin: str
+    call_end: str
+    begin: str = ""
+    separator: str = ""
+    end: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ParserExample:
+    """A reply as models write it, and what it contains, for the conformance kit.
+
+    The request offers two tools: `get_weather` with the parameters `city` (a string), `days` (an
+    integer), `tags` (an array of strings) and `area` (an object), and `get_time` without parameters.
+    """
+
+    reply: str
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[tuple[str, Mapping[str, Any]], ...] = ()  # the name and arguments of each call
+    call_ids: tuple[str, ...] = ()  # of all calls, if the model writes them
+    prompt_end: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ParserSpec:
     """A parser, registered in `tokenspeed.tool_parsers` or `tokenspeed.reasoning_parsers`.
 
@@ -56,11 +98,15 @@ class ParserSpec:
     """
 
     load: str  # "module:factory"; `factory(context: ParserContext)` returns a ReplyParser
-    # For the conformance kit, a reply as models write it: with a call of `get_weather` with
-    # `{"city": "Paris"}`, or with the reasoning "It rains." and the answer "Take a coat.". Empty for a
-    # parser that finds nothing.
-    example: str = ""
+    # Replies as models write them. Empty for a parser that finds nothing.
+    examples: tuple[ParserExample, ...] = ()
     reads_special_tokens: bool = False  # its marks are special tokens, so replies keep them
+    reasoning: ReasoningMarks | None = None  # of a reasoning parser, for structured output
+    calls: CallTemplate | None = None  # of a tool parser; None: forced calls are a JSON list
+    # How `auto` chooses this parser: by texts that all occur in the model's chat template, or else by
+    # the architectures in its config.json. The parser with the most texts wins.
+    template_marks: tuple[str, ...] = ()
+    architectures: tuple[str, ...] = ()
 
     def make(self, context: ParserContext) -> ReplyParser:
         """Return a parser for one reply. Raises ImportError, AttributeError, or the factory's exception."""

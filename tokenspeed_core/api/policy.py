@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the running sequences may use in one step."""
+    """The budget of the running sequences in one step."""
 
     token_budget: int  # query tokens of the whole step
     max_prefill_tokens: int  # query tokens of all prompts together, if chunked prefill is on
@@ -36,7 +36,7 @@ class View:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decision:
-    """What runs in this step."""
+    """The rows that run in this step, and those to preempt."""
 
     num_query_tokens: I32  # per row of the view; 0: not in this step
     victims: I32  # indices of the rows to preempt
@@ -54,7 +54,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What is left for admissions in this step."""
+    """The budget that is left for admissions in this step."""
 
     token_budget: int
     is_chunking: bool

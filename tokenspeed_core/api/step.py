@@ -36,7 +36,10 @@ class SlotInits:
 
     `logprobs` is the number of alternatives per token, -1 for no log-probabilities. `bias_*` and `history_*` are
     ragged: sequence i owns `[starts[i], starts[i + 1])`. `history_ids` holds the tokens of sequences with penalties,
-    starting with `history_num_prompt` prompt tokens; it is empty for all others.
+    or logits processors, starting with `history_num_prompt` prompt tokens; it is empty for all others.
+    `processors` is JSON, the parameters of logits processors by their names, "" for none; it is empty if no
+    sequence has any. The next
+    `num_endless[i]` tokens of sequence i must not be one of its `end_ids`, which are empty if that number is 0.
     """
 
     slots: I32
@@ -55,6 +58,25 @@ class SlotInits:
     history_starts: I32
     history_ids: I32
     history_num_prompt: I32
+    num_endless: I32
+    end_starts: I32
+    end_ids: I32
+    processors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptTargets:
+    """The prompt tokens of a step whose log-probabilities are wanted, in C chunk rows.
+
+    Row `rows[i]` of the plan scores `counts[i]` consecutive query tokens from its query token `starts[i]` on.
+    `token_ids` [sum(counts)] are the tokens that follow them in the prompt; each gets `width` alternatives.
+    """
+
+    rows: I32
+    starts: I32
+    counts: I32
+    width: int
+    token_ids: I32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,6 +99,7 @@ class StepPlan:
     adapter_ids: I32  # [S] 0: the base model
     block_deltas: tuple[BlockDelta, ...]  # one per cache group
     slot_inits: SlotInits | None  # None: no sequence takes a slot
+    prompt_targets: PromptTargets | None = None
 
     @property
     def num_rows(self) -> int:
@@ -119,6 +142,20 @@ class StepLogprobs:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PromptLogprobs:
+    """Log-probabilities of the N tokens of a plan's `prompt_targets`, in their order.
+
+    `chosen` and `ranks` are [N], `top_ids` and `top_values` flat [N * width].
+    """
+
+    width: int
+    chosen: F32
+    ranks: I32
+    top_ids: I32
+    top_values: F32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
     """The tokens of a step: `num_tokens[i]` for row i, concatenated. A token of -1: the row had no finite logit."""
 
@@ -126,6 +163,7 @@ class StepResult:
     num_tokens: I32
     token_ids: I32
     logprobs: StepLogprobs | None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class StepFailed(TokenSpeedError):
