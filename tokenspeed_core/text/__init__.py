@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from tokenspeed_core.text.assembler import Assembler
+from tokenspeed_core.text.conversation import Conversation, read_conversation, read_conversations
 from tokenspeed_core.text.template import ChatTemplate, TemplateError
 from tokenspeed_core.text.tokenizer import Tokenizer
 
-__all__ = ["Assembler", "ChatTemplate", "TemplateError", "Tokenizer"]
+__all__ = [
+    "Assembler",
+    "ChatTemplate",
+    "Conversation",
+    "TemplateError",
+    "Tokenizer",
+    "read_conversation",
+    "read_conversations",
+]

@@ -26,24 +26,35 @@ class Assembler:
         "_detokenizer",
         "_held",
         "_keeps_stop",
+        "_min_tokens",
         "_stops",
         "finish_reason",
         "num_chars",
         "num_tokens",
+        "stop_string",
     )
 
     def __init__(
-        self, detokenizer: Detokenizer, stops: Sequence[str] = (), keeps_stop: bool = False
+        self,
+        detokenizer: Detokenizer,
+        stops: Sequence[str] = (),
+        keeps_stop: bool = False,
+        min_tokens: int = 0,
     ) -> None:
-        """`keeps_stop` leaves the stop string, or the text of the stop token, in the text."""
+        """`keeps_stop` leaves the stop string, or the text of the stop token, in the text.
+
+        Stop strings in the text of the first `min_tokens` tokens do not count.
+        """
         self._detokenizer = detokenizer
         self._stops = tuple(stops)
         self._keeps_stop = keeps_stop
+        self._min_tokens = min_tokens
         self._held = ""
         self.num_tokens = 0  # including the one that ended the sequence
         self.num_chars = 0  # decoded characters, including those held back
         # "stop", "length", "abort" or "error"; None while the sequence goes on.
         self.finish_reason: str | None = None
+        self.stop_string: str | None = None  # the stop string that ended the sequence
 
     def feed(self, token_ids: Sequence[int], finish: int = FinishReason.NOT) -> str:
         """Decode the next tokens and return the text that is final.
@@ -96,12 +107,16 @@ class Assembler:
         if not text:
             return ""
         self.num_chars += len(text)
+        if self.num_tokens <= self._min_tokens:
+            return text
         text = self._held + text
         found = [
-            (start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0
+            (start + len(stop), start, stop)
+            for stop in self._stops
+            if (start := text.find(stop)) >= 0
         ]
         if found:
-            end, start = min(found)
+            end, start, self.stop_string = min(found)
             self._held = ""
             self.finish_reason = "stop"
             return text[: end if self._keeps_stop else start]

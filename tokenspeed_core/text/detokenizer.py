@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -57,6 +58,11 @@ class ByteDetokenizer:
     def flush(self) -> str:
         """Return a replacement character if the last character is incomplete."""
         return self._decoder.decode(b"", final=True)
+
+
+def without_text() -> Detokenizer:
+    """Return a detokenizer for engines without a tokenizer: tokens have no text."""
+    return ByteDetokenizer(defaultdict(bytes), defaultdict(str))
 
 
 @dataclass(slots=True, eq=False)

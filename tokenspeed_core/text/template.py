@@ -1,12 +1,13 @@
 """Chat templates, rendered in a sandbox.
 
-Limits of time and size are checked whenever the template outputs text. A loop without output is not
-stopped, so trust a template as you trust its checkpoint.
+Limits of time and size are checked whenever the template outputs text. A loop without output is stopped
+only in a process of its own, which the server uses (`isolated_template`).
 """
 
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -23,8 +24,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tokenspeed_core.errors import CheckpointError, TokenSpeedError
 from tokenspeed_core.files import read_json, read_text
+from tokenspeed_core.text.tokenizer import Tokenizer
+from tokenspeed_core.text.user_text import UserTextGuard
 
 MAX_RENDER_SECONDS = 5.0
+MAX_SOURCE_CHARS = 1024 * 1024
 MAX_RENDER_CHARS = 64 * 1024 * 1024
 
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
@@ -51,14 +55,43 @@ def _refuse(message: str) -> NoReturn:
     raise jinja2.exceptions.TemplateError(message)
 
 
+@jinja2.pass_context
+def _unchanged(context: jinja2.runtime.Context, value: Any) -> Any:
+    return value
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
+    # Nothing is computed when a template is compiled, where no limit of time or memory holds: without
+    # the optimizer, and with a function that depends on the context, jinja2 folds no constants.
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationBlock]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[jinja2.ext.loopcontrols, _GenerationBlock],
+        optimized=False,
+        finalize=_unchanged,
     )
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
     return environment
+
+
+def _parse(environment: jinja2.Environment, text: str) -> nodes.Template:
+    """Parse a template. Raises TemplateSyntaxError."""
+    tree = environment.parse(text)
+    escape = tree.find(nodes.EvalContextModifier)  # or one with a scope, a subclass
+    if escape is not None:  # its option is computed when the template is compiled
+        raise jinja2.TemplateSyntaxError("autoescape is not supported", escape.lineno)
+    return tree
+
+
+def _variables(tree: nodes.Template) -> set[str]:
+    """Return the variables that a template reads, as jinja2's function does, but without its optimizer."""
+    assert tree.environment is not None
+    generator = jinja2.meta.TrackingCodeGenerator(tree.environment)
+    generator.optimizer = None
+    generator.visit(tree)
+    return generator.undeclared_identifiers
 
 
 class ChatTemplate:
@@ -75,17 +108,42 @@ class ChatTemplate:
         """`with_tools` is the source for requests with tools, if it differs. Raises TemplateError on bad syntax."""
         environment = _environment()
         sources = (source,) if with_tools is None else (source, with_tools)
+        if sum(map(len, sources)) > MAX_SOURCE_CHARS:
+            raise TemplateError(f"{origin} has more than {MAX_SOURCE_CHARS} characters")
         try:
+            parsed = [_parse(environment, text) for text in sources]
+            read = [_variables(tree) for tree in parsed]
             self._templates = [environment.from_string(text) for text in sources]
-            read = [
-                jinja2.meta.find_undeclared_variables(environment.parse(text)) for text in sources
-            ]
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(f"{origin}, line {error.lineno}: {error.message}") from error
+        except (SyntaxError, RecursionError, MemoryError, ValueError) as error:
+            raise TemplateError(f"{origin} is nested too deeply: {error}") from error
         self._special_tokens = dict(special_tokens)
         fixed = _RESERVED | set(self._special_tokens) | set(environment.globals)
         self.options = frozenset().union(*read) - fixed
         self.knows_developer = any("developer" in text for text in sources)
+        self._sources = "\n".join(sources)
+        self._definition = {
+            "source": source,
+            "special_tokens": dict(special_tokens),
+            "with_tools": with_tools,
+            "origin": origin,
+        }
+        self._guard: UserTextGuard | None = None
+
+    def definition(self) -> dict[str, Any]:
+        """Return the arguments that make an equal template, as plain data."""
+        return dict(self._definition)
+
+    def guard(self, tokenizer: Tokenizer) -> UserTextGuard:
+        """Return what keeps the tokenizer's control tokens out of the texts of users."""
+        if self._guard is None:
+            self._guard = tokenizer.user_text_guard(self._sources)
+        return self._guard
+
+    def mentions(self, key: str) -> bool:
+        """Say whether the source names a key, as in `message.key` or `message["key"]`."""
+        return re.search(rf"[.'\"]{re.escape(key)}\b", self._sources) is not None
 
     def render(
         self,
@@ -145,6 +203,25 @@ def load_chat_template(
 
     Raises CheckpointError if a file is missing or invalid.
     """
+    sources = read_chat_templates(folder, chosen)
+    if not sources:
+        return None
+    try:
+        return ChatTemplate(
+            sources[0],
+            special_tokens,
+            with_tools=sources[1] if len(sources) > 1 else None,
+            origin=chosen or str(folder),
+        )
+    except TemplateError as error:
+        raise CheckpointError(f"bad chat template: {error}") from error
+
+
+def read_chat_templates(folder: Path, chosen: str | None = None) -> Sequence[str]:
+    """Return the source of the model's chat template, then that for requests with tools if it differs.
+
+    `chosen` is a file or a name. Raises CheckpointError if a file is missing or invalid.
+    """
     named = _named_templates(folder)
     names = ", ".join(sorted(named)) or "none"
     if chosen is not None and chosen not in named:
@@ -155,22 +232,15 @@ def load_chat_template(
                 f"available: {names}"
             )
         named = {chosen: read_text(file)}
-    if chosen is None and "default" not in named:
+    if chosen is not None:
+        return (named[chosen],)
+    if "default" not in named:
         if named:
             raise CheckpointError(
                 f"{folder} has no default chat template; choose one with --chat-template: {names}"
             )
-        return None
-    source = named[chosen or "default"]
-    try:
-        return ChatTemplate(
-            source,
-            special_tokens,
-            with_tools=named.get("tool_use") if chosen is None else None,
-            origin=chosen or str(folder),
-        )
-    except TemplateError as error:
-        raise CheckpointError(f"bad chat template: {error}") from error
+        return ()
+    return tuple(named[name] for name in ("default", "tool_use") if name in named)
 
 
 def _named_templates(folder: Path) -> dict[str, str]:

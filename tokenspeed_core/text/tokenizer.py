@@ -6,7 +6,7 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
@@ -19,6 +19,8 @@ from tokenspeed_core.api.step import I32
 from tokenspeed_core.errors import CheckpointError
 from tokenspeed_core.files import read_json
 from tokenspeed_core.text.detokenizer import ByteDetokenizer, Detokenizer, Kind, WindowDetokenizer
+from tokenspeed_core.text.patterns import any_of
+from tokenspeed_core.text.user_text import UserTextGuard, cut_at_breaks
 
 V = TypeVar("V")
 
@@ -70,7 +72,7 @@ class PartEncoder:
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
         marks = _marks(backend.get_added_tokens_decoder().values())
-        self._mark = re.compile(_pattern(sorted(marks)) if marks else "(?!)")
+        self._mark = re.compile(any_of(sorted(marks)) if marks else "(?!)")
         # By salt and text, the most recently used last.
         self._kept: OrderedDict[tuple[str, str], I32] = OrderedDict()
         self._num_bytes = 0
@@ -137,6 +139,11 @@ class Tokenizer:
             lambda i: Kind.NOTHING if i in self._special_ids else self._kinds[i]
         )
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The special tokens, which are not text."""
+        return frozenset(self._special_ids)
+
     def encode(self, text: str, *, add_special_tokens: bool, salt: str = "") -> I32:
         """Return the ids of a text, int32 [T]. Takes about 1 ms per 1,000 new tokens, without the GIL.
 
@@ -149,6 +156,53 @@ class Tokenizer:
         # Only the batch functions of the library release the GIL.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=True)
         return np.array(encoding.ids, np.int32)
+
+    def encode_rendered(
+        self, text: str, *, add_special_tokens: bool = False, salt: str = ""
+    ) -> I32:
+        """Return the ids of a rendered chat, int32 [T]; texts of users may have breaks (`UserTextGuard`).
+
+        The ids equal those of `encode` if there is no break.
+        """
+        pieces = cut_at_breaks(text)
+        if len(pieces) == 1:
+            return self.encode(text, add_special_tokens=add_special_tokens, salt=salt)
+        ids = [self.encode(piece, add_special_tokens=False, salt=salt) for piece in pieces if piece]
+        before, after = self._ends() if add_special_tokens else ([], [])
+        return np.concatenate([np.array(before, np.int32), *ids, np.array(after, np.int32)])
+
+    def _ends(self) -> tuple[list[int], list[int]]:
+        """Return the ids that `add_special_tokens` puts before and after a text."""
+        text = "a"
+        plain = self.encode(text, add_special_tokens=False).tolist()
+        whole = self.encode(text, add_special_tokens=True).tolist()
+        starts = range(len(whole) - len(plain) + 1)
+        at = next((i for i in starts if whole[i : i + len(plain)] == plain), 0)
+        return whole[:at], whole[at + len(plain) :]
+
+    def user_text_guard(self, template: str) -> UserTextGuard:
+        """Return what keeps the tokens that structure a chat out of the texts of users.
+
+        These are special tokens, and others that the template writes. A pair such as `<think>` and `</think>`
+        marks up content, so it is one of them only if it is special.
+        """
+        added = {
+            token.content: token for token in self._backend.get_added_tokens_decoder().values()
+        }
+        control = [
+            token
+            for content, token in added.items()
+            if token.special or (content in template and not _is_paired(content, added))
+        ]
+        is_normalized = any(token.normalized for token in control)
+        normalizer = self._backend.normalizer if is_normalized else None
+        normalize = None if normalizer is None else normalizer.normalize_str
+        return UserTextGuard([token.content for token in control], normalize)
+
+    def count(self, text: str) -> int:
+        """Return the number of tokens of a text without special tokens around it. Keeps nothing."""
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        return len(encoding)
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of all tokens at once."""
@@ -203,6 +257,11 @@ def _num_bytes(part: tuple[str, str], ids: I32) -> int:
     return ENTRY_BYTES + 4 * sum(map(len, part)) + ids.nbytes
 
 
+def _is_paired(content: str, added: Collection[str]) -> bool:
+    opening = content.replace("</", "<", 1)
+    return opening in added and opening.replace("<", "</", 1) in added
+
+
 def _marks(tokens: Collection[AddedToken]) -> list[str]:
     """Return the special tokens that split any text, independent of the characters around them."""
     found_first = [token for token in tokens if not token.normalized]
@@ -220,22 +279,6 @@ def _marks(tokens: Collection[AddedToken]) -> list[str]:
         if token.special and not (token.lstrip or is_inside_another or overlaps_another):
             marks.append(token.content)
     return marks
-
-
-def _pattern(marks: Iterable[str]) -> str:
-    """Return a trie-shaped pattern that matches any of the sorted texts without backtracking.
-
-    No text may be a prefix of another.
-    """
-    groups = [
-        (first, [mark[1:] for mark in group])
-        for first, group in groupby(marks, key=lambda mark: mark[:1])
-    ]
-    return (
-        "(?:"
-        + "|".join(re.escape(first) + (_pattern(rest) if first else "") for first, rest in groups)
-        + ")"
-    )
 
 
 def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
