@@ -12,22 +12,9 @@ from tokenspeed_core.config.describe import as_written
 from tokenspeed_core.config.flag_aliases import refuse_foreign
 from tokenspeed_core.config.schema import Config, choices, flag, narrowed
 from tokenspeed_core.errors import ConfigError, suggest
+from tokenspeed_core.rules import broken_rule
 
 PYTHON = "Python"
-# Messages for the error types of pydantic.
-_RULES = {
-    "must be at least {ge}": ("greater_than_equal",),
-    "must be above {gt}": ("greater_than",),
-    "must be at most {le}": ("less_than_equal",),
-    "must not be empty": ("string_too_short", "too_short"),
-    "must be a whole number": ("int_parsing", "int_type", "int_from_float"),
-    "must be a number": ("float_parsing", "float_type", "finite_number"),
-    "must be true or false": ("bool_parsing", "bool_type"),
-    "must be a size such as 2GB, 512MiB or a number of bytes": ("byte_size", "byte_size_unit"),
-    "must be a JSON object": ("dict_type",),
-    "must be a name, or names in order of preference": ("tuple_type",),
-    "must be text": ("string_type",),
-}
 
 
 def build(values: Mapping[str, tuple[Any, str]]) -> Config:
@@ -89,6 +76,9 @@ def _explain(error: ValidationError, values: Mapping[str, tuple[Any, str]]) -> s
         value, origin = values[name]
         shown, where = called(name, origin)
         text = "***" if name == "api_key" else _as_typed(value)
+        keys = [part for part in each["loc"][1:] if isinstance(part, str)]
+        if name == "kv_events_config" and keys:
+            message = f"{'.'.join(keys)} {message}"
         messages.setdefault(name, f"{shown} {text}{where}: {message}")
     return "; ".join(messages.values())
 
@@ -101,12 +91,13 @@ def _as_typed(value: Any) -> str:
 def _bound(error: Any) -> str:
     """Return the rule that a value violates."""
     kind, context = error["type"], error.get("ctx", {})
+    if kind == "extra_forbidden":
+        return "is not a known key"
+    if kind == "literal_error" and len(error["loc"]) > 1:
+        return f"must be {context['expected']}"
     if kind == "literal_error":
         known = choices(str(error["loc"][0]))
         return f"must be one of {', '.join(known)}{suggest(str(error['input']), known)}"
     if kind == "value_error":
         return str(context["error"])
-    return next(
-        (rule.format(**context) for rule, kinds in _RULES.items() if kind in kinds),
-        str(error["msg"]),
-    )
+    return broken_rule(error)

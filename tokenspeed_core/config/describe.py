@@ -40,7 +40,7 @@ def _range(rules: list[Any]) -> str:
 
 def as_written(value: Any) -> str:
     """Return a setting's value as a user writes it."""
-    if value is None or value == {}:
+    if value is None or value in ({}, ()):
         return "none"
     if isinstance(value, bool):
         return "on" if value else "off"

@@ -1,10 +1,28 @@
-"""Messages for flags of other engines, and for features that do not exist yet."""
+"""Flags of other engines: those that may stay in a command line, and messages for the others."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 TABLES = Path(__file__).with_suffix(".yaml")
+
+ACCEPTED = {
+    "enable_auto_tool_choice": "tool calls are on; --tool-call-parser selects the parser",
+    "enable_chunked_prefill": "prompts are chunked; --chunked-prefill-size sets the size",
+    "async_scheduling": "scheduling always overlaps with the device",
+    "use_v2_block_manager": "there is one block manager",
+    "disable_log_requests": "requests are logged only with --enable-log-requests",
+    "enable_prompt_tokens_details": "usage has the cached tokens; --no-enable-cache-report removes them",
+}
+"""Switches of other engines that ask for what happens anyway, with what makes them needless."""
+ACCEPTED_WITH_VALUE = {
+    "swap_space": "preempted sequences are computed again from the prefix cache",
+}
+
+
+def needless(name: str) -> str | None:
+    """Return why a setting of another engine has no effect, or None if it is not accepted."""
+    return ACCEPTED.get(name) or ACCEPTED_WITH_VALUE.get(name)
 
 
 def refuse_foreign(name: str) -> str | None:
@@ -15,4 +33,5 @@ def refuse_foreign(name: str) -> str | None:
     for table in yaml.safe_load(TABLES.read_text()):
         if key in table["names"] or key.startswith(tuple(table.get("beginnings", ()))):
             return str(table["says"]).format(table["names"].get(key))
-    return None
+    why = needless(key)
+    return why and f"not a TokenSpeed setting and not needed: {why}"

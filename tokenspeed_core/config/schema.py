@@ -9,58 +9,18 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ByteSize,
-    ConfigDict,
-    Field,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, PrivateAttr, model_validator
 
 from tokenspeed_core.config.backends import AUTO, BackendChoice, NamePairs, Pairs
-
-Section = Literal[
-    "model", "device", "api", "scheduler", "backends", "parsers", "observability", "running"
-]
-SECTIONS: dict[Section, str] = {
-    "model": "Model loading",
-    "device": "Device and precision",
-    "api": "API surface",
-    "scheduler": "Scheduler and memory",
-    "backends": "Backends",
-    "parsers": "Reasoning and tools",
-    "observability": "Observability",
-    "running": "Running",
-}
-LogLevel = Literal["debug", "info", "warning", "error", "critical"]
-
-
-def _setting(
-    default: Any,
-    section: Section,
-    text: str,
-    *,
-    unit: str | None = None,
-    narrow: tuple[str, ...] = (),
-    kind: str | None = None,
-    takes: str | None = None,
-    **bounds: Any,
-) -> Any:
-    """Declare a setting.
-
-    `narrow` are the keys of more specific flags (`--flag.key`), `kind` is the kind of plugin that the
-    setting names, and `takes` describes the value if its type does not.
-    """
-    extra: dict[str, Any] = {
-        "section": section,
-        "unit": unit,
-        "narrow": list(narrow),
-        "kind": kind,
-        "takes": takes,
-    }
-    return Field(default, description=text, json_schema_extra=extra, **bounds)
+from tokenspeed_core.config.kv_events import KVEventsConfig
+from tokenspeed_core.config.readers import (
+    CacheDtypeName,
+    DtypeName,
+    OptionalTokenCount,
+    TokenCount,
+)
+from tokenspeed_core.config.sections import SECTIONS, setting
+from tokenspeed_core.config.server_settings import ServerSettings
 
 
 def _split(value: Any) -> Any:
@@ -73,7 +33,9 @@ def _split(value: Any) -> Any:
 def _json(value: Any) -> Any:
     try:
         return json.loads(value) if isinstance(value, str) else value
-    except json.JSONDecodeError as error:
+    except RecursionError as error:
+        raise ValueError("must be JSON that is not nested deeply") from error
+    except ValueError as error:
         raise ValueError(f"must be JSON: {error}") from error
 
 
@@ -83,107 +45,81 @@ def _chunk(value: int) -> int:
     raise ValueError("must be at least 1, or -1 to disable chunked prefill")
 
 
-class Config(BaseModel):
+class Config(ServerSettings):
     """The user's settings, frozen. Resolving "auto" returns a new object (`resolved`).
 
     The constructor raises `pydantic.ValidationError`. `from_keywords` and the other sources raise
     `ConfigError` with the setting, its value and its origin.
     """
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=()
-    )
-
-    model: str | None = _setting(
+    model: str | None = setting(
         None,
         "model",
         "Path or Hugging Face repo id; default: the bundled demo model.",
         min_length=1,
     )
-    tokenizer: str | None = _setting(
+    tokenizer: str | None = setting(
         None, "model", "Path of the tokenizer; default: the model's.", min_length=1
     )
-    skip_tokenizer_init: bool = _setting(
+    skip_tokenizer_init: bool = setting(
         False, "model", "Serve token ids without loading a tokenizer."
     )
-    load_format: str = _setting(
+    load_format: str = setting(
         "auto",
         "model",
         "Format of the weights: auto, dummy (random), or one from a plugin.",
         min_length=1,
         kind="load_formats",
     )
-    revision: str | None = _setting(
+    revision: str | None = setting(
         None, "model", "Branch, tag or commit of the repo.", min_length=1
     )
-    download_dir: str | None = _setting(
+    download_dir: str | None = setting(
         None, "model", "Folder for downloads; default: the Hugging Face cache.", min_length=1
     )
-    hf_overrides: Annotated[dict[str, Any], BeforeValidator(_json)] = _setting(
+    hf_overrides: Annotated[dict[str, Any], BeforeValidator(_json)] = setting(
         {}, "model", "JSON object that overrides values of the model's config.json.", takes="JSON"
     )
 
-    device: str = _setting(
+    device: str = setting(
         "auto",
         "device",
         "Device: cpu, cuda, cuda:N, or auto for the first GPU, else the CPU.",
         min_length=1,
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _setting(
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], DtypeName] = setting(
         "auto", "device", "Data type of weights and activations; auto uses the model's."
     )
-    quantization: str | None = _setting(
+    quantization: str | None = setting(
         None,
         "device",
         "Quantize linear layers (slower on CPU); default: the checkpoint's format.",
         min_length=1,
         kind="quantization",
     )
-    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = _setting(
+    kv_cache_dtype: Annotated[Literal["auto", "fp8_e4m3"], CacheDtypeName] = setting(
         "auto",
         "device",
         "Data type of the KV cache; auto uses --dtype.",
     )
-    quantization_param_path: str | None = _setting(
+    quantization_param_path: str | None = setting(
         None,
         "device",
         "JSON file with per-layer scales of an FP8 KV cache; default: scale 1.",
         min_length=1,
     )
 
-    host: str = _setting("127.0.0.1", "api", "Address to listen on.", min_length=1)
-    port: int = _setting(8000, "api", "Port to listen on; 0 selects a free port.", ge=0, le=65535)
-    served_model_name: str | None = _setting(
-        None, "api", "Model name in the API; default: derived from --model.", min_length=1
-    )
-    api_key: str | None = _setting(
-        None, "api", "API key that clients must send.", min_length=1, repr=False
-    )
-    chat_template: str | None = _setting(
-        None, "api", "Jinja file that replaces the model's chat template.", min_length=1
-    )
-    stream_interval: int = _setting(
-        1, "api", "Number of tokens per streamed event.", unit="tokens", ge=1, le=4096
-    )
-    max_queued_requests: int = _setting(
-        4096,
-        "api",
-        "Maximum number of waiting requests; further ones get status 429.",
-        unit="requests",
-        ge=1,
-    )
-
-    max_model_len: int | None = _setting(
+    max_model_len: OptionalTokenCount = setting(
         None,
         "scheduler",
         "Maximum length of a sequence; default: the model's.",
         unit="tokens",
         ge=1,
     )
-    gpu_memory_utilization: float = _setting(
+    gpu_memory_utilization: float = setting(
         0.9, "scheduler", "Fraction of device memory for weights and KV cache.", gt=0, le=1
     )
-    max_num_seqs: int = _setting(
+    max_num_seqs: int = setting(
         256,
         "scheduler",
         "Maximum number of sequences running at once.",
@@ -191,27 +127,27 @@ class Config(BaseModel):
         ge=1,
         le=8192,
     )
-    chunked_prefill_size: Annotated[int, AfterValidator(_chunk)] = _setting(
+    chunked_prefill_size: Annotated[TokenCount, AfterValidator(_chunk)] = setting(
         8192,
         "scheduler",
         "Maximum number of tokens in a step; -1 disables chunked prefill.",
         unit="tokens",
     )
-    max_prefill_tokens: int = _setting(
+    max_prefill_tokens: TokenCount = setting(
         8192,
         "scheduler",
         "Maximum number of prompt tokens in a step without chunked prefill.",
         unit="tokens",
         ge=1,
     )
-    max_total_tokens: int | None = _setting(
+    max_total_tokens: OptionalTokenCount = setting(
         None,
         "scheduler",
         "Size of the KV cache in tokens; default: computed from free memory.",
         unit="tokens",
         ge=1,
     )
-    kv_cache_memory: ByteSize | None = _setting(
+    kv_cache_memory: ByteSize | None = setting(
         None,
         "scheduler",
         "Size of the KV cache, such as 2GB; default: computed from free memory.",
@@ -219,7 +155,7 @@ class Config(BaseModel):
         takes="SIZE",
         ge=1,
     )
-    block_size: int | None = _setting(
+    block_size: int | None = setting(
         None,
         "scheduler",
         "Size of a KV block; default: chosen for the attention backends.",
@@ -227,33 +163,33 @@ class Config(BaseModel):
         ge=1,
         le=1024,
     )
-    enable_prefix_caching: bool = _setting(
+    enable_prefix_caching: bool = setting(
         True, "scheduler", "Reuse the KV cache of shared prompt prefixes."
     )
-    schedule_policy: str = _setting(
+    schedule_policy: str = setting(
         "fcfs",
         "scheduler",
         "Scheduling policy: fcfs (by arrival), priority, or one from a plugin.",
         min_length=1,
         kind="policies",
     )
-    enforce_eager: bool = _setting(False, "scheduler", "Disable CUDA graphs.")
-    max_cudagraph_capture_size: int | None = _setting(
+    enforce_eager: bool = setting(False, "scheduler", "Disable CUDA graphs.")
+    max_cudagraph_capture_size: int | None = setting(
         None, "scheduler", "Maximum number of rows in a captured CUDA graph.", unit="rows", ge=1
     )
     cudagraph_capture_sizes: Annotated[
         tuple[Annotated[int, Field(ge=1)], ...] | None, BeforeValidator(_split)
-    ] = _setting(
+    ] = setting(
         None,
         "scheduler",
         "Batch sizes to capture as CUDA graphs, such as 1,2,4,8.",
         takes="N[,N...]",
     )
-    seed: int = _setting(
+    seed: int = setting(
         0, "scheduler", "Random seed for requests without their own.", ge=0, le=2**63 - 1
     )
 
-    attention_backend: BackendChoice = _setting(
+    attention_backend: BackendChoice = setting(
         {"default": AUTO},
         "backends",
         "Attention backends in order of preference.",
@@ -261,58 +197,48 @@ class Config(BaseModel):
         kind="kernels.attention",
         takes="NAME[,NAME...]",
     )
-    moe_backend: BackendChoice = _setting(
+    moe_backend: BackendChoice = setting(
         {"default": AUTO},
         "backends",
         "Mixture-of-experts backends in order of preference.",
         kind="kernels.moe",
         takes="NAME[,NAME...]",
     )
-    sampling_backend: BackendChoice = _setting(
+    sampling_backend: BackendChoice = setting(
         {"default": AUTO},
         "backends",
         "Sampling backends in order of preference.",
         kind="kernels.sampling",
         takes="NAME[,NAME...]",
     )
-    kernel_backend: NamePairs = _setting(
+    grammar_backend: str = setting(
+        "auto",
+        "backends",
+        "Backend of structured output: auto (the fastest installed), none, or a name.",
+        min_length=1,
+        kind="grammars",
+    )
+    kernel_backend: NamePairs = setting(
         {},
         "backends",
         "Backends of an op or family, such as attention.decode=triton; repeatable.",
         takes="OP[.PHASE|.FORMAT]=NAME[,NAME...]",
     )
-    backend_option: Pairs = _setting(
+    backend_option: Pairs = setting(
         {},
         "backends",
         "Option of a selected backend, such as triton.max_splits=1; repeatable.",
         takes="NAME.KEY=VALUE",
     )
 
-    reasoning_parser: str | None = _setting(
-        None,
-        "parsers",
-        "Parser that extracts reasoning from chat replies; default: none.",
-        min_length=1,
-        kind="reasoning_parsers",
-    )
-    tool_call_parser: str | None = _setting(
-        None,
-        "parsers",
-        "Parser that extracts tool calls from chat replies; default: none.",
-        min_length=1,
-        kind="tool_parsers",
-    )
-
-    log_level: LogLevel = _setting("info", "observability", "Minimum severity of log messages.")
-    log_level_http: LogLevel | None = _setting(
+    kv_events_config: Annotated[KVEventsConfig | None, BeforeValidator(_json)] = setting(
         None,
         "observability",
-        "Minimum severity of the HTTP server's messages; default: --log-level.",
+        "Publisher of KV cache events, as a JSON object; default: none.",
+        takes="JSON",
     )
-    enable_log_requests: bool = _setting(False, "observability", "Log each finished request.")
-    enable_cache_report: bool = _setting(True, "observability", "Report cached tokens in usage.")
 
-    api_workers: int | None = _setting(
+    api_workers: int | None = setting(
         None,
         "running",
         "Number of HTTP processes; default: 2 with 16 or more CPUs, else 1.",
@@ -320,18 +246,15 @@ class Config(BaseModel):
         ge=1,
         le=64,
     )
-    no_plugins: bool = _setting(
+    no_plugins: bool = setting(
         False, "running", "Disable all plugins except the default distributions."
     )
-    strict_plugins: bool = _setting(
-        False, "running", "Refuse to start if any plugin fails to load."
-    )
-    plugins_lock: str | None = _setting(
+    strict_plugins: bool = setting(False, "running", "Refuse to start if any plugin fails to load.")
+    plugins_lock: str | None = setting(
         None, "running", "Refuse to start unless the installed plugins match this lock file."
     )
 
-    # pydantic copies the default for each instance.
-    _origins: dict[str, str] = {}
+    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="before")
     @classmethod
@@ -349,10 +272,13 @@ class Config(BaseModel):
             )
         if self.quantization_param_path is not None and self.kv_cache_dtype == "auto":
             raise ValueError("--quantization-param-path requires --kv-cache-dtype fp8_e4m3")
-        if self.skip_tokenizer_init and (self.reasoning_parser or self.tool_call_parser):
+        parsers = {self.reasoning_parser, self.tool_call_parser}
+        if self.skip_tokenizer_init and not parsers <= {"auto", "none"}:
             raise ValueError(
                 "--reasoning-parser and --tool-call-parser need a tokenizer; remove --skip-tokenizer-init"
             )
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ValueError("--ssl-keyfile requires --ssl-certfile")
         sizes, largest = self.cudagraph_capture_sizes, self.max_cudagraph_capture_size
         if sizes and largest is not None and max(sizes) > largest:
             raise ValueError(
@@ -400,6 +326,12 @@ class Config(BaseModel):
 def flag(name: str) -> str:
     """Return the command-line flag of a setting."""
     return "--" + name.replace("_", "-")
+
+
+def setting_names() -> list[str]:
+    """Return the names of all settings in the order of their sections."""
+    fields = Config.model_fields
+    return [name for part in SECTIONS for name in fields if metadata(name)["section"] == part]
 
 
 def is_switch(name: str) -> bool:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from pathlib import Path
+from difflib import get_close_matches
 from typing import Any
 
-from tokenspeed_core.config.build import build, unknown
+from tokenspeed_core.config.build import build, called, unknown
+from tokenspeed_core.config.flag_aliases import needless, refuse_foreign
 from tokenspeed_core.config.schema import Config, flag, metadata
 from tokenspeed_core.errors import ConfigError
 
 PREFIX = "TOKENSPEED_"
+API_KEY = "TOKENSPEED_API_KEY"
 # Read by the plugin selection.
 OTHERS = frozenset({"TOKENSPEED_PLUGINS"})
+# The path of the YAML file, as --config.
+CONFIG_VARIABLE = "TOKENSPEED_CONFIG"
+MAX_FILE_CHARS = 2**20  # of a YAML file
 Values = dict[str, tuple[Any, str]]
 logger = logging.getLogger("tokenspeed.config")
 
@@ -24,32 +29,69 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str], file: str | None 
     `flags` are keyed by setting (`port`) or setting and key (`attention_backend.decode`). A setting also
     overrides the keys of weaker sources. Raises ConfigError with the setting, its value and its origin.
     """
-    values = from_file(file) if file is not None else {}
+    values = _configured(environ, file)
     for source in (
         from_environment(environ),
         {name: (value, flag(name)) for name, value in flags.items()},
     ):
         weaker = {name for name in values if {name, name.partition(".")[0]} & source.keys()}
         values = {name: each for name, each in values.items() if name not in weaker} | source
-    return build(_join_narrowed(values))
+    return build(_join_narrowed(_without_needless(values)))
+
+
+def _configured(environ: Mapping[str, str], file: str | None) -> Values:
+    """Read the file of --config, or of TOKENSPEED_CONFIG without that flag."""
+    if file is not None:
+        return from_file(file)
+    path = environ.get(CONFIG_VARIABLE)
+    return from_file(path, CONFIG_VARIABLE) if path else {}
+
+
+def _without_needless(values: Values) -> Values:
+    """Remove settings of other engines that ask for what happens anyway, each with a message."""
+    kept: Values = {}
+    for name, (value, origin) in values.items():
+        why = needless(name)
+        if why is None or value in (False, "false"):
+            kept[name] = value, origin
+        else:
+            shown, where = called(name, origin)
+            logger.warning("%s%s has no effect here: %s", shown, where, why)
+    return kept
 
 
 def from_environment(environ: Mapping[str, str]) -> Values:
     """Read `TOKENSPEED_<SETTING>` and `TOKENSPEED_<SETTING>__<KEY>`.
 
-    An empty variable counts as unset. An unknown one is ignored with a warning, since other programs may
-    use the prefix too.
+    An empty variable counts as unset, except for the API key. An unknown one is ignored with a warning,
+    since other programs may use the prefix too. Raises ConfigError for an empty or misspelled API key,
+    since the server would then need none.
     """
     values: Values = {}
     for variable in sorted(environ):
-        if not variable.startswith(PREFIX) or variable in OTHERS or not environ[variable]:
+        is_read = variable in OTHERS or variable == CONFIG_VARIABLE
+        if not variable.startswith(PREFIX) or is_read:
+            continue
+        if variable == API_KEY and not environ[variable].strip(", "):
+            raise ConfigError(f"{API_KEY} is empty. Set a key, or unset the variable.")
+        if not environ[variable]:
             continue
         name = variable.removeprefix(PREFIX).lower().replace("__", ".")
         if name.partition(".")[0] in Config.model_fields:
             values[name] = (environ[variable], variable)
         else:
-            logger.warning("ignored: %s", unknown(name, variable))
+            if get_close_matches(variable, [API_KEY], cutoff=0.85):
+                raise ConfigError(f"{variable} is not a setting. Did you mean {API_KEY}?")
+            logger.warning("ignored: %s", _unknown_variable(name, variable))
     return values
+
+
+def _unknown_variable(name: str, variable: str) -> str:
+    """Return a message about an unknown variable, with the nearest one."""
+    near = get_close_matches(name, Config.model_fields, n=1, cutoff=0.75)
+    if refuse_foreign(name) is not None or not near:
+        return unknown(name, variable)
+    return f"{variable}: no such variable; did you mean {PREFIX}{near[0].upper()}?"
 
 
 def without_settings(environ: Mapping[str, str]) -> dict[str, str]:
@@ -61,28 +103,35 @@ def without_settings(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def from_file(path: str) -> Values:
-    """Read settings from a YAML file, with keys spelled as flags or as keywords. Raises ConfigError."""
+def from_file(path: str, source: str = "--config") -> Values:
+    """Read settings from a YAML file, with keys spelled as flags or as keywords.
+
+    Raises ConfigError that says by which flag or variable the file was chosen.
+    """
     import yaml
 
     try:
-        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        with open(path, encoding="utf-8") as file:
+            text = file.read(MAX_FILE_CHARS + 1)
+        if len(text) > MAX_FILE_CHARS:
+            raise ConfigError(f"{source} {path}: has more than {MAX_FILE_CHARS} characters")
+        data = yaml.safe_load(text)
     except OSError as error:
-        raise ConfigError(f"--config {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{source} {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{source} {path}: not YAML: {' '.join(str(error).split())}") from error
     if data is None:
         return {}
     if not isinstance(data, dict):
         raise ConfigError(
-            f"--config {path}: must be a mapping of settings, found a {type(data).__name__}"
+            f"{source} {path}: must be a mapping of settings, found a {type(data).__name__}"
         )
     values: Values = {}
     for key, value in data.items():
         name = str(key).removeprefix("--").replace("-", "_")
         for part, each in _parts(name, value).items():
             if part in values:
-                raise ConfigError(f"--config {path}: {flag(part)} is given twice")
+                raise ConfigError(f"{source} {path}: {flag(part)} is given twice")
             values[part] = (each, path)
     return values
 

@@ -1,0 +1,129 @@
+"""The settings that bound what clients can use, and that say who may connect."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field
+
+from tokenspeed_core.config.readers import split_names
+from tokenspeed_core.config.sections import setting
+
+Name = Annotated[str, Field(min_length=1, max_length=255)]
+
+
+class LimitSettings(BaseModel):
+    """Limits of the server. All of them are enforced for each request, on every route."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=()
+    )
+
+    allowed_hosts: Annotated[tuple[Name, ...], BeforeValidator(split_names)] = setting(
+        (),
+        "limits",
+        "Accepted host names, or *; default: any, on loopback only this machine's.",
+        takes="NAME[,NAME...]",
+    )
+    max_connections: int = setting(
+        4096,
+        "limits",
+        "Maximum number of open connections; a new one replaces an idle one.",
+        unit="connections",
+        ge=1,
+    )
+    max_header_bytes: int = setting(
+        32768,
+        "limits",
+        "Maximum size of the request line and headers.",
+        unit="bytes",
+        ge=1024,
+        le=2**20,
+    )
+    max_body_bytes: ByteSize | None = setting(
+        None,
+        "limits",
+        "Maximum size of a body; default: 4MiB, or 32 bytes per token of context.",
+        unit="bytes",
+        takes="SIZE",
+        ge=1024,
+    )
+    max_body_values: int | None = setting(
+        None,
+        "limits",
+        "Maximum JSON values of a body; default: 500,000, or 2 per token of context.",
+        unit="values",
+        ge=1000,
+    )
+    request_receive_timeout: float = setting(
+        60.0,
+        "limits",
+        "Maximum time to receive a request's headers, and then its body.",
+        unit="seconds",
+        gt=0,
+        le=86400,
+    )
+    send_timeout: float = setting(
+        60.0,
+        "limits",
+        "Maximum time in which a client reads nothing of its response.",
+        unit="seconds",
+        gt=0,
+        le=86400,
+    )
+    max_unsent_bytes: ByteSize = setting(
+        8 * 2**20,
+        "limits",
+        "Maximum size of the events that a client has not read.",
+        unit="bytes",
+        takes="SIZE",
+        ge=4096,
+    )
+    request_timeout: float | None = setting(
+        None,
+        "limits",
+        "Maximum time of a request, including the queue; default: none.",
+        unit="seconds",
+        gt=0,
+        le=86400 * 7,
+    )
+    max_queued_requests: int = setting(
+        4096,
+        "limits",
+        "Maximum number of waiting sequences; further ones get status 429.",
+        unit="sequences",
+        ge=1,
+    )
+    max_queued_tokens: int | None = setting(
+        None,
+        "limits",
+        "Maximum number of prompt tokens of the waiting sequences; default: none.",
+        unit="tokens",
+        ge=1,
+    )
+    max_sequences_per_request: int = setting(
+        1024,
+        "limits",
+        "Maximum number of sequences of a request: prompts times n.",
+        unit="sequences",
+        ge=1,
+        le=65536,
+    )
+    max_sequences_per_key: int | None = setting(
+        None,
+        "limits",
+        "Maximum unfinished sequences of an API key; further ones get status 429.",
+        unit="sequences",
+        ge=1,
+    )
+    restart_engine: bool = setting(
+        False, "running", "Start again when the engine or an API worker dies."
+    )
+    drain_timeout: float = setting(
+        300.0,
+        "limits",
+        "Maximum time to finish running requests after SIGTERM.",
+        unit="seconds",
+        ge=0,
+        le=86400,
+    )
