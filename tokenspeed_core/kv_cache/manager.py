@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tokenspeed_core.api.cache_groups import CacheGroupSpec
+from tokenspeed_core.api.step import I32
+from tokenspeed_core.kv_cache.events import KVEventLog
 from tokenspeed_core.kv_cache.hashing import HashChain
 from tokenspeed_core.kv_cache.lease import ABSENT, BlockLease
 from tokenspeed_core.kv_cache.pool import BlockCounts, BlockPool
@@ -70,6 +72,13 @@ class KVManager:
         self._keys: dict[int, _IndexKey] = {}  # of the blocks in the index
         self._hashed_by_step: dict[int, list[int]] = {}
         self._planned_step = 0
+        self.events: KVEventLog | None = None  # None: not collected
+
+    def collect_events(self) -> KVEventLog:
+        """Collect changes of the prefix index from now on."""
+        whole = (i for i, group in enumerate(self.groups) if not group.first_needed(2**30))
+        self.events = KVEventLog(next(whole, 0), self.block_size)
+        return self.events
 
     def counts(self) -> BlockCounts:
         """Return the number of the pool's blocks in each state."""
@@ -80,6 +89,11 @@ class KVManager:
         return HashChain(self.granularity, salt, adapter_id)
 
     # -- queries --------------------------------------------------------------------------------------
+
+    @property
+    def has_prefix_cache(self) -> bool:
+        """Whether prefix caching is on."""
+        return self.granularity == self.block_size
 
     @property
     def max_sequence_len(self) -> int:
@@ -153,15 +167,22 @@ class KVManager:
         lease.capacity = num_blocks * self.block_size
         return tuple(entries)
 
-    def cache_full_blocks(self, lease: BlockLease, chain: HashChain, num_computed: int) -> None:
-        """Put the full blocks of the first `num_computed` tokens, as far as `chain` covers them, into the index."""
+    def cache_full_blocks(
+        self, lease: BlockLease, chain: HashChain, num_computed: int, tokens: I32
+    ) -> None:
+        """Put the full blocks of the first `num_computed` tokens, as far as `chain` covers them, into the index.
+
+        `tokens` are those that the chain covers; they are read for events only.
+        """
         size = self.block_size
         end = min(num_computed, chain.num_tokens) // size * size
         for length in range(lease.num_hashed_tokens + size, end + 1, size):
             for i, table in enumerate(lease.tables):
                 block = table[length // size - 1]
-                if block != ABSENT:
-                    self._insert(_IndexKey(i, chain.at(length)), block)
+                if block == ABSENT or not self._insert(_IndexKey(i, chain.at(length)), block):
+                    continue
+                if self.events is not None and i == self.events.group:
+                    self.events.stored(chain, length, tokens)
         lease.num_hashed_tokens = max(lease.num_hashed_tokens, end)
 
     def release(self, lease: BlockLease) -> None:
@@ -217,14 +238,16 @@ class KVManager:
         first = self.groups[group].first_needed(length) // size * size
         return range(first + size, length + 1, size)
 
-    def _insert(self, key: _IndexKey, block: int) -> None:
+    def _insert(self, key: _IndexKey, block: int) -> bool:
+        """Add a block to the index. Returns False if the index has another block with this content."""
         index = self._index[key.group]
         if key.digest in index:
-            return
+            return False
         index[key.digest] = block
         self._keys[block] = key
         self._hashed_by_step.setdefault(self._planned_step, []).append(block)
         self.pool.mark_hashed(block)
+        return True
 
     def _discard(self, blocks: Iterable[int]) -> None:
         for block in blocks:
@@ -235,6 +258,8 @@ class KVManager:
     def _remove(self, block: int) -> None:
         key = self._keys.pop(block)
         del self._index[key.group][key.digest]
+        if self.events is not None and key.group == self.events.group:
+            self.events.removed(key.digest)
 
     def _drop_before(self, table: list[int], first: int) -> None:
         """Release the blocks of the entries before `first`."""

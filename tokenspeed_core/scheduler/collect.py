@@ -7,9 +7,10 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from tokenspeed_core.api import step as api
 from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.api.step import I32, I64, StepLogprobs, StepPlan, StepResult
-from tokenspeed_core.engine.messages import Outputs
+from tokenspeed_core.engine.messages import Outputs, PromptLogprobs
 from tokenspeed_core.scheduler.columns import SlotColumns
 
 
@@ -140,7 +141,36 @@ def rows_without_slot(collected: Collected, result: StepResult) -> Iterator[tupl
         yield int(row), result.token_ids[ends[row] - counts[row] : ends[row]]
 
 
-def make_outputs(parts: Iterable[NewTokens], logprobs: StepLogprobs | None) -> Outputs:
+def prompt_logprobs(
+    flight: StepInFlight, result: api.PromptLogprobs | None
+) -> tuple[PromptLogprobs, ...]:
+    """Return the log-probabilities of prompt tokens in a step's result, for each sequence."""
+    targets = flight.plan.prompt_targets
+    if targets is None or result is None:
+        return ()
+    parts, start = [], 0
+    for row, count in zip(targets.rows.tolist(), targets.counts.tolist(), strict=True):
+        tokens = slice(start, start + count)
+        top = slice(start * result.width, (start + count) * result.width)
+        parts.append(
+            PromptLogprobs(
+                int(flight.sequence_ids[row]),
+                result.width,
+                result.chosen[tokens],
+                result.ranks[tokens],
+                result.top_ids[top],
+                result.top_values[top],
+            )
+        )
+        start += count
+    return tuple(parts)
+
+
+def make_outputs(
+    parts: Iterable[NewTokens],
+    logprobs: StepLogprobs | None,
+    prompts: tuple[PromptLogprobs, ...] = (),
+) -> Outputs:
     """Return the message about one step's new tokens."""
     first, *others = parts
     tokens = first
@@ -158,6 +188,7 @@ def make_outputs(parts: Iterable[NewTokens], logprobs: StepLogprobs | None) -> O
         tokens.finish,
         tokens.num_cached,
         None if logprobs is None else _select(logprobs, tokens),
+        prompts,
     )
 
 

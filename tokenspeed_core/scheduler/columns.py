@@ -39,6 +39,8 @@ class SlotColumns:
         self.last_step = np.zeros(max_num_seqs, np.int64)
         # Cached prompt tokens, reported with the first output token.
         self.num_cached = np.zeros(max_num_seqs, np.int32)
+        self.has_grammar = np.zeros(max_num_seqs, np.bool_)
+        self.num_grammars = 0  # slots that have one
         self.is_decoding = np.zeros(max_num_seqs, np.bool_)
         # Padded with -1; as wide as the longest list of any sequence so far.
         self.stop_ids = np.full((max_num_seqs, 1), -1, np.int32)
@@ -66,6 +68,7 @@ class SlotColumns:
         self.num_cached[slot] = sequence.num_cached if num_known == sequence.num_prompt else 0
         self._set_stop_ids(slot, sequence.request.stop_token_ids)
         self.last_step[slot] = 0
+        self._set_grammar(slot, sequence.grammar is not None)
         self.set_decoding(slot, False)
 
     def vacate(self, slot: int, sequence: Sequence) -> None:
@@ -73,6 +76,7 @@ class SlotColumns:
         sequence.tokens = self.known(slot).copy()
         sequence.last_step = int(self.last_step[slot])
         self.sequence_id[slot] = VACANT
+        self._set_grammar(slot, False)
         self.set_decoding(slot, False)
 
     def set_decoding(self, slot: int, is_decoding: bool) -> None:
@@ -104,6 +108,10 @@ class SlotColumns:
     def known(self, slot: int) -> I32:
         """Return a view of the known tokens of the sequence in a slot."""
         return self.tokens[slot, : self.num_known[slot]]
+
+    def _set_grammar(self, slot: int, has_grammar: bool) -> None:
+        self.num_grammars += has_grammar - int(self.has_grammar[slot])
+        self.has_grammar[slot] = has_grammar
 
     def _set_stop_ids(self, slot: int, ids: I32) -> None:
         width = self.stop_ids.shape[1]

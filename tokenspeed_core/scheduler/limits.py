@@ -16,6 +16,8 @@ class SchedulerLimits:
     max_queued: int
     vocab_size: int
     seed: int = 0
+    max_queued_tokens: int | None = None  # prompt tokens of the waiting sequences
+    max_live_per_tenant: int | None = None  # unfinished sequences
 
     @property
     def is_chunking(self) -> bool:

@@ -19,7 +19,7 @@ def find_policy(name: str, catalog: Catalog) -> Policy:
     """
     if name in POLICIES:
         return POLICIES[name]
-    entry = catalog.get("policies", name)
+    entry = catalog.get("policies", name, flag="--schedule-policy")
     factory = catalog.need(entry, object)
     policy = make(entry, entry.value, factory, Policy)  # type: ignore[type-abstract]
     return PluginPolicy(entry, policy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from time import perf_counter
 
 MIN_SECONDS = 0.009  # shortest time limit of a step while sequences decode
-MAX_SECONDS = 0.05  # longest one, where decoding itself is slow
+MAX_SECONDS = 0.05  # longest time limit, if decoding itself is slow
 STRETCH = 4.0  # between them, the limit is this multiple of a pure decode step
 MAX_ANY_SECONDS = 2.0  # limit of any step: aborts, new requests and the heartbeat wait for it
 FIRST_CHUNK = 1024  # prompt tokens until a step is measured

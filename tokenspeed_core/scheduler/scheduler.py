@@ -6,7 +6,7 @@ It asks the policy, applies the decision, and keeps every sequence in one typed 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,7 @@ from tokenspeed_core.api.policy import Candidate, Decision, Limits, Policy, Room
 from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.api.step import I32, StepResult
 from tokenspeed_core.engine.messages import Outputs, Rejected, Submit
+from tokenspeed_core.engine.stats import EngineCounters
 from tokenspeed_core.errors import EngineDeadError
 from tokenspeed_core.kv_cache.manager import KVManager
 from tokenspeed_core.scheduler.collect import (
@@ -24,6 +25,7 @@ from tokenspeed_core.scheduler.collect import (
     collect,
     cut_at_end,
     make_outputs,
+    prompt_logprobs,
     rows_without_slot,
 )
 from tokenspeed_core.scheduler.columns import SlotColumns
@@ -43,7 +45,7 @@ from tokenspeed_core.scheduler.waiting_queue import QueueEntry, WaitingQueue
 
 @dataclass(frozen=True, slots=True)
 class _Refused:
-    """The first waiting sequence, which the policy refused, and what the policy saw of it."""
+    """The first waiting sequence, which the policy refused, as the policy saw it."""
 
     sequence_id: int
     candidate: Candidate
@@ -71,6 +73,7 @@ class Scheduler:
         self.sequences = SequenceTable(self.columns, kv)
         self.in_flight: deque[StepInFlight] = deque()
         self.num_preemptions = 0
+        self.counters = EngineCounters()
         self._policy = policy
         self._queue = WaitingQueue(policy)
         self._count_drafts = count_drafts
@@ -86,14 +89,22 @@ class Scheduler:
 
     # -- requests -------------------------------------------------------------------------------------
 
-    def submit(self, request: Submit) -> Rejected | None:
-        """Queue the sequences of a request, or return why not. `build_submit` has checked its values."""
-        rejected = self._reject(request)
+    def submit(
+        self, request: Submit, make_grammar: Callable[[], object] | None = None
+    ) -> Rejected | None:
+        """Queue the sequences of a request, or return why not. `build_submit` has checked its values.
+
+        `make_grammar` returns what the late source keeps for each sequence; see `Sequence.grammar`.
+        """
+        rejected = self.why_rejected(request)
         if rejected is not None:
             return rejected
-        chain = self.kv.chain(request.cache_salt, 0)
+        salt = request.cache_salt
+        chain = self.kv.chain(f"{request.tenant}\0{salt}" if request.tenant else salt, 0)
         if request.n > 1:
-            chain.extend(request.prompt)  # once for all; a single sequence is hashed at admission
+            chain.extend(
+                request.prompt
+            )  # shared by all sequences; a single one is hashed at admission
         seed = int(self._random.integers(2**62)) if request.seed is None else request.seed
         for i in range(request.n):
             self._num_arrivals += 1
@@ -104,7 +115,10 @@ class Scheduler:
                 self._num_arrivals,
                 chain.fork() if request.n > 1 else chain,
                 request.prompt,
+                grammar=None if make_grammar is None else make_grammar(),
             )
+            if request.prompt_logprobs >= 0 and i == 0:
+                sequence.num_scored = 0
             self.sequences.add(sequence)
             self._queue.push(sequence)
         return None
@@ -121,22 +135,40 @@ class Scheduler:
         self.num_preemptions += 1
         self._queue.push(self.sequences.preempt(slot))
 
-    def _reject(self, request: Submit) -> Rejected | None:
+    def why_rejected(self, request: Submit, num_held: int = 0) -> Rejected | None:
+        """Return why a request cannot be queued, if so. `num_held` sequences wait outside the queue."""
         max_len = min(self.limits.max_model_len, self.kv.max_sequence_len)
         num_tokens = len(request.prompt) + request.max_tokens
-        if not 1 <= len(request.prompt) < num_tokens <= max_len:
+        if not 1 <= len(request.prompt) <= num_tokens <= max_len:
             message = (
                 f"the prompt has {len(request.prompt)} tokens and max_tokens is {request.max_tokens}; "
-                f"each must be at least 1, and together at most {max_len}"
+                f"the prompt needs at least 1, and together they have at most {max_len}"
             )
             return Rejected(request.request_id, "too_long", message)
-        num_waiting, max_queued = self.sequences.num_waiting, self.limits.max_queued
+        num_waiting, max_queued = self.sequences.num_waiting + num_held, self.limits.max_queued
         if request.n > max_queued:
             message = f"n is {request.n}, but the queue holds at most {max_queued} sequences"
             return Rejected(request.request_id, "bad_request", message)
         if request.n > max_queued - num_waiting:
             message = f"the queue is full: {num_waiting} of {max_queued} sequences are waiting"
             return Rejected(request.request_id, "queue_full", message)
+        return self._reject_load(request)
+
+    def _reject_load(self, request: Submit) -> Rejected | None:
+        """Refuse a request beyond the limits of queued tokens and of its tenant. An idle engine takes any."""
+        num_tokens, max_tokens = request.n * len(request.prompt), self.limits.max_queued_tokens
+        num_waiting = self.sequences.num_waiting_tokens
+        if max_tokens is not None and num_waiting and num_waiting + num_tokens > max_tokens:
+            message = f"the queue is full: {num_waiting} of {max_tokens} prompt tokens are waiting"
+            return Rejected(request.request_id, "queue_full", message)
+        max_live = self.limits.max_live_per_tenant
+        num_live = self.sequences.num_of_tenant(request.tenant)
+        if max_live is not None and num_live + request.n > max_live:
+            message = f"this API key has {num_live} of {max_live} unfinished sequences, and asks for {request.n} more"
+            is_ever = request.n <= max_live
+            return Rejected(
+                request.request_id, "tenant_limit" if is_ever else "bad_request", message
+            )
         return None
 
     # -- planning -------------------------------------------------------------------------------------
@@ -224,10 +256,16 @@ class Scheduler:
         is_last = end == target
         state = self.sequences.at(slot)
         assert isinstance(state, Prefilling), "only prompts are cut into chunks"
+        sequence = state.sequence
+        scored_end = min(end, sequence.num_prompt - 1)
+        scored = range(max(start, sequence.num_scored), scored_end)
+        sequence.num_scored = max(sequence.num_scored, scored_end)
         builder.add_chunk(slot, start, end, is_last=is_last)
+        if scored:
+            builder.score(scored, sequence.request.prompt_logprobs)
         columns.num_planned[slot] = end
         # Others may use these blocks at once: their steps run after this one.
-        kv.cache_full_blocks(state.lease.blocks, state.sequence.chain, end)
+        kv.cache_full_blocks(state.lease.blocks, sequence.chain, end, sequence.tokens)
         if is_last:
             columns.num_bound[slot] = target + 1
             columns.num_hashed_tokens[slot] = state.lease.blocks.num_hashed_tokens
@@ -279,14 +317,16 @@ class Scheduler:
         if self._is_still_refused(sequence, room):
             return False
         sequence.chain.extend(sequence.tokens)
-        match = kv.match(sequence.chain, len(sequence.tokens))
+        match = kv.match(sequence.chain, sequence.max_cached)
         candidate = candidate_of(sequence, match, kv)
         num_tokens = min(self._policy.admit(candidate, room), room.token_budget)
         if num_tokens <= 0:
             self._refused = _Refused(sequence.sequence_id, candidate)
             return False
         self._refused = None
-        self._queue.pop()
+        self._queue.pop(is_turn=True)
+        if isinstance(state, Waiting):
+            self.counters.admit(sequence, match.num_tokens, has_prefix_cache=kv.has_prefix_cache)
         blocks = kv.acquire(match)
         slot = self.sequences.admit(state, blocks, match.num_tokens)
         builder.add_sequence(slot, sequence, blocks)
@@ -335,11 +375,21 @@ class Scheduler:
         self.kv.retire(result.step_id)
         collected = collect(self.columns, flight, result)
         late = self._collect_preempted(flight, result, collected)
+        self._count_prefills(flight)
         for slot in collected.with_full_block(self.columns, self.kv.granularity):
             self.sequences.cache_known_blocks(int(slot))
         for slot, reason in collected.ended():
             self.sequences.end(self.sequences.at(slot), reason)
-        return make_outputs((collected.tokens, *late), result.logprobs)
+        prompts = prompt_logprobs(flight, result.prompt_logprobs)
+        return make_outputs((collected.tokens, *late), result.logprobs, prompts)
+
+    def _count_prefills(self, flight: StepInFlight) -> None:
+        """Count the sequences whose prompt was completed by a step."""
+        num_decodes = flight.plan.num_decodes
+        for row in np.flatnonzero(flight.max_new_tokens[num_decodes:]):
+            state = self.sequences.get(int(flight.sequence_ids[num_decodes + row]))
+            if state is not None:
+                self.counters.first_token(state.sequence)
 
     def fail(self) -> list[int]:
         """End the sequences of all steps in flight with an error. Returns their ids.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from time import monotonic
 
 import numpy as np
 
@@ -25,7 +26,15 @@ class Sequence:
     chain: HashChain
     tokens: I32  # prompt and output
     num_cached: int = -1  # prompt tokens found in the cache at the first admission; -1 before
+    grammar: object | None = (
+        None  # follows the output; created and used by the engine's late source
+    )
     last_step: int = 0  # id of the last step that it was planned in before it lost its slot
+    # Prompt tokens whose successor has log-probabilities, or needs none.
+    num_scored: int = 2**31 - 1
+    # On the monotonic clock, in seconds; `admitted_at` is 0 unless its first token is awaited.
+    arrived_at: float = field(default_factory=monotonic)
+    admitted_at: float = 0.0
 
     @property
     def num_prompt(self) -> int:
@@ -36,6 +45,11 @@ class Sequence:
     def max_len(self) -> int:
         """Length, prompt and output, at which the sequence ends."""
         return self.num_prompt + self.request.max_tokens
+
+    @property
+    def max_cached(self) -> int:
+        """Known tokens that a prefix hit may cover, plus one: log-probabilities need tokens to be computed."""
+        return min(len(self.tokens), self.num_scored + 1)
 
     def append(self, tokens: I32) -> None:
         """Add tokens that arrived after the slot was lost."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.kv_cache.lease import BlockLease
 from tokenspeed_core.kv_cache.manager import KVManager
@@ -33,6 +35,8 @@ class SequenceTable:
         self._kv = kv
         self._states: dict[int, State] = {}
         self._free_slots = list(range(len(columns.sequence_id) - 1, -1, -1))
+        self._num_of_tenant: Counter[str] = Counter()
+        self.num_waiting_tokens = 0  # prompt tokens of the sequences without a slot
 
     def __len__(self) -> int:
         """Return the number of live sequences."""
@@ -53,6 +57,10 @@ class SequenceTable:
         """Whether a sequence can be admitted."""
         return bool(self._free_slots)
 
+    def num_of_tenant(self, tenant: str) -> int:
+        """Live sequences of a tenant."""
+        return self._num_of_tenant[tenant]
+
     def get(self, sequence_id: int) -> State | None:
         """Return a sequence's state; None if it finished or is unknown."""
         return self._states.get(sequence_id)
@@ -70,6 +78,8 @@ class SequenceTable:
     def add(self, sequence: Sequence) -> None:
         """Add a sequence in state Waiting."""
         self._states[sequence.sequence_id] = Waiting(sequence)
+        self._num_of_tenant[sequence.request.tenant] += 1
+        self.num_waiting_tokens += sequence.num_prompt
 
     def admit(self, state: Waiting | Preempted, blocks: BlockLease, num_cached: int) -> int:
         """Give a sequence a slot, and blocks that hold its first `num_cached` tokens. Returns the slot."""
@@ -101,7 +111,7 @@ class SequenceTable:
         blocks, chain = state.lease.blocks, state.sequence.chain
         known = self._columns.known(slot)
         chain.extend(known)
-        self._kv.cache_full_blocks(blocks, chain, len(known) - 1)
+        self._kv.cache_full_blocks(blocks, chain, len(known) - 1, known)
         self._columns.num_hashed_tokens[slot] = blocks.num_hashed_tokens
 
     def _move(self, state: State, event: Event) -> None:
@@ -111,7 +121,16 @@ class SequenceTable:
             self._columns.vacate(transition.released.slot, sequence)
             self._free_slots.append(transition.released.slot)
             self._kv.release(transition.released.blocks)
+        was_waiting = isinstance(state, Waiting | Preempted)
+        is_waiting = isinstance(transition.state, Waiting | Preempted)
+        self.num_waiting_tokens += (is_waiting - was_waiting) * sequence.num_prompt
         if isinstance(transition.state, Finished):
             del self._states[sequence.sequence_id]
+            self._forget_one_of(sequence.request.tenant)
         else:
             self._states[sequence.sequence_id] = transition.state
+
+    def _forget_one_of(self, tenant: str) -> None:
+        self._num_of_tenant[tenant] -= 1
+        if not self._num_of_tenant[tenant]:
+            del self._num_of_tenant[tenant]

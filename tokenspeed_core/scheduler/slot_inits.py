@@ -18,8 +18,19 @@ def slot_inits(slots: Iterable[int], sequences: list[Sequence]) -> SlotInits:
     """Return the sampling state of sequences that take `slots`."""
     requests = [sequence.request for sequence in sequences]
     histories = [
-        sequence.tokens if _has_penalties(sequence.request) else _NO_TOKENS
+        sequence.tokens if _needs_history(sequence.request) else _NO_TOKENS
         for sequence in sequences
+    ]
+
+    num_endless = [
+        max(0, sequence.num_prompt + sequence.request.min_tokens - len(sequence.tokens))
+        if sequence.grammar is None  # which allows the end where nothing else may come
+        else 0
+        for sequence in sequences
+    ]
+    end_ids = [
+        r.stop_token_ids if num else _NO_TOKENS
+        for r, num in zip(requests, num_endless, strict=True)
     ]
 
     def floats(values: Iterable[float]) -> F32:
@@ -48,12 +59,21 @@ def slot_inits(slots: Iterable[int], sequences: list[Sequence]) -> SlotInits:
             sequence.num_prompt if len(history) else 0
             for sequence, history in zip(sequences, histories, strict=True)
         ),
+        num_endless=ints(num_endless),
+        end_starts=_starts(map(len, end_ids)),
+        end_ids=np.concatenate(end_ids),
+        processors=tuple(r.processors for r in requests)
+        if any(r.processors for r in requests)
+        else (),
     )
 
 
-def _has_penalties(request: Submit) -> bool:
+def _needs_history(request: Submit) -> bool:
     return bool(
-        request.presence_penalty or request.frequency_penalty or request.repetition_penalty != 1.0
+        request.presence_penalty
+        or request.frequency_penalty
+        or request.repetition_penalty != 1.0
+        or request.processors
     )
 
 

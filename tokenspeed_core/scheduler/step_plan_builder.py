@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tokenspeed_core.api.step import I32, BlockDelta, Bool, StepPlan
+from tokenspeed_core.api.step import I32, BlockDelta, Bool, PromptTargets, StepPlan
 from tokenspeed_core.kv_cache.lease import ABSENT, BlockLease
 from tokenspeed_core.kv_cache.manager import TableEntries
 from tokenspeed_core.scheduler.columns import SlotColumns
@@ -16,6 +16,15 @@ from tokenspeed_core.scheduler.slot_inits import slot_inits
 
 _NONE = np.zeros(0, np.int32)
 _NO_DELTA = BlockDelta(_NONE, _NONE, _NONE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """Known tokens of a chunk whose successors' log-probabilities are wanted."""
+
+    chunk: int
+    tokens: range
+    width: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +75,7 @@ class StepPlanBuilder:
         self._decode_num_query = _NONE
         self._decode_start = _NONE
         self._chunks: list[_Chunk] = []
+        self._scored: list[_Scored] = []
         self._changes = [_TableChanges() for _ in range(num_groups)]
         self._new_slots: list[int] = []
         self._new_sequences: list[Sequence] = []
@@ -88,6 +98,10 @@ class StepPlanBuilder:
         self._chunks.append(_Chunk(slot, start, end, is_last))
         self.num_tokens += end - start
         self.num_chunk_tokens += end - start
+
+    def score(self, tokens: range, width: int) -> None:
+        """Want log-probabilities of the successors of known tokens of the last chunk, with `width` alternatives."""
+        self._scored.append(_Scored(len(self._chunks) - 1, tokens, width))
 
     def add_table_entries(self, slot: int, entries: tuple[TableEntries, ...]) -> None:
         """Add new block table entries of a slot, one range per group."""
@@ -141,4 +155,27 @@ class StepPlanBuilder:
             adapter_ids=np.zeros(len(slots), np.int32),
             block_deltas=tuple(changes.delta() for changes in self._changes),
             slot_inits=slot_inits(self._new_slots, self._new_sequences) if has_new else None,
+            prompt_targets=self._prompt_targets() if self._scored else None,
+        )
+
+    def _prompt_targets(self) -> PromptTargets:
+        scored, num_decodes, tokens = self._scored, len(self._decode_slots), self._columns.tokens
+        chunks = [self._chunks[each.chunk] for each in scored]
+        return PromptTargets(
+            rows=np.asarray([num_decodes + each.chunk for each in scored], np.int32),
+            starts=np.asarray(
+                [
+                    each.tokens.start - chunk.start
+                    for each, chunk in zip(scored, chunks, strict=True)
+                ],
+                np.int32,
+            ),
+            counts=np.asarray([len(each.tokens) for each in scored], np.int32),
+            width=max(each.width for each in scored),
+            token_ids=np.concatenate(
+                [
+                    tokens[chunk.slot, each.tokens.start + 1 : each.tokens.stop + 1]
+                    for each, chunk in zip(scored, chunks, strict=True)
+                ]
+            ),
         )

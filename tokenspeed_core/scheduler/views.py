@@ -1,4 +1,4 @@
-"""Builds what the policy sees. These functions only read."""
+"""The policy's view of the sequences. These functions only read."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def view_of_running(
 
 
 def candidate_of(sequence: Sequence, match: Match, kv: KVManager) -> Candidate:
-    """Return what the policy sees of a waiting sequence with a prefix hit."""
+    """Return the policy's view of a waiting sequence with a prefix hit."""
     num_tokens = len(sequence.tokens)
     end = min(num_tokens + 1, sequence.max_len)
     num_new_blocks = kv.num_blocks_needed(match.num_tokens, end)

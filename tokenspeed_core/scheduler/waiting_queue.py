@@ -1,9 +1,9 @@
-"""The queue of sequences that wait for a slot, in the policy's order."""
+"""The queue of sequences that wait for a slot: tenants take turns, each in the policy's order."""
 
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tokenspeed_core.api.policy import Policy
 from tokenspeed_core.scheduler.sequence import Sequence
@@ -11,32 +11,65 @@ from tokenspeed_core.scheduler.sequence import Sequence
 
 @dataclass(frozen=True, slots=True, order=True)
 class QueueEntry:
-    """A waiting sequence and its sort key."""
+    """A waiting sequence, its sort key and its tenant."""
 
     key: tuple[int, int]
     sequence_id: int
+    tenant: str = field(default="", compare=False)
+
+
+@dataclass(slots=True)
+class _Line:
+    """The waiting sequences of a tenant, as a heap, and the number of turns that it had."""
+
+    heap: list[QueueEntry]
+    num_turns: int
 
 
 class WaitingQueue:
-    """A heap of entries. Entries of sequences that ended stay until they are popped."""
+    """A heap of entries for each tenant. Entries of sequences that ended stay until they are popped.
+
+    The first part of a policy's key is a rank. Among the tenants whose first entry has the lowest rank,
+    the one with the fewest admissions is next, so a tenant with many requests does not delay the others.
+    With one tenant, the order is the policy's.
+    """
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._heap: list[QueueEntry] = []
+        self._lines: dict[str, _Line] = {}
 
     def push(self, sequence: Sequence) -> None:
         """Add a sequence, in the policy's order."""
-        key = self._policy.key(sequence.request.priority, sequence.arrival)
-        self.put_back(QueueEntry(key, sequence.sequence_id))
+        request = sequence.request
+        key = self._policy.key(request.priority, sequence.arrival)
+        self.put_back(QueueEntry(key, sequence.sequence_id, request.tenant))
 
     def put_back(self, entry: QueueEntry) -> None:
         """Add an entry that `pop` returned."""
-        heapq.heappush(self._heap, entry)
+        line = self._lines.get(entry.tenant)
+        if line is None:
+            # A tenant that comes later has no claim to the turns before.
+            num_turns = min((each.num_turns for each in self._lines.values()), default=0)
+            line = self._lines[entry.tenant] = _Line([], num_turns)
+        heapq.heappush(line.heap, entry)
 
     def first(self) -> QueueEntry | None:
         """Return the first entry without removing it; None if the queue is empty."""
-        return self._heap[0] if self._heap else None
+        line = self._next()
+        return None if line is None else line.heap[0]
 
-    def pop(self) -> QueueEntry:
-        """Remove and return the first entry."""
-        return heapq.heappop(self._heap)
+    def pop(self, *, is_turn: bool = False) -> QueueEntry:
+        """Remove and return the first entry. `is_turn`: count it as an admission of its tenant."""
+        line = self._next()
+        assert line is not None, "the queue is not empty"
+        entry = heapq.heappop(line.heap)
+        line.num_turns += is_turn
+        if not line.heap:
+            del self._lines[entry.tenant]
+        return entry
+
+    def _next(self) -> _Line | None:
+        lines = self._lines.values()
+        if len(lines) < 2:
+            return next(iter(lines), None)
+        return min(lines, key=lambda line: (line.heap[0].key[0], line.num_turns, line.heap[0].key))
