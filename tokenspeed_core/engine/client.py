@@ -19,6 +19,7 @@ from tokenspeed_core.engine.messages import (
     Failed,
     Heartbeat,
     Outputs,
+    PromptLogprobs,
     Ready,
     Rejected,
     Submit,
@@ -44,6 +45,9 @@ class Sink(Protocol):
         self, token_ids: Sequence[int], finish: int, num_cached: int, logprobs: TokenLogprobs | None
     ) -> bool:
         """Add tokens. Return whether the engine must abort the sequence, since it is complete."""
+
+    def take_prompt(self, logprobs: PromptLogprobs) -> None:
+        """Add log-probabilities of the next prompt tokens. Called only for requests that want them."""
 
     def fail(self, error: RequestFailedError) -> None:
         """End the sequence with an error."""
@@ -71,6 +75,8 @@ class EngineClient:
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self.dead: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.heartbeat: Heartbeat | None = None
+        self.delivered_at = 0.0  # when the newest tokens arrived, on the monotonic clock in seconds
+        self.on_heartbeat: Callable[[Heartbeat], None] = lambda heartbeat: None
         self._clock = clock
         self._heartbeat_at = self._progress_at = clock()
         self._sinks: dict[int, Sink] = {}
@@ -122,6 +128,13 @@ class EngineClient:
         if live and self.state is State.READY:
             self.send(Abort(np.array(live, np.int64)))
 
+    def fail_all(self, error: RequestFailedError) -> None:
+        """Abort all sequences; their sinks get the error."""
+        sinks = dict(self._sinks)
+        self.abort(sinks)
+        for sink in sinks.values():
+            sink.fail(error)
+
     def send(self, message: Any) -> None:
         """Send a message. It is queued until the engine has started."""
         self._socket.send(pack(message), zmq.DONTWAIT)
@@ -129,8 +142,11 @@ class EngineClient:
         if self._has_message():
             self._loop.call_soon(self._read)
 
-    def die(self, reason: str) -> None:
-        """Mark the engine as dead and fail all sequences. Only the first reason is kept."""
+    def die(self, reason: str, error: RequestFailedError | None = None) -> None:
+        """Mark the engine as dead and fail all sequences with `error`, by default that the engine died.
+
+        Only the first reason is kept.
+        """
         if self.dead.done():
             return
         self._read()  # the engine may have sent a better reason before it died
@@ -140,7 +156,7 @@ class EngineClient:
         self.dead.set_result(reason)
         sinks, self._sinks = self._sinks, {}
         for sink in sinks.values():
-            sink.fail(dead_error())
+            sink.fail(error or dead_error())
 
     def close(self) -> None:
         """Close the socket. Safe to call twice."""
@@ -200,10 +216,16 @@ class EngineClient:
         self._heartbeat_at = self._clock()
         if before is None or heartbeat.num_steps != before.num_steps or not self.has_work:
             self._progress_at = self._heartbeat_at
+        self.on_heartbeat(heartbeat)
 
     def _deliver(self, outputs: Outputs) -> None:
         """Deliver the tokens of each sequence; abort the sequences that their sinks completed."""
+        self.delivered_at = self._clock()
         ended = []
+        for prompt in outputs.prompts:
+            sink = self._sinks.get(prompt.sequence_id)
+            if sink is not None:
+                sink.take_prompt(prompt)
         for delta in outputs.each():
             sink = self._sinks.get(delta.sequence_id)
             if sink is None:

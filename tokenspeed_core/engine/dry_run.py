@@ -8,15 +8,17 @@ from tokenspeed_core.api.kernels import PlatformInfo
 from tokenspeed_core.checkpoint.resolve import ResolvedCheckpoint, choose_format
 from tokenspeed_core.config import Config
 from tokenspeed_core.config.describe import as_written
+from tokenspeed_core.config.schema import setting_names
 from tokenspeed_core.engine.factory import (
     discover,
     load_text,
+    model_traits,
     num_workers,
     prepare_torch,
     resolve,
     unused_settings,
 )
-from tokenspeed_core.engine.reply_parsers import find_parsers
+from tokenspeed_core.engine.reply_parsers import describe_parsers, find_parsers
 from tokenspeed_core.kernels.table import kernel_table
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.hooks import Hooks
@@ -39,7 +41,7 @@ def dry_run(config: Config) -> str:
     config, checkpoint, info = resolved.config, resolved.checkpoint, resolved.checkpoint.info
     weights = choose_format(checkpoint.files, config.load_format, catalog)
     text = _describe_text(config, checkpoint)
-    find_parsers(config, catalog)
+    parsers = find_parsers(config, catalog, model_traits(config, checkpoint))
     plan, memory = plan_only(resolved, catalog)
     is_cpu = resolve_device(config.device).type == "cpu"
     return "\n".join(
@@ -47,6 +49,7 @@ def dry_run(config: Config) -> str:
             f"model {checkpoint.name}: {info.architecture}, {info.num_parameters:,} parameters, {checkpoint.path}",
             f"weights {weights.name}",
             text,
+            describe_parsers(config, parsers),
             "settings",
             *_describe_settings(config, is_cpu=is_cpu),
             "memory",
@@ -80,7 +83,7 @@ def _describe_settings(config: Config, *, is_cpu: bool) -> list[str]:
     """Return a line for each setting that is not at its default, with its origin."""
     unused = unused_settings(config, is_cpu=is_cpu)
     lines = []
-    for name in type(config).model_fields:
+    for name in setting_names():
         if config.origin(name) != "default" and name != "api_key":
             line = f"  {name}: {as_written(getattr(config, name))} ({config.origin(name)})"
             lines.append(f"{line}: {unused[name]}" if name in unused else line)

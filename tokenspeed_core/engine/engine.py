@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from time import perf_counter
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -21,8 +22,16 @@ from tokenspeed_core.scheduler.prefill_budget import PrefillBudget
 from tokenspeed_core.scheduler.scheduler import Scheduler
 from tokenspeed_core.scheduler.step_plan_builder import StepPlanBuilder
 
+if TYPE_CHECKING:
+    from tokenspeed_core.engine.grammars import Grammars
+
 log = logging.getLogger("tokenspeed.engine")
 
+IDLE_SECONDS = 0.002  # that a step without work waits for a grammar
+NO_GRAMMARS = (
+    "structured output needs a grammar backend and a tokenizer: install the default plugins with "
+    "`pip install 'tokenspeed-core[default]'`, and remove --grammar-backend none and --skip-tokenizer-init"
+)
 MAX_FAILURES = 3  # failed steps in a row, without those that ran out of memory, that end the engine
 
 
@@ -46,12 +55,14 @@ class Engine:
         *,
         depth: int = 2,
         late_source: LateSource | None = None,
+        grammars: Grammars | None = None,
         observe: Callable[[StepRecord], None] | None = None,
         bounds_decode_latency: bool = True,
         max_failures: int = MAX_FAILURES,
     ) -> None:
         """Start without requests. With `depth` 1, each step is collected before the next is planned.
 
+        `grammars` serves requests with a grammar, and is the late source then.
         `observe` is called with every collected step while the next one runs. `bounds_decode_latency` keeps steps
         short while sequences decode. `step` raises EngineDeadError after `max_failures` failed steps in a row, not
         counting those that ran out of memory; with 0, after the first failed step of any kind.
@@ -60,7 +71,8 @@ class Engine:
         self.runner = runner
         self.num_steps = 0
         self._depth = depth
-        self._late_source = late_source
+        self._grammars = grammars
+        self._late_source = grammars if late_source is None else late_source
         self._observe = observe
         self._prefill_budget = PrefillBudget(
             scheduler.limits.token_budget, bounds_decode_latency=bounds_decode_latency
@@ -70,16 +82,36 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a sequence is live or a step is in flight."""
-        return self.scheduler.has_work
+        """Whether a sequence is live, waits for its grammar, or a step is in flight."""
+        return self.scheduler.has_work or bool(self._grammars and self._grammars.num_held)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences without a slot, including those whose grammar is being compiled."""
+        num_held = 0 if self._grammars is None else self._grammars.num_held
+        return self.scheduler.sequences.num_waiting + num_held
 
     def submit(self, request: Submit) -> Rejected | None:
-        """Queue a request, or return why not."""
-        return self.scheduler.submit(request)
+        """Queue a request, or return why it is rejected. One with a grammar may be rejected later (`take_rejected`)."""
+        if request.grammar is None:
+            return self.scheduler.submit(request)
+        if self._grammars is None:
+            return Rejected(request.request_id, "bad_request", NO_GRAMMARS)
+        return self._grammars.submit(request)
+
+    def take_rejected(self) -> list[Rejected]:
+        """Return the sequences that were rejected after `submit`, once each."""
+        if self._grammars is None or not self._grammars.rejected:
+            return []
+        rejected, self._grammars.rejected = self._grammars.rejected, []
+        return rejected
 
     def abort(self, sequence_ids: Iterable[int]) -> None:
         """End sequences at once."""
+        sequence_ids = list(sequence_ids)
         self.scheduler.abort(sequence_ids)
+        if self._grammars is not None:
+            self._grammars.abort(sequence_ids)
 
     def step(self) -> list[Outputs]:
         """Plan and launch the next step; collect the oldest one if `depth` steps are in flight.
@@ -88,10 +120,14 @@ class Engine:
         """
         outputs: list[Outputs] = []
         in_flight = self.scheduler.in_flight
+        if self._grammars is not None and self._grammars.is_compiling:
+            self._grammars.poll(0.0 if self.scheduler.has_work else IDLE_SECONDS)
         has_decodes = self.scheduler.columns.has_decodes
+        started_at = perf_counter()
         builder = self.scheduler.plan(
             self._prefill_budget.max_prefill_tokens(has_decodes=has_decodes)
         )
+        self.scheduler.counters.host_seconds += perf_counter() - started_at
         if builder is not None:
             outputs += self.launch(builder)
         if in_flight and (builder is None or len(in_flight) >= self._depth):
@@ -105,6 +141,8 @@ class Engine:
     def close(self) -> None:
         """Close the runner."""
         self.runner.close()
+        if self._grammars is not None:
+            self._grammars.close()
 
     def launch(self, builder: StepPlanBuilder) -> list[Outputs]:
         """Launch a step. Returns the outputs of earlier steps that had to be collected first."""
@@ -157,7 +195,11 @@ class Engine:
             self._observe(
                 StepRecord(plan.step_id, plan.num_rows, plan.num_decodes, plan.num_tokens, seconds)
             )
+        started_at = perf_counter()
         outputs = self.scheduler.apply(result)
+        counters = self.scheduler.counters
+        counters.host_seconds += perf_counter() - started_at
+        counters.finish_step(plan, len(outputs.token_ids), seconds)
         if outputs.finish.any():
             _log_errors(plan.step_id, outputs)
         return outputs

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tokenspeed_core import logs
 from tokenspeed_core.api.models import Quantization
 from tokenspeed_core.checkpoint.kv_scales import read_kv_scales
 from tokenspeed_core.checkpoint.resolve import ResolvedCheckpoint, resolve_checkpoint
@@ -19,7 +20,11 @@ from tokenspeed_core.config.backends import AUTO
 from tokenspeed_core.config.build import called
 from tokenspeed_core.config.schema import flag
 from tokenspeed_core.engine.engine import Engine
+from tokenspeed_core.engine.grammars import GrammarBackend, Grammars, find_backend
 from tokenspeed_core.engine.messages import Ready
+from tokenspeed_core.engine.reply_parsers import ModelTraits
+from tokenspeed_core.engine.requests import Defaults
+from tokenspeed_core.engine.stats import EngineCounters
 from tokenspeed_core.engine.warmup import warm_up
 from tokenspeed_core.errors import CapacityError, CheckpointError, ConfigError, EngineDeadError
 from tokenspeed_core.kernels.error_attribution import no_finite_logits
@@ -34,7 +39,7 @@ from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.scheduler.plugin_policy import find_policy
 from tokenspeed_core.scheduler.scheduler import Scheduler
 from tokenspeed_core.text import ChatTemplate, Tokenizer
-from tokenspeed_core.text.template import load_chat_template
+from tokenspeed_core.text.template import load_chat_template, read_chat_templates
 from tokenspeed_core.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -70,15 +75,14 @@ def discover(config: Config) -> Catalog:
     return Catalog.discover(selection, strict=config.strict_plugins)
 
 
-def discover_in_subprocess(settings: Mapping[str, Any]) -> tuple[Config, Catalog]:
+def discover_in_subprocess(settings: Mapping[str, Any], process: str) -> tuple[Config, Catalog]:
     """Return the configuration and the plugins of a subprocess, and set up its log.
 
-    `settings` are what the parent sent. Raises PluginError if the parent found other plugins.
+    `settings` are what the parent sent; `process` is the name of the subprocess in log lines. Raises
+    PluginError if the parent found other plugins.
     """
     config = Config.from_wire(settings["config"])
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s"
-    )
+    logs.set_up_log(config.log_level, config.log_format, process)
     catalog = discover(config)
     catalog.verify(settings["catalog_digest"])
     return config, catalog
@@ -118,6 +122,8 @@ def resolve(
         config.max_queued_requests,
         info.vocab_size,
         config.seed,
+        config.max_queued_tokens,
+        config.max_sequences_per_key,
     )
     return Resolved(
         config=settled,
@@ -128,6 +134,7 @@ def resolve(
         kv_scales=read_kv_scales(config.quantization_param_path, info.num_layers),
         policy=find_policy(config.schedule_policy, catalog),
         num_threads=num_threads,
+        grammars=find_backend(config.grammar_backend, catalog),
     )
 
 
@@ -138,13 +145,27 @@ def load_text(config: Config, checkpoint: Path) -> tuple[Tokenizer | None, ChatT
     """
     if config.skip_tokenizer_init:
         return None, None
-    folder = checkpoint if config.tokenizer is None else Path(os.path.expanduser(config.tokenizer))
+    folder = tokenizer_folder(config, checkpoint)
     if not folder.is_dir():
         raise CheckpointError(
             f"--tokenizer {config.tokenizer}: no such directory; give the path of a directory with the tokenizer"
         )
     tokenizer = load_tokenizer(folder)
     return tokenizer, load_chat_template(folder, tokenizer.special_tokens, config.chat_template)
+
+
+def model_traits(config: Config, checkpoint: ResolvedCheckpoint) -> ModelTraits:
+    """Return the traits by which `auto` chooses parsers. Raises CheckpointError."""
+    if config.skip_tokenizer_init:
+        return ModelTraits()
+    folder = tokenizer_folder(config, checkpoint.path)
+    templates = read_chat_templates(folder, config.chat_template) if folder.is_dir() else ()
+    return ModelTraits("\n".join(templates), checkpoint.info.architecture)
+
+
+def tokenizer_folder(config: Config, checkpoint: Path) -> Path:
+    """Return the folder of the tokenizer: that of `--tokenizer` or else the checkpoint."""
+    return checkpoint if config.tokenizer is None else Path(os.path.expanduser(config.tokenizer))
 
 
 def start(
@@ -162,10 +183,15 @@ def start(
     warm-up fails or gives no finite logits.
     """
     prepare_torch()
+    if is_batch and resolved.config.kv_events_config is not None:
+        raise ConfigError("kv_events_config is not supported by LLM; use AsyncLLM or the server")
+    progress("libraries", 0, 1)  # importing them takes seconds
     from tokenspeed_core.worker.local import build
     from tokenspeed_core.worker.platform import resolve_device
 
+    progress("libraries", 1, 1)
     config, info = resolved.config, resolved.checkpoint.info
+    backend = _grammar_backend(resolved)
     runner = build(resolved, catalog, progress)
     kv = KVManager(
         info.cache_groups,
@@ -176,6 +202,8 @@ def start(
     max_model_len = _fit_model_len(resolved, kv.max_sequence_len)
     max_queued = 2**31 - 1 if is_batch else config.max_queued_requests
     limits = replace(resolved.limits, max_model_len=max_model_len, max_queued=max_queued)
+    if is_batch:
+        limits = replace(limits, max_queued_tokens=None, max_live_per_tenant=None)
     scheduler = Scheduler(limits, kv, resolved.policy)
     is_cpu = resolve_device(config.device).type == "cpu"
     for name, reason in unused_settings(config, is_cpu=is_cpu).items():
@@ -186,10 +214,15 @@ def start(
     # Dummy weights may give any logits.
     if not is_finite and config.load_format != "dummy":
         raise EngineDeadError(no_finite_logits(runner.kernel_plan))
+    scheduler.counters = EngineCounters()  # without the warm-up
+    grammars = None if backend is None else Grammars(scheduler, backend)
+    if backend is not None and not is_batch:
+        backend.compiler()  # indexing a large vocabulary would stall the steps later
     engine = Engine(
         scheduler,
         runner,
         depth=depth,
+        grammars=grammars,
         observe=hooks.observer("observe_step"),
         bounds_decode_latency=not is_batch,
     )
@@ -200,6 +233,7 @@ def start(
         "kernel_plan": json.loads(runner.kernel_plan.to_json()),
     }
     log.info("%s", kernel_table(runner.kernel_plan))
+    log.info("structured output: %s", "off" if backend is None else backend.entry)
     log.info(
         "%s on %s in %s: a KV cache of %d tokens in blocks of %d, sequences of up to %d tokens",
         resolved.checkpoint.name,
@@ -260,13 +294,34 @@ def _find_quantization(
         raise ConfigError(
             f"--quantization {name}: {checkpoint.name} is already quantized as {own}; omit --quantization"
         )
-    method = catalog.need(catalog.get("quantization", name), Quantization)
+    method = catalog.need(
+        catalog.get("quantization", name, flag="--quantization" if own is None else ""),
+        Quantization,
+    )
     if method.has_tensor_scales and own is None:
         raise ConfigError(
             f"--quantization {name} needs activation scales measured by calibration, and {checkpoint.name} "
             f"has none; give a checkpoint that is quantized as {name}, or choose another method"
         )
     return method
+
+
+def _grammar_backend(resolved: Resolved) -> GrammarBackend | None:
+    """Return the backend of structured output, if there is one and the model can use it."""
+    config, checkpoint = resolved.config, resolved.checkpoint
+    eos_ids = Defaults.of(checkpoint.generation, checkpoint.info.eos_token_ids).eos_token_ids
+    found = resolved.grammars
+    if found is None or config.skip_tokenizer_init:
+        return None
+    if not eos_ids:
+        log.warning(
+            "No structured output: %s has no end-of-sequence token. Add eos_token_id to its generation_config.json.",
+            checkpoint.name,
+        )
+        return None
+    return GrammarBackend(
+        *found, tokenizer_folder(config, checkpoint.path), checkpoint.info.vocab_size, eos_ids
+    )
 
 
 def _fit_model_len(resolved: Resolved, num_kv_tokens: int) -> int:

@@ -6,11 +6,32 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from tokenspeed_core.api.grammars import GrammarKind
 from tokenspeed_core.api.step import F32, I32, I64, StepLogprobs
+from tokenspeed_core.engine.stats import EngineStats
 from tokenspeed_core.engine.wire import Codec, Message
 
 # A sequence id, shifted right by this many bits, is the number of its API worker.
 WORKER_SHIFT = 40
+
+
+class Reasoning(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The marks of a reply's reasoning, which the reply's grammar does not cover.
+
+    With `is_open`, the reply starts inside the reasoning. Otherwise it may start with `begin`.
+    """
+
+    begin: str
+    end: str
+    is_open: bool
+
+
+class Grammar(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The grammar of a request's output, and the marks of reasoning that precedes it, if any."""
+
+    kind: GrammarKind
+    text: str
+    reasoning: Reasoning | None = None
 
 
 class Submit(Message, frozen=True, tag="submit"):
@@ -38,6 +59,14 @@ class Submit(Message, frozen=True, tag="submit"):
     stop_token_ids: I32  # including the model's end-of-sequence ids, unless ignored
     priority: int  # lower runs first, under --schedule-policy priority
     cache_salt: str  # requests with different salts share no KV blocks
+    min_tokens: int = 0  # output tokens before the first stop token
+    # Alternatives per prompt token, for the first sequence; -1: no log-probabilities of the prompt.
+    prompt_logprobs: int = -1
+    grammar: Grammar | None = None
+    # Who sent it. Tenants take turns in the queue and share no KV blocks.
+    tenant: str = ""
+    # JSON: parameters of logits processors by their names; "": none.
+    processors: str = ""
 
 
 class Abort(Message, frozen=True, tag="abort"):
@@ -64,12 +93,26 @@ class SequenceDelta(msgspec.Struct, frozen=True):
     logprobs: TokenLogprobs | None
 
 
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of a sequence's next N prompt tokens, starting with the second token of the prompt.
+
+    `chosen` and `ranks` are [N], `top_ids` and `top_values` flat [N * width].
+    """
+
+    sequence_id: int
+    width: int
+    chosen: F32
+    ranks: I32
+    top_ids: I32
+    top_values: F32
+
+
 class Outputs(Message, frozen=True, tag="outputs"):
     """The results of a step for the N sequences of one API worker, as columns.
 
     Sequence i got `num_tokens[i]` tokens of `token_ids`. The columns of `logprobs` have one entry per
     *token* of the sequences listed in its `rows` (indices into the N), in order; alternatives are padded
-    with id -1.
+    with id -1. `prompts` are log-probabilities of prompts, also of sequences without a row.
     """
 
     sequence_ids: I64
@@ -78,6 +121,7 @@ class Outputs(Message, frozen=True, tag="outputs"):
     finish: I32  # FinishReason values
     num_cached_tokens: I32  # prompt tokens found in the prefix cache, with the first token; else 0
     logprobs: StepLogprobs | None = None
+    prompts: tuple[PromptLogprobs, ...] = ()
 
     def each(self) -> Iterator[SequenceDelta]:
         """Yield the delta of each sequence."""
@@ -113,7 +157,7 @@ class Outputs(Message, frozen=True, tag="outputs"):
 
 
 class Rejected(Message, frozen=True, tag="rejected"):
-    """The engine did not accept a request. `reason` is "too_long", "queue_full" or "bad_request"."""
+    """The engine did not accept a request. `reason` is "too_long", "queue_full", "tenant_limit" or "bad_request"."""
 
     request_id: int
     reason: str
@@ -127,6 +171,7 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
     num_running: int
     num_waiting: int
     is_draining: bool
+    stats: EngineStats | None = None
 
 
 class Ready(Message, frozen=True, tag="ready"):

@@ -8,14 +8,17 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
 
+from tokenspeed_core.config import Config
 from tokenspeed_core.engine.engine import Engine
-from tokenspeed_core.engine.factory import discover_in_subprocess, resolve, start
+from tokenspeed_core.engine.factory import Started, discover_in_subprocess, resolve, start
+from tokenspeed_core.engine.kv_event_publisher import KVEventPublisher
 from tokenspeed_core.engine.messages import (
+    WORKER_SHIFT,
     Abort,
     Drain,
     Failed,
@@ -40,9 +43,18 @@ class EngineLoop:
     """Receives requests, steps, and sends outputs. When idle, it sleeps on its sockets."""
 
     def __init__(
-        self, engine: Engine, ready: Ready, sockets: Sequence[Socket], parent_fd: int
+        self,
+        engine: Engine,
+        ready: Ready,
+        sockets: Sequence[Socket],
+        parent_fd: int,
+        publish: Callable[[], None] = lambda: None,
     ) -> None:
-        """Take one socket per API worker, in their order, and the reading end of the parent's pipe."""
+        """Take one socket per API worker, in their order, and the reading end of the parent's pipe.
+
+        `publish` is called after the outputs of a step were sent, while the next step runs.
+        """
+        self._publish = publish
         self.engine = engine
         self._ready = ready
         self._sockets = sockets
@@ -66,6 +78,9 @@ class EngineLoop:
                 self._receive(socket)
             for outputs in engine.step():
                 send_outputs(self._sockets, outputs)
+            for rejected in engine.take_rejected():
+                send(self._sockets[rejected.request_id >> WORKER_SHIFT], rejected)
+            self._publish()
             self._send_heartbeat()
             if self._is_draining and not engine.has_work:
                 return
@@ -107,13 +122,14 @@ class EngineLoop:
             return
         self._heartbeat_at = now
         self._was_working = is_working
-        sequences = self.engine.scheduler.sequences
+        scheduler = self.engine.scheduler
         self._send_all(
             Heartbeat(
                 self.engine.num_steps,
-                sequences.num_running,
-                sequences.num_waiting,
+                scheduler.sequences.num_running,
+                self.engine.num_waiting,
                 self._is_draining,
+                scheduler.counters.snapshot(scheduler.kv, scheduler.num_preemptions),
             )
         )
 
@@ -138,18 +154,31 @@ def main() -> int:
 def _serve(settings: dict[str, Any], sockets: Sequence[Socket], parent_fd: int) -> None:
     # The launcher has logged the same warnings already.
     logging.getLogger("tokenspeed.plugins.metadata").disabled = True
-    config, catalog = discover_in_subprocess(settings)
+    config, catalog = discover_in_subprocess(settings, "engine")
     hooks = Hooks.load(catalog)
-    with StartProgress() as progress:
+    with StartProgress(has_bar=None if config.log_format == "text" else False) as progress:
         resolved = resolve(config, catalog, num_threads=_num_threads(len(sockets)))
         started = start(resolved, catalog, hooks, progress.report)
     # Garbage collections skip the objects that exist now.
     gc.collect()
     gc.freeze()
     try:
-        EngineLoop(started.engine, started.ready, sockets, parent_fd).run()
+        run_engine(config, started, sockets, parent_fd)
     finally:
         started.engine.close()
+
+
+def run_engine(config: Config, started: Started, sockets: Sequence[Socket], parent_fd: int) -> None:
+    """Serve, and publish KV events if they are on. Raises what `EngineLoop.run` raises, and CapacityError."""
+    events = config.kv_events_config
+    if events is None or not events.enable_kv_cache_events:
+        EngineLoop(started.engine, started.ready, sockets, parent_fd).run()
+        return
+    publisher = KVEventPublisher(events, started.engine.scheduler.kv.collect_events())
+    try:
+        EngineLoop(started.engine, started.ready, sockets, parent_fd, publisher.publish).run()
+    finally:
+        publisher.close()
 
 
 def _num_threads(num_workers: int) -> int:

@@ -1,4 +1,4 @@
-"""The reasoning and tool-call parsers that a configuration names."""
+"""The reasoning and tool-call parsers of a model: those that the configuration names, or those that fit."""
 
 from __future__ import annotations
 
@@ -8,14 +8,26 @@ from tokenspeed_core.api.parsers import ParserContext, ParserSpec, ReplyParser
 from tokenspeed_core.config import Config
 from tokenspeed_core.plugins.catalog import Catalog, make
 from tokenspeed_core.plugins.entry import Entry
+from tokenspeed_core.plugins.selection import DEFAULTS
+
+AUTO, NONE = "auto", "none"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTraits:
+    """The properties of a model by which `auto` chooses parsers."""
+
+    template: str = ""  # the text of the chat templates
+    architecture: str = ""  # from config.json
 
 
 @dataclass(frozen=True, slots=True)
 class NamedParser:
-    """A parser that the user chose, and the entry point it comes from."""
+    """A parser, the entry point it comes from, and why it was chosen."""
 
     entry: Entry
     spec: ParserSpec
+    reason: str = ""
 
     def make(self, context: ParserContext) -> ReplyParser:
         """Return a parser for one reply. Raises PluginError if the plugin's factory fails."""
@@ -30,20 +42,73 @@ class NamedParser:
 # The reasoning parser and the tool-call parser. Without one, the text it would parse stays content.
 Parsers = tuple[NamedParser | None, NamedParser | None]
 
+_FLAGS = {"reasoning_parsers": "--reasoning-parser", "tool_parsers": "--tool-call-parser"}
 
-def find_parsers(config: Config, catalog: Catalog) -> Parsers:
-    """Return the parsers that a configuration names. Raises PluginError."""
+
+def find_parsers(config: Config, catalog: Catalog, model: ModelTraits | None = None) -> Parsers:
+    """Return the parsers that a configuration names, or that fit the model. Raises PluginError.
+
+    Without a model, `auto` finds none: only the names are checked.
+    """
     return (
-        _find("reasoning_parsers", config.reasoning_parser, catalog),
-        _find("tool_parsers", config.tool_call_parser, catalog),
+        _find("reasoning_parsers", config.reasoning_parser, catalog, model),
+        _find("tool_parsers", config.tool_call_parser, catalog, model),
     )
 
 
-def _find(kind: str, name: str | None, catalog: Catalog) -> NamedParser | None:
-    if not name:
+def describe_parsers(config: Config, parsers: Parsers) -> str:
+    """Return a line that says which parsers read the replies, and why."""
+    reasoning, tools = parsers
+    return (
+        f"parsers: reasoning {_describe(config.reasoning_parser, reasoning)}, "
+        f"tool calls {_describe(config.tool_call_parser, tools)}"
+    )
+
+
+def _describe(name: str, parser: NamedParser | None) -> str:
+    if parser is not None:
+        return f"{parser.entry.name} ({parser.reason})"
+    return "none (chosen)" if name == NONE else "none (the model's files suggest none)"
+
+
+def _find(kind: str, name: str, catalog: Catalog, model: ModelTraits | None) -> NamedParser | None:
+    if name == NONE:
         return None
-    entry = catalog.get(kind, name)
-    parser = NamedParser(entry, catalog.need(entry, ParserSpec))
+    if name == AUTO:
+        parser = None if model is None else _choose(kind, catalog, model)
+        if parser is None:
+            return None
+    else:
+        entry = catalog.get(kind, name, flag=_FLAGS[kind])
+        parser = NamedParser(entry, catalog.need(entry, ParserSpec), "chosen")
     # A parser that cannot be made ends the start, not the first request.
     parser.make(ParserContext())
     return parser
+
+
+def _choose(kind: str, catalog: Catalog, model: ModelTraits) -> NamedParser | None:
+    """Return the parser with the most marks in the template, else one for the architecture."""
+    loaded = [(entry, catalog.load(entry, ParserSpec)) for entry in catalog.entries(kind)]
+    specs = [(entry, spec) for entry, spec in loaded if spec is not None]
+    by_template = [
+        (entry, spec)
+        for entry, spec in specs
+        if spec.template_marks and all(mark in model.template for mark in spec.template_marks)
+    ]
+    if by_template:
+        entry, spec = max(by_template, key=_rank)
+        marks = " and ".join(spec.template_marks)
+        return NamedParser(entry, spec, f"the chat template has {marks}")
+    by_architecture = [
+        (entry, spec) for entry, spec in specs if model.architecture in spec.architectures
+    ]
+    if by_architecture:
+        entry, spec = max(by_architecture, key=_rank)
+        return NamedParser(entry, spec, f"the architecture is {model.architecture}")
+    return None
+
+
+def _rank(candidate: tuple[Entry, ParserSpec]) -> tuple[int, bool, str]:
+    """Order candidates: more marks first, then the default distributions, then by name."""
+    entry, spec = candidate
+    return len(spec.template_marks), entry.distribution in DEFAULTS, entry.name

@@ -13,18 +13,14 @@ from pydantic import BeforeValidator, ValidationError
 
 from tokenspeed_core.api.sampling import SamplingParams, TokenId
 from tokenspeed_core.api.step import I32
-from tokenspeed_core.engine.messages import Ready, Submit
-from tokenspeed_core.errors import CheckpointError, TokenSpeedError
+from tokenspeed_core.engine.logits_processors import LogitsProcessorTable
+from tokenspeed_core.engine.messages import Grammar, Ready, Submit
+from tokenspeed_core.errors import BadRequestError, CheckpointError
+from tokenspeed_core.text import Tokenizer
 
-
-class BadRequestError(TokenSpeedError, ValueError):
-    """An invalid request. `param` is the invalid field, if it is one."""
-
-    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
-        self.code = code
+MAX_CHARS_PER_TOKEN = 256  # vocabularies have no longer tokens: text beyond this cannot fit
+# A longer text is encoded in part before it is encoded as a whole. Few texts have as many characters per token.
+PROBED_CHARS_PER_TOKEN = 8
 
 
 class _Generation(SamplingParams):
@@ -56,7 +52,7 @@ class Defaults:
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "eos_token_id")
         given = {name: generation[name] for name in names if generation.get(name) is not None}
         try:
-            read = _Generation(**given)
+            read = _Generation.model_validate(given)
         except ValidationError as error:
             first = error.errors()[0]
             name = str(first["loc"][0])
@@ -86,9 +82,10 @@ def num_output_tokens(num_prompt: int, max_tokens: int | None, limits: Ready) ->
     )
     if num_prompt == 0:
         raise BadRequestError("the prompt is empty; it needs at least 1 token", "prompt")
-    if room < 1:
+    needed = 0 if max_tokens == 0 else 1
+    if room < needed:
         raise BadRequestError(
-            f"the prompt has {num_prompt} tokens, but {limit}: send at most {limits.longest - 1}",
+            f"the prompt has {num_prompt} tokens, but {limit}: send at most {limits.longest - needed}",
             "prompt",
             "context_length_exceeded",
         )
@@ -100,6 +97,30 @@ def num_output_tokens(num_prompt: int, max_tokens: int | None, limits: Ready) ->
             "context_length_exceeded",
         )
     return room if max_tokens is None else max_tokens
+
+
+def check_text_fits(
+    tokenizer: Tokenizer | None, text: str, limits: Ready, param: str = "prompt"
+) -> None:
+    """Raise BadRequestError for a text that cannot fit the context.
+
+    Of a long text, only the beginning is encoded if that shows that the text does not fit. Without a
+    tokenizer, only the number of characters is checked. A text that passes may still have too many tokens: `build_submit` counts
+    them.
+    """
+    longest, num_chars = limits.longest, len(text)
+    is_too_long = num_chars > longest * MAX_CHARS_PER_TOKEN
+    num_probed = longest * PROBED_CHARS_PER_TOKEN
+    while tokenizer is not None and num_probed < num_chars and not is_too_long:
+        # The end of the text may change the last tokens of its beginning, but not an eighth of them.
+        is_too_long = tokenizer.count(text[:num_probed]) > longest + longest // 8 + 64
+        num_probed *= 4
+    if is_too_long:
+        raise BadRequestError(
+            f"{param} has {num_chars} characters, too long for a context of {longest} tokens",
+            param,
+            "context_length_exceeded",
+        )
 
 
 def read_ids(given: Any, param: str) -> I32:
@@ -148,12 +169,29 @@ def build_submit(
     *,
     priority: int = 0,
     cache_salt: str = "",
+    grammar: Grammar | None = None,
+    tenant: str = "",
+    processors: LogitsProcessorTable | None = None,
 ) -> Submit:
     """Return a request with all defaults filled in and all bounds checked. Raises BadRequestError.
 
-    prompt int32 [T].
+    prompt int32 [T]. `grammar` replaces that of `params.structured_outputs`. `processors` are the logits
+    processors that the request may name.
     """
+    if grammar is None and params.structured_outputs is not None:
+        grammar = Grammar(*params.structured_outputs.kind_and_text())
+    if grammar is not None and params.ignore_eos:
+        raise BadRequestError(
+            "ignore_eos cannot be combined with structured output, which ends with an end-of-sequence token: "
+            "omit one of them",
+            "ignore_eos",
+        )
     max_tokens = num_output_tokens(len(prompt), params.max_tokens, limits)
+    if params.min_tokens > max_tokens:
+        raise BadRequestError(
+            f"min_tokens is {params.min_tokens}, but at most {max_tokens} tokens can be generated",
+            "min_tokens",
+        )
     bias_ids = np.fromiter(params.logit_bias.keys(), np.int32, len(params.logit_bias))
     stop_ids = np.array(params.stop_token_ids, np.int32)
     check_ids(prompt, limits, "prompt")
@@ -180,4 +218,9 @@ def build_submit(
         stop_token_ids=np.array(sorted({*params.stop_token_ids, *eos}), np.int32),
         priority=priority,
         cache_salt=cache_salt,
+        min_tokens=params.min_tokens,
+        prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
+        grammar=grammar,
+        tenant=tenant,
+        processors=(processors or LogitsProcessorTable()).encode(params.logits_processors),
     )

@@ -35,14 +35,15 @@ def send_outputs(sockets: Sequence[Socket], outputs: Outputs) -> None:
     if len(sockets) > 1:
         for worker, part in split(outputs):
             send(sockets[worker], part)
-    elif len(outputs.sequence_ids):
+    elif len(outputs.sequence_ids) or outputs.prompts:
         send(sockets[0], outputs)
 
 
 def split(outputs: Outputs) -> Iterator[tuple[int, Outputs]]:
     """Yield the number of each API worker with sequences in the step, and their rows."""
     workers = outputs.sequence_ids >> WORKER_SHIFT
-    for worker in sorted(set(workers.tolist())):
+    prompts = [each.sequence_id >> WORKER_SHIFT for each in outputs.prompts]
+    for worker in sorted({*workers.tolist(), *prompts}):
         rows = workers == worker
         part = Outputs(
             outputs.sequence_ids[rows],
@@ -51,6 +52,11 @@ def split(outputs: Outputs) -> Iterator[tuple[int, Outputs]]:
             outputs.finish[rows],
             outputs.num_cached_tokens[rows],
             _select_logprobs(outputs, rows),
+            tuple(
+                each
+                for each, owner in zip(outputs.prompts, prompts, strict=True)
+                if owner == worker
+            ),
         )
         yield worker, part
 

@@ -1,0 +1,71 @@
+"""The engine's process, as seen by the process that starts it: start, watch, drain, kill."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from contextlib import suppress
+
+from tokenspeed_core.config import Config
+from tokenspeed_core.engine.client import EngineClient
+from tokenspeed_core.engine.messages import Drain
+from tokenspeed_core.engine.subprocesses import (
+    Program,
+    Subprocess,
+    make_private_folder,
+    remove_folder,
+    start,
+)
+from tokenspeed_core.plugins.catalog import Catalog
+
+ENGINE_MODULE = "tokenspeed_core.engine.process"  # run as `python -m`, this is an engine process
+EXIT_SECONDS = 10.0  # that a drained engine has to exit
+
+
+def engine_program(config: Config, catalog: Catalog) -> Program:
+    """Return the program of an engine. Its model is a path, and it gets no API key."""
+    data = {
+        "config": config.resolved(api_key=None).to_wire(),
+        "catalog_digest": catalog.digest(),
+    }
+    return Program((sys.executable, "-P", "-m", ENGINE_MODULE), data)
+
+
+class EngineProcess:
+    """An engine process and the sockets of its clients. The process ends with the one that started it.
+
+    `addresses` has the address (ipc://...) of each client's socket.
+    """
+
+    def __init__(self, program: Program, num_clients: int = 1) -> None:
+        """Make the private folder of the sockets. Raises CapacityError."""
+        self._folder = make_private_folder()
+        self._program = program
+        self.addresses = [f"ipc://{self._folder / str(number)}" for number in range(num_clients)]
+        self._process: Subprocess | None = None
+
+    async def start(self, client: EngineClient) -> None:
+        """Start the process. `client` is connected to the first address."""
+        # Connected sockets need no names. A process that is killed earlier leaves the folder.
+        client.ready.add_done_callback(lambda _: remove_folder(self._folder))
+        self._process = await start(self._program, addresses=self.addresses, worker=0)
+
+    async def watch(self, client: EngineClient) -> None:
+        """Tell the client when the process ends."""
+        assert self._process is not None, "watch follows start"
+        client.die(f"its process {await self._process.wait()}")
+
+    async def drain(self, client: EngineClient) -> None:
+        """Let the engine finish its requests and exit; return after `EXIT_SECONDS` at the latest."""
+        assert self._process is not None, "drain follows start"
+        client.send(Drain())
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), EXIT_SECONDS)
+
+    async def kill(self) -> None:
+        """Kill the process and wait for its end. Does nothing if it was not started."""
+        if self._process is not None:
+            self._process.send(signal.SIGKILL)
+            await self._process.stop()
+        remove_folder(self._folder)

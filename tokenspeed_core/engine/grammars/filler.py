@@ -1,0 +1,143 @@
+"""Fills the masks of a step in a thread, so that no grammar can block the step loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from threading import Lock, Thread
+
+import numpy as np
+
+from tokenspeed_core.api.step import I32
+from tokenspeed_core.engine.grammars.sequence import SequenceGrammar, fill_masks, read_tokens
+
+MAX_SECONDS = 0.05  # for the first row of a grammar in a step; then its requests end
+MAX_SECONDS_PER_ROW = 0.005  # for each further row
+_POLL_SECONDS = 0.02
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MaskRow:
+    """One sequence of a step, and its output tokens that its grammar has not read."""
+
+    grammar: SequenceGrammar
+    token_ids: list[int]
+
+
+class MaskFiller:
+    """A thread that fills masks, with one call of the backend for all rows of a grammar.
+
+    A new thread replaces one that a grammar blocks.
+    """
+
+    def __init__(self, num_rows: int, num_words: int, max_seconds: float = MAX_SECONDS) -> None:
+        """Start no thread before the first step. A step has up to `num_rows` rows of `num_words` words, W."""
+        self._max_seconds = max_seconds
+        self._mask = np.zeros((num_rows, num_words), np.int32)
+        self._worker: _Worker | None = None
+
+    def fill(self, rows: Sequence[MaskRow]) -> tuple[I32, list[int]]:
+        """Return the mask, int32 [len(rows), W], and the indices of the rows whose grammar took too long.
+
+        The mask is valid until the next call.
+        """
+        by_grammar: dict[int, list[int]] = {}
+        for i, row in enumerate(rows):
+            by_grammar.setdefault(id(row.grammar.compiled), []).append(i)
+        groups = list(by_grammar.values())
+        too_slow: list[int] = []
+        while groups:
+            worker = self._worker = self._worker or _Worker()
+            worker.begin(rows, self._mask, groups)
+            if self._wait(worker):
+                break
+            self._worker = None
+            too_slow += groups[worker.group]
+            groups = groups[worker.group + 1 :]
+            # The replaced thread may still write into the old mask.
+            self._mask = self._mask.copy()
+        return self._mask[: len(rows)], too_slow
+
+    def close(self) -> None:
+        """End the thread after its current grammar. Does not wait."""
+        if self._worker is not None:
+            self._worker.end()
+            self._worker = None
+
+    def _wait(self, worker: _Worker) -> bool:
+        """Wait until a worker is done. Returns False, and ends it, if one of its grammars takes too long."""
+        while not worker.wait(_POLL_SECONDS):
+            if worker.end_if_slow(self._max_seconds):
+                return False
+        return True
+
+
+class _Worker:
+    """A thread, and the grammar that it handles, as an index of groups of rows."""
+
+    def __init__(self) -> None:
+        self.group = 0
+        self._num_rows = 1
+        self._began_at = _now()
+        self._lock = Lock()  # held to begin a grammar and to end
+        self._is_ended = False
+        self._jobs: SimpleQueue[tuple[Sequence[MaskRow], I32, list[list[int]]] | None] = (
+            SimpleQueue()
+        )
+        self._done: SimpleQueue[None] = SimpleQueue()
+        Thread(target=self._run, name="masks", daemon=True).start()
+
+    def begin(self, rows: Sequence[MaskRow], mask: I32, groups: list[list[int]]) -> None:
+        """Fill the masks of groups of rows. The rows of a group have the same grammar."""
+        self._begin_group(0, groups[0])
+        self._jobs.put((rows, mask, groups))
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the end of the job, and return whether it came."""
+        try:
+            self._done.get(timeout=seconds)
+        except Empty:
+            return False
+        return True
+
+    def end_if_slow(self, max_seconds: float) -> bool:
+        """End the thread if the current grammar takes too long, without time in which the process did not run."""
+        with self._lock:
+            seconds = min(now - then for now, then in zip(_now(), self._began_at, strict=True))
+            self._is_ended = seconds > max_seconds + MAX_SECONDS_PER_ROW * (self._num_rows - 1)
+        if self._is_ended:
+            self._jobs.put(None)
+        return self._is_ended
+
+    def end(self) -> None:
+        """End the thread after its current grammar."""
+        with self._lock:
+            self._is_ended = True
+        self._jobs.put(None)
+
+    def _begin_group(self, index: int, group: list[int]) -> bool:
+        """Note what the thread does now. Returns False if it has to end instead."""
+        with self._lock:
+            if not self._is_ended:
+                self._began_at, self._num_rows, self.group = _now(), len(group), index
+            return not self._is_ended
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            rows, mask, groups = job
+            for index, group in enumerate(groups):
+                if not self._begin_group(index, group):
+                    return
+                grammars = [rows[i].grammar for i in group]
+                read_tokens(grammars, [rows[i].token_ids for i in group])
+                fill_masks(grammars, group, mask)
+            if self._is_ended:
+                return
+            self._done.put(None)
+
+
+def _now() -> tuple[float, float]:
+    """Return the real time, and the processor time of this process."""
+    return time.monotonic(), time.process_time()
