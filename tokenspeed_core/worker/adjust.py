@@ -1,4 +1,4 @@
-"""Changes of logits before a token is chosen: penalties, biases and grammar masks.
+"""Changes of logits before a token is chosen: penalties, biases and stop tokens that are not allowed yet.
 
 Each changes only the rows that need it; others keep their bits.
 """
@@ -56,8 +56,8 @@ class TokenCounts:
     ) -> None:
         """Change rows of float32 logits [R, V] in place; rows, slots int64 [P].
 
-        Repetition divides positive and multiplies negative logits of tokens in prompt or output; frequency
-        is subtracted for each occurrence in the output, presence once.
+        The repetition penalty divides positive logits of tokens in the prompt or output, and multiplies negative
+        ones. The frequency penalty is subtracted once per occurrence in the output, the presence penalty once.
         """
         counts = self._table()[slots]
         chosen = logits[rows]
@@ -102,8 +102,29 @@ class Biases:
         logits[rows] = logits[rows].scatter_add_(1, self._ids[slots], self._values[slots])
 
 
-def mask(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None:
-    """Forbid tokens: -inf where a bit is 0. words int32 [P, W] for rows int64 [P] of float32 logits [R, V]."""
-    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
-    allowed = ((words.unsqueeze(2) >> bits) & 1).view(len(rows), -1)[:, : logits.shape[1]]
-    logits[rows] = logits[rows].masked_fill_(allowed == 0, float("-inf"))
+class EndIds:
+    """The tokens that may not end each slot's sequence yet: int64 [slots, W], allocated on first use."""
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        """Allocate nothing yet."""
+        self._ids = torch.zeros(num_slots, 0, dtype=torch.int64, device=device)
+
+    def begin(self, inits: SlotInits, which: I32, transfer: HostDeviceTransfer) -> None:
+        """Take the ids of the new sequences `which` (indices into the columns), each at least one."""
+        parts = [inits.end_ids[ragged(inits.end_starts, index)] for index in which.tolist()]
+        width = max(self._ids.shape[1], *map(len, parts))
+        # Repeating an id has no effect.
+        ids = np.stack([np.resize(part, width) for part in parts]).astype(np.int64)
+        slots, device_ids = transfer.send((inits.slots[which].astype(np.int64), ids))
+        if width > self._ids.shape[1]:
+            wider = self._ids.new_zeros(len(self._ids), width)
+            # Slots that were set before repeat their first id.
+            wider[:, : self._ids.shape[1]] = self._ids
+            if self._ids.shape[1]:
+                wider[:, self._ids.shape[1] :] = self._ids[:, :1]
+            self._ids = wider
+        self._ids.index_copy_(0, slots, device_ids)
+
+    def forbid(self, logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """Set these logits of rows of [R, V] to -inf in place; rows, slots int64 [P]."""
+        logits[rows] = logits[rows].scatter_(1, self._ids[slots], float("-inf"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,7 +11,9 @@ import torch
 
 from tokenspeed_core.api.attention import AttentionLimits
 from tokenspeed_core.api.kernels import PlatformInfo
+from tokenspeed_core.api.logits_processors import LogitsProcessor, LogitsProcessorContext
 from tokenspeed_core.api.models import Model
+from tokenspeed_core.engine.logits_processors import LogitsProcessorTable
 from tokenspeed_core.errors import CheckpointError, TokenSpeedError
 from tokenspeed_core.kernels.installed import (
     how_to_get_kernels,
@@ -24,10 +27,11 @@ from tokenspeed_core.plugins.catalog import Catalog, make
 from tokenspeed_core.plugins.entry import load_target
 from tokenspeed_core.resolved import Resolved
 from tokenspeed_core.worker.build import ModelBuild, solve_block_size
+from tokenspeed_core.worker.logits_processors import load_processors
 from tokenspeed_core.worker.memory import PoolLimits
 from tokenspeed_core.worker.platform import describe_device, resolve_device
 from tokenspeed_core.worker.sampler import RunnerKernels
-from tokenspeed_core.worker.slots import most_blocks
+from tokenspeed_core.worker.slots import max_num_blocks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,6 +45,7 @@ class Assembly:
     block_size: int
     pool: PoolLimits
     kernels: RunnerKernels
+    processors: Mapping[str, LogitsProcessor]
 
     @property
     def limits(self) -> AttentionLimits:
@@ -50,7 +55,7 @@ class Assembly:
             max_num_rows=limits.max_num_seqs + 1,
             max_num_tokens=limits.max_num_tokens + limits.max_num_seqs + 1,
             max_model_len=limits.max_model_len,
-            max_num_blocks=most_blocks(limits.max_model_len, self.block_size),
+            max_num_blocks=max_num_blocks(limits.max_model_len, self.block_size),
         )
 
 
@@ -127,23 +132,36 @@ def assemble(
             resolved.limits.max_model_len,
         ),
         _runner_kernels(build, resolved, block_size),
+        {} if only_plan else _processors(resolved, catalog, device),
     )
     chosen.check()
     return assembly
+
+
+def _processors(
+    resolved: Resolved, catalog: Catalog, device: torch.device
+) -> dict[str, LogitsProcessor]:
+    """Return the logits processors that requests may name. Raises PluginError."""
+    limits = resolved.limits
+    context = LogitsProcessorContext(limits.vocab_size, limits.max_num_seqs + 1, str(device))
+    return load_processors(LogitsProcessorTable.of(resolved.config, catalog), catalog, context)
 
 
 def _runner_kernels(build: ModelBuild, resolved: Resolved, block_size: int) -> RunnerKernels:
     dtype, vocab_size = resolved.config.dtype, resolved.limits.vocab_size
     greedy = {}
     note = {}
+    mask = {}
     for name in sorted({dtype, "float32"}):
         key = getattr(torch, name)
         greedy[key] = build.op("greedy", vocab_size=vocab_size, dtype=name)
         note[key] = build.op("note_tokens", vocab_size=vocab_size, dtype=name)
+        mask[key] = build.op("mask_logits", vocab_size=vocab_size, dtype=name)
     return RunnerKernels(
         sample=build.op("sample", vocab_size=vocab_size, dtype="float32"),
         greedy=greedy,
         note=note,
+        mask=mask,
         advance=build.op("advance_rows", dtype=dtype),
         map=build.op("map_tokens", block_size=block_size, dtype=dtype),
     )

@@ -9,14 +9,23 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tokenspeed_core.api.step import I64, LateInputs, OutOfMemory, StepFailed, StepPlan, StepResult
+from tokenspeed_core.api.step import (
+    I64,
+    LateInputs,
+    OutOfMemory,
+    PromptTargets,
+    StepFailed,
+    StepPlan,
+    StepResult,
+)
 from tokenspeed_core.kernels.error_attribution import attribute_error
 from tokenspeed_core.kernels.plan import KernelPlan
 from tokenspeed_core.worker.assemble import Assembly
 from tokenspeed_core.worker.attention import bind_arena
 from tokenspeed_core.worker.graphs import GraphContext, GraphLaunch, StepGraphs
-from tokenspeed_core.worker.inputs import EagerInputs
-from tokenspeed_core.worker.sampler import RawLogprobs, Sampler, SamplingRows
+from tokenspeed_core.worker.inputs import EagerInputs, StepInputs
+from tokenspeed_core.worker.prompt_scores import RawPromptLogprobs, query_tokens, score_prompt
+from tokenspeed_core.worker.sampler import RawLogprobs, Sampler, SamplingRows, places_of
 from tokenspeed_core.worker.slots import (
     DRAWS,
     SPECIAL,
@@ -24,7 +33,7 @@ from tokenspeed_core.worker.slots import (
     SlotLayout,
     SlotState,
     check_supported,
-    most_blocks,
+    max_num_blocks,
 )
 from tokenspeed_core.worker.staged import BucketSize
 from tokenspeed_core.worker.transfer import CudaTransfer, Fetch, HostDeviceTransfer, HostTransfer
@@ -44,6 +53,12 @@ class _Launched:
     at: I64 | None = None
     fetch: Fetch | None = None
     logprobs: RawLogprobs | None = None
+    prompt: RawPromptLogprobs | None = None
+
+    def scores(self) -> tuple[torch.Tensor, ...]:
+        """Return the log-probabilities to copy to the host: of sampled tokens, then of prompt tokens."""
+        found = (self.logprobs, self.prompt)
+        return tuple(tensor for each in found if each is not None for tensor in each.tensors())
 
 
 class LocalRunner:
@@ -76,7 +91,7 @@ class LocalRunner:
         self._flags = SlotFlags(limits.max_num_seqs + 1, len(self._groups), self.block_size)
         layout = SlotLayout(
             limits.max_num_seqs + 1,
-            most_blocks(limits.max_model_len, self.block_size),
+            max_num_blocks(limits.max_model_len, self.block_size),
             len(self._groups),
         )
         self._state = SlotState(layout, self._device)
@@ -153,7 +168,7 @@ class LocalRunner:
                 self._use_stream()
                 if step.rows is None:
                     # An empty copy, so that `collect` waits for the forward.
-                    step.fetch = self._transfer.fetch_ids(self._nothing)
+                    self._fetch(step, self._nothing)
                 else:
                     self._sample(step, step.rows, late)
         except (Exception, SystemExit) as error:  # as in forward
@@ -166,16 +181,17 @@ class LocalRunner:
         num_tokens = np.zeros(step.plan.num_rows, np.int32)
         assert step.fetch is not None, "a step is sampled before it is collected"
         try:
-            ids, *logprobs = step.fetch()
+            ids, *scores = step.fetch()
         except (Exception, SystemExit) as error:  # as in forward
             raise self._failed(step_id, "execution", error) from error
+        prompt = None if step.prompt is None else step.prompt.result(scores[-4:])
         if step.rows is None:
-            return StepResult(step_id, num_tokens, ids, None)
+            return StepResult(step_id, num_tokens, ids, None, prompt)
         if step.at is not None:
             ids = ids[step.at]
         num_tokens[step.rows.plan_rows] = 1
-        raw = step.logprobs
-        return StepResult(step_id, num_tokens, ids, None if raw is None else raw.result(logprobs))
+        logprobs = None if step.logprobs is None else step.logprobs.result(scores[:4])
+        return StepResult(step_id, num_tokens, ids, logprobs, prompt)
 
     def close(self) -> None:
         """Wait for the device and free the arena. Safe to call twice."""
@@ -203,7 +219,14 @@ class LocalRunner:
 
     def _new_sampler(self) -> Sampler:
         vocab_size, kernels = self.resolved.limits.vocab_size, self._assembly.kernels
-        return Sampler(self._state, self._flags, vocab_size, kernels, self._transfer)
+        return Sampler(
+            self._state,
+            self._flags,
+            vocab_size,
+            kernels,
+            self._transfer,
+            self._assembly.processors,
+        )
 
     def _use_stream(self) -> None:
         """Make the runner's stream the current one of this thread; cheaper than a context manager."""
@@ -218,7 +241,8 @@ class LocalRunner:
         if plan.num_rows == 0:
             return _Launched(plan, None, None)
         if self._graphs is not None:
-            graph = self._graphs.run(plan)
+            # Graphs keep the hidden states of sampling rows only.
+            graph = self._graphs.run(plan) if plan.prompt_targets is None else None
             if graph is not None:
                 return _Launched(
                     plan, None, graph.rows if len(graph.rows.plan_rows) else None, graph
@@ -227,18 +251,49 @@ class LocalRunner:
         inputs = self._inputs.make(plan)
         for group, group_inputs in zip(self._groups, inputs.groups, strict=True):
             group.begin(group_inputs)
+        if plan.prompt_targets is not None:
+            return self._forward_and_score(plan, inputs, plan.prompt_targets)
         hidden = self._model.forward(inputs.token_ids, inputs.positions, inputs.logit_index)
         if not len(inputs.rows.plan_rows):
             return _Launched(plan, None, None)
         logits = self._model.logits(hidden)
         return _Launched(plan, logits, inputs.rows)
 
+    def _forward_and_score(
+        self, plan: StepPlan, inputs: StepInputs, targets: PromptTargets
+    ) -> _Launched:
+        """Run the model for the sampling rows and for the prompt tokens whose successors are scored."""
+        assert inputs.logit_index is not None, "a scored token is not the last of its row"
+        place, token_ids = self._transfer.send(
+            (query_tokens(plan, targets), targets.token_ids.astype(np.int64))
+        )
+        wanted = torch.cat((inputs.logit_index, place))
+        hidden = self._model.forward(inputs.token_ids, inputs.positions, wanted)
+        num_rows = len(inputs.rows.plan_rows)
+        prompt = score_prompt(
+            self._model.logits,
+            hidden[num_rows:],
+            token_ids,
+            targets.width,
+            self.resolved.limits.vocab_size,
+        )
+        if not num_rows:
+            return _Launched(plan, None, None, prompt=prompt)
+        return _Launched(plan, self._model.logits(hidden[:num_rows]), inputs.rows, prompt=prompt)
+
     def _sample(self, step: _Launched, rows: SamplingRows, late: LateInputs | None) -> None:
         graph = step.graph
         if graph is not None:
             asked = self._flags.asked(rows.slots)
-            if late is None and not asked & SPECIAL:
-                if asked & DRAWS:
+            if not asked & SPECIAL:
+                if late is not None:
+                    places = places_of(rows, late)
+                    logits = graph.logits()
+                    self._sampler.mask(
+                        logits, places if graph.at is None else graph.at[places], late
+                    )
+                    graph.choose_again(bool(asked & DRAWS))
+                elif asked & DRAWS:
                     graph.draw()
                 step.fetch, step.at = self._transfer.fetch_ids(graph.ids), graph.at
                 return
@@ -255,10 +310,13 @@ class LocalRunner:
         sampled = self._sampler(step.logits, rows, late)
         step.logits = None
         step.logprobs = sampled.logprobs
-        if sampled.logprobs is None:
-            step.fetch = self._transfer.fetch_ids(sampled.ids)
-        else:
-            step.fetch = self._transfer.fetch((sampled.ids, *sampled.logprobs.tensors()))
+        self._fetch(step, sampled.ids)
+
+    def _fetch(self, step: _Launched, ids: torch.Tensor) -> None:
+        scores = step.scores()
+        step.fetch = (
+            self._transfer.fetch((ids, *scores)) if scores else self._transfer.fetch_ids(ids)
+        )
 
 
 def _empty_arena(num_blocks: int, block_bytes: int, device: torch.device) -> torch.Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -61,19 +62,19 @@ class _Bucket:
     graphs: list[torch.cuda.CUDAGraph] = field(default_factory=list)
     own_logits: torch.Tensor = field(init=False)
     kept_logits: torch.Tensor = field(init=False)
-    keeping: torch.cuda.CUDAGraph = field(init=False)
-    drawing: torch.cuda.CUDAGraph = field(init=False)
+    keep_graph: torch.cuda.CUDAGraph = field(init=False)
+    draw_graph: torch.cuda.CUDAGraph = field(init=False)
     no_shared_prefix: _Bucket | None = None
 
     def logits(self) -> torch.Tensor:
         """Return the logits of this bucket's last launch, if no other step was launched since."""
-        self.keeping.replay()
+        self.keep_graph.replay()
         return self.kept_logits
 
     def draw(self) -> None:
         """Replace the greedy tokens of this bucket's last launch, if no other step was launched since."""
-        self.keeping.replay()
-        self.drawing.replay()
+        self.keep_graph.replay()
+        self.draw_graph.replay()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,7 +82,8 @@ class GraphLaunch:
     """A launched step. `ids` int32 [rows of the bucket] are greedy until `draw` is called; `logits` returns the logits.
 
     `at` are the indices of the R sampling rows among them, None if they are the first. All tensors are views of buffers
-    that the next step overwrites (later on the stream). Until then `draw` or `logits` may be called, once.
+    that the next step overwrites (later on the stream). Until then `draw` or `logits` may be called, once. After
+    `logits` were changed in place, `choose_again` replaces `ids`; its argument says whether a row draws.
     """
 
     rows: SamplingRows
@@ -89,6 +91,7 @@ class GraphLaunch:
     at: I64 | None
     logits: Callable[[], torch.Tensor]
     draw: Callable[[], None]
+    choose_again: Callable[[bool], None]
 
 
 class _SharedBuffers:
@@ -202,7 +205,8 @@ class StepGraphs:
             bucket.columns["slots"],
             self._buffers.new_positions,
         )
-        return GraphLaunch(rows, bucket.ids, at, bucket.logits, bucket.draw)
+        again = partial(self._choose_again, bucket)
+        return GraphLaunch(rows, bucket.ids, at, bucket.logits, bucket.draw, again)
 
     def _decode_launch(self, bucket: _Bucket, plan: StepPlan) -> GraphLaunch:
         num_rows = plan.num_rows
@@ -214,7 +218,8 @@ class StepGraphs:
             )
         slots, positions, ids = self._views[num_rows]
         rows = SamplingRows(self._plan_rows[:num_rows], plan.slots, slots, positions)
-        return GraphLaunch(rows, ids, None, bucket.logits, bucket.draw)
+        again = partial(self._choose_again, bucket)
+        return GraphLaunch(rows, ids, None, bucket.logits, bucket.draw, again)
 
     def _num_words(self, size: BucketSize) -> int:
         """Return how many changed words a bucket's upload holds; steps with more scatter them before it."""
@@ -241,7 +246,7 @@ class StepGraphs:
         return None
 
     def _upload(self, bucket: _Bucket, plan: StepPlan) -> None:
-        """Bring a plan to the device; nothing if the device has exactly these decodes already."""
+        """Copy a plan to the device. Copy nothing if the device has exactly these decodes already."""
         layout, state = bucket.layout, self._context.state
         words, values = state.layout.writes(plan)
         if len(words) > layout.num_words:
@@ -265,12 +270,12 @@ class StepGraphs:
     def _capture(self, size: BucketSize, pool: Any) -> _Bucket:
         bucket = self._bucket(size)
         layout, padding = bucket.layout, self._context.state.layout.padding
-        nothing = np.zeros(layout.num_int64, np.int64)
-        nothing[layout.wide["slots"]] = padding[0]
-        nothing[layout.wide["words"]] = padding[1]
+        padded = np.zeros(layout.num_int64, np.int64)
+        padded[layout.wide["slots"]] = padding[0]
+        padded[layout.wide["words"]] = padding[1]
         if size.num_chunks:
-            nothing[layout.wide["token_slots"]] = padding[0]
-        bucket.staged.copy_(torch.from_numpy(nothing))
+            padded[layout.wide["token_slots"]] = padding[0]
+        bucket.staged.copy_(torch.from_numpy(padded))
         # The first run compiles kernels and lets libraries allocate, neither of which a capture may do.
         for stage in (self._begin, self._forward, self._keep, self._draw):
             self._prepare(bucket)
@@ -281,11 +286,11 @@ class StepGraphs:
             bucket.graphs.append(_record(pool, bucket, self._forward))
         else:
             bucket.graphs.append(_record(pool, bucket, self._begin, self._forward))
-        bucket.keeping = _record(pool, bucket, self._keep)
+        bucket.keep_graph = _record(pool, bucket, self._keep)
         del bucket.own_logits
         if size.num_rows not in self._draws:
             self._draws[size.num_rows] = _record(pool, bucket, self._draw)
-        bucket.drawing = self._draws[size.num_rows]
+        bucket.draw_graph = self._draws[size.num_rows]
         return bucket
 
     def _bucket(self, size: BucketSize) -> _Bucket:
@@ -331,6 +336,14 @@ class StepGraphs:
         slots, new_positions = bucket.columns["slots"], bucket.buffers.new_positions
         chosen = draw(context.state, context.kernels.sample, logits, slots, new_positions)
         self._note(bucket, logits, chosen)
+
+    def _choose_again(self, bucket: _Bucket, draws: bool) -> None:
+        """Choose from the bucket's kept logits, which were changed after its last launch."""
+        if draws:
+            bucket.draw_graph.replay()
+        else:
+            logits = bucket.kept_logits
+            self._note(bucket, logits, self._context.kernels.greedy[logits.dtype](logits))
 
     def _note(self, bucket: _Bucket, logits: torch.Tensor, chosen: torch.Tensor) -> None:
         slots, last_token = bucket.columns["slots"], self._context.state.last_token

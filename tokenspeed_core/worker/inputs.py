@@ -1,6 +1,6 @@
 """From a plan and the slots' state to the inputs of a forward.
 
-There is one path: `StagedLayout.fill` writes a plan into a host buffer, one copy brings it to the device, and
+There is one path: `StagedLayout.fill` writes a plan into a host buffer, one copy moves it to the device, and
 `begin_step` updates the slots' state there and derives positions, block tables and KV slots. A captured step uses the
 layout of its bucket and buffers that it keeps; an eager step uses a layout of exactly its size and new buffers.
 Nothing here waits for the device.

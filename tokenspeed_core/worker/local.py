@@ -32,7 +32,7 @@ __all__ = ["LocalRunner", "build", "plan_only"]
 log = logging.getLogger("tokenspeed.worker")
 
 Progress = Callable[[str, int, int], None]
-_GRAPH_BYTES = 4 << 20  # of one captured forward
+_GRAPH_BYTES = 4 << 20  # memory of one captured forward
 _SLACK = 256 << 20  # late allocations of libraries, and fragmentation
 
 

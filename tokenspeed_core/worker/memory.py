@@ -15,12 +15,12 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class PoolLimits:
-    """The block layout of the KV cache. `num_least` blocks hold one sequence of the maximum length."""
+    """The block layout of the KV cache. `min_num_blocks` is for one sequence of the maximum length."""
 
     block_bytes: int
     block_size: int
     num_groups: int
-    num_least: int
+    min_num_blocks: int
 
     @classmethod
     def of(
@@ -33,7 +33,7 @@ class PoolLimits:
             block_bytes=-(-largest // _BLOCK_ALIGNMENT) * _BLOCK_ALIGNMENT,
             block_size=block_size,
             num_groups=len(groups),
-            num_least=blocks * len(groups),
+            min_num_blocks=blocks * len(groups),
         )
 
     def blocks_of_tokens(self, num_tokens: int) -> int:
@@ -41,7 +41,7 @@ class PoolLimits:
         return max(1, -(-num_tokens // self.block_size)) * self.num_groups
 
     def blocks_of_bytes(self, num_bytes: int, flag: str) -> int:
-        """Return how many blocks fit into `num_bytes`, besides the padding block. Raises CapacityError if none does."""
+        """Return how many blocks fit into `num_bytes`, in addition to the padding block. Raises CapacityError if none does."""
         blocks = num_bytes // self.block_bytes - 1
         if blocks < 1:
             raise CapacityError(
@@ -84,9 +84,9 @@ def blocks_of_device(limits: PoolLimits, budget: DeviceBudget) -> int:
     Raises CapacityError, with the missing memory, if a sequence of the maximum length does not fit.
     """
     blocks = budget.left // limits.block_bytes - 1
-    if blocks >= limits.num_least:
+    if blocks >= limits.min_num_blocks:
         return blocks
-    missing = (limits.num_least + 1) * limits.block_bytes - budget.left
+    missing = (limits.min_num_blocks + 1) * limits.block_bytes - budget.left
     tokens = max(0, blocks) // limits.num_groups * limits.block_size
     hints = []
     if tokens:
@@ -119,11 +119,11 @@ def blocks_of_host(limits: PoolLimits, available: int, wanted: int | None = None
             )
         return wanted
     blocks = min(available // 4, _MAX_HOST_BYTES) // limits.block_bytes - 1
-    if blocks < limits.num_least:
-        needed = (limits.num_least + 1) * limits.block_bytes
+    if blocks < limits.min_num_blocks:
+        needed = (limits.min_num_blocks + 1) * limits.block_bytes
         raise CapacityError(
             f"the KV cache needs {needed / GIB:.2f} GiB for one sequence of the maximum length, and its default size on "
             f"this CPU is {min(available // 4, _MAX_HOST_BYTES) / GIB:.2f} GiB. Set --kv-cache-memory {needed}, or "
             "lower --max-model-len."
         )
-    return min(blocks, 256 * limits.num_least)
+    return min(blocks, 256 * limits.min_num_blocks)

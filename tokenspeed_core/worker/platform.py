@@ -24,7 +24,7 @@ def resolve_device(name: str) -> torch.device:
     index = torch.cuda.current_device() if device.index is None else device.index
     if index >= torch.cuda.device_count():
         raise ConfigError(
-            f"--device {name}: the last of {torch.cuda.device_count()} CUDA devices is cuda:{torch.cuda.device_count() - 1}."
+            f"--device {name}: there are {torch.cuda.device_count()} CUDA devices, numbered from 0."
         )
     return torch.device("cuda", index)
 

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from tokenspeed_core.api.step import I32, LateInputs, SlotInits, StepLogprobs
-from tokenspeed_core.worker.adjust import Biases, TokenCounts, mask
+from tokenspeed_core.api.logits_processors import LogitsProcessor
+from tokenspeed_core.api.step import I32, I64, LateInputs, SlotInits, StepLogprobs
+from tokenspeed_core.worker.adjust import Biases, EndIds, TokenCounts
+from tokenspeed_core.worker.logits_processors import LogitsProcessors
 from tokenspeed_core.worker.slots import DRAWS, SPECIAL, SlotFlags, SlotState
 from tokenspeed_core.worker.transfer import HostDeviceTransfer
 
@@ -19,11 +21,15 @@ Kernel = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunnerKernels:
-    """The kernels that the worker itself calls; `greedy` and `note` (the op note_tokens) by the dtype of logits."""
+    """The kernels that the worker itself calls.
+
+    `greedy`, `note` (the op note_tokens) and `mask` (mask_logits) are by the dtype of logits.
+    """
 
     sample: Kernel
     greedy: Mapping[torch.dtype, Kernel]
     note: Mapping[torch.dtype, Kernel]
+    mask: Mapping[torch.dtype, Kernel]
     advance: Kernel
     map: Kernel
 
@@ -86,14 +92,17 @@ class Sampler:
         vocab_size: int,
         kernels: RunnerKernels,
         transfer: HostDeviceTransfer,
+        processors: Mapping[str, LogitsProcessor],
     ) -> None:
-        """Bind the kernels."""
+        """Bind the kernels. `processors` are the logits processors that sequences may name."""
         self._state = state
         self._flags = flags
         self._kernels = kernels
         self._transfer = transfer
         self._counts = TokenCounts(state.layout.num_slots, vocab_size, state.words.device)
         self._biases = Biases(state.layout.num_slots, state.words.device)
+        self._end_ids = EndIds(state.layout.num_slots, state.words.device)
+        self._processors = LogitsProcessors(processors)
 
     def begin(self, inits: SlotInits) -> None:
         """Store the sampling parameters that are not columns of the slots' state."""
@@ -104,6 +113,12 @@ class Sampler:
             self._counts.begin(inits, penalised, self._transfer)
         if len(biased):
             self._biases.begin(inits, biased, self._transfer)
+        endless = np.flatnonzero(self._flags.num_endless[inits.slots]).astype(np.int32)
+        if len(endless):
+            self._end_ids.begin(inits, endless, self._transfer)
+        processed = np.flatnonzero(self._flags.processed[inits.slots]).astype(np.int32)
+        if len(processed):
+            self._processors.begin(inits, processed)
 
     def __call__(
         self, logits: torch.Tensor, rows: SamplingRows, late: LateInputs | None
@@ -114,15 +129,21 @@ class Sampler:
         """
         flags = self._flags
         asked = flags.asked(rows.slots)
-        if late is None and not asked & SPECIAL:
+        if not asked & SPECIAL:
+            if late is not None:
+                self._mask(logits, rows, late)
             return Sampled(self._choose(logits, rows, asked), None)
         wanted = flags.num_logprobs[rows.slots]
         asking = np.flatnonzero(wanted >= 0)
         penalised = np.flatnonzero(flags.penalised[rows.slots])
         biased = np.flatnonzero(flags.biased[rows.slots])
-        asking_rows, penalised_rows, biased_rows = self._transfer.send((asking, penalised, biased))
+        endless = np.flatnonzero(flags.num_endless[rows.slots])
+        processed = np.flatnonzero(flags.processed[rows.slots])
+        asking_rows, penalised_rows, biased_rows, endless_rows = self._transfer.send(
+            (asking, penalised, biased, endless)
+        )
         raw = torch.log_softmax(logits[asking_rows].float(), dim=-1) if len(asking) else None
-        if late is not None or len(penalised) or len(biased):
+        if any(map(len, (penalised, biased, endless, processed))):
             logits = logits.float()
         if len(penalised):
             self._counts.penalise(
@@ -130,6 +151,13 @@ class Sampler:
             )
         if len(biased):
             self._biases.add(logits, biased_rows, rows.device_slots[biased_rows])
+        if len(processed):
+            self._processors.apply(
+                logits, processed, rows.slots, self._state.last_token, self._transfer
+            )
+        if len(endless):
+            self._end_ids.forbid(logits, endless_rows, rows.device_slots[endless_rows])
+            flags.note_sampled(rows.slots)
         if late is not None:
             self._mask(logits, rows, late)
         ids = self._choose(logits, rows, asked)
@@ -155,12 +183,20 @@ class Sampler:
         )
         return ids
 
-    def _mask(self, logits: torch.Tensor, rows: SamplingRows, late: LateInputs) -> None:
+    def mask(self, logits: torch.Tensor, places: I64, late: LateInputs) -> None:
+        """Forbid tokens in place; `places` are the rows of logits [S, V] that `late` masks, in its order."""
         if late.num_positions != 1:
             raise ValueError("masks for draft positions need a drafter, and none is loaded")
-        place = np.searchsorted(rows.plan_rows, late.rows)
         words = late.mask.reshape(len(late.rows), -1)
-        mask(logits, *self._transfer.send((place.astype(np.int64), words)))
+        self._kernels.mask[logits.dtype](logits, *self._transfer.send((places, words)))
+
+    def _mask(self, logits: torch.Tensor, rows: SamplingRows, late: LateInputs) -> None:
+        self.mask(logits, places_of(rows, late), late)
+
+
+def places_of(rows: SamplingRows, late: LateInputs) -> I64:
+    """Return the places of the masked rows among the sampling rows."""
+    return np.searchsorted(rows.plan_rows, late.rows).astype(np.int64)
 
 
 def draw(
@@ -184,9 +220,18 @@ def draw(
 
 
 def _logprobs(raw: torch.Tensor, ids: torch.Tensor, plan_rows: I32, width: int) -> RawLogprobs:
+    chosen, ranks, top_ids, top_values = rank_tokens(raw, ids, width)
+    return RawLogprobs(plan_rows, top_ids.shape[1], chosen, ranks, top_ids, top_values)
+
+
+def rank_tokens(
+    raw: torch.Tensor, ids: torch.Tensor, width: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return values and ranks [R] of tokens `ids` [R], and ids and values [R, width] of the top tokens.
+
+    `raw` float32 [R, V] are log-probabilities; the width is at most V. Ids and ranks are int32.
+    """
     chosen = raw.gather(1, ids.to(torch.int64).clamp_(min=0).unsqueeze(1))
     ranks = (raw > chosen).sum(dim=-1, dtype=torch.int32) + 1
     top_values, top_ids = raw.topk(min(width, raw.shape[1]), dim=-1)
-    return RawLogprobs(
-        plan_rows, top_ids.shape[1], chosen.squeeze(1), ranks, top_ids.to(torch.int32), top_values
-    )
+    return chosen.squeeze(1), ranks, top_ids.to(torch.int32), top_values

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tokenspeed_core.api.step import I32, I64, BlockDelta, SlotInits, StepPlan
+from tokenspeed_core.api.step import I32, I64, BlockDelta, Bool, SlotInits, StepPlan
 
 _FLOATS = (
     "temperature",
@@ -158,12 +158,16 @@ class SlotFlags:
         self.penalised = np.zeros(num_slots, bool)
         self.biased = np.zeros(num_slots, bool)
         self.num_logprobs = np.full(num_slots, -1, np.int32)
+        self.num_endless = np.zeros(num_slots, np.int32)
+        self.processed = np.zeros(num_slots, bool)
 
     def reset(self) -> None:
         """Make all slots greedy."""
         self.asks[:] = 0
         self.penalised[:] = self.biased[:] = False
         self.num_logprobs[:] = -1
+        self.num_endless[:] = 0
+        self.processed[:] = False
 
     def update(self, inits: SlotInits) -> None:
         """Set the flags of sequences that get a slot."""
@@ -175,10 +179,23 @@ class SlotFlags:
         )
         self.biased[slots] = np.diff(inits.bias_starts) > 0
         self.num_logprobs[slots] = inits.logprobs
-        special = self.penalised[slots] | self.biased[slots] | (inits.logprobs >= 0)
+        self.num_endless[slots] = np.where(np.diff(inits.end_starts) > 0, inits.num_endless, 0)
+        self.processed[slots] = [bool(each) for each in inits.processors] or False
+        special = self._is_adjusted(slots) | (self.num_endless[slots] > 0)
         self.asks[slots] = DRAWS * (inits.temperature > 0) + SPECIAL * special
         # Until this block exists, a value that no other slot has.
         self._prefix_ends[:, slots] = -1 - slots
+
+    def note_sampled(self, slots: I32) -> None:
+        """Count a token for each of these slots, if some may not end yet."""
+        endless = slots[self.num_endless[slots] > 0]
+        self.num_endless[endless] -= 1
+        done = endless[self.num_endless[endless] == 0]
+        self.asks[done[~self._is_adjusted(done)]] &= DRAWS
+
+    def _is_adjusted(self, slots: I32) -> Bool:
+        is_changed = self.penalised[slots] | self.biased[slots] | self.processed[slots]
+        return is_changed | (self.num_logprobs[slots] >= 0)
 
     def note_blocks(self, deltas: Sequence[BlockDelta]) -> None:
         """Record a step's new blocks, after `update`."""
@@ -203,7 +220,7 @@ def ragged(starts: I32, index: int) -> slice:
     return slice(int(starts[index]), int(starts[index + 1]))
 
 
-def most_blocks(max_model_len: int, block_size: int) -> int:
+def max_num_blocks(max_model_len: int, block_size: int) -> int:
     """Return the number of block-table entries that the longest sequence needs."""
     return -(-max_model_len // block_size)
 

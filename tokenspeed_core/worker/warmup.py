@@ -34,7 +34,7 @@ def largest_step(limits: SchedulerLimits, num_groups: int) -> WarmupStep:
 
 
 def warmup_steps(limits: SchedulerLimits, num_groups: int) -> Iterator[WarmupStep]:
-    """Yield steps that together call every kernel in every shape class of serving."""
+    """Yield steps that together call every kernel with every kind of shape that occurs while serving."""
     powers = [1 << bit for bit in range(limits.max_num_tokens.bit_length())]
     for size in sorted(
         {1, *powers, *(power + 1 for power in powers if power < limits.max_num_tokens)}
@@ -111,6 +111,9 @@ def _inits(num_rows: int, *, draws: bool = False, special: bool = False) -> Slot
         history_starts=starts,
         history_ids=np.zeros(starts[-1], np.int32),
         history_num_prompt=np.full(num_rows, int(special), np.int32),
+        num_endless=np.full(num_rows, int(special), np.int32),
+        end_starts=starts,
+        end_ids=np.zeros(starts[-1], np.int32),
     )
 
 
