@@ -6,16 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tokenspeed_core.api.sampling import SamplingParams
+    from tokenspeed_core.api.structured_outputs import StructuredOutputs
+    from tokenspeed_core.async_llm import AsyncLLM
     from tokenspeed_core.engine.outputs import RequestOutput, SequenceOutput
-    from tokenspeed_core.engine.requests import BadRequestError
-    from tokenspeed_core.errors import TokenSpeedError
+    from tokenspeed_core.errors import BadRequestError, TokenSpeedError
     from tokenspeed_core.llm import LLM
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "BadRequestError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputs",
     "SequenceOutput",
     "TokenSpeedError",
 ]
@@ -23,9 +26,11 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "LLM": "tokenspeed_core.llm",
-    "BadRequestError": "tokenspeed_core.engine.requests",
+    "AsyncLLM": "tokenspeed_core.async_llm",
+    "BadRequestError": "tokenspeed_core.errors",
     "RequestOutput": "tokenspeed_core.engine.outputs",
     "SamplingParams": "tokenspeed_core.api.sampling",
+    "StructuredOutputs": "tokenspeed_core.api.structured_outputs",
     "SequenceOutput": "tokenspeed_core.engine.outputs",
     "TokenSpeedError": "tokenspeed_core.errors",
 }
@@ -38,3 +43,8 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     return getattr(import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    """List the public names, also before they are imported."""
+    return sorted({*globals(), *__all__})

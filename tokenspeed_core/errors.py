@@ -34,12 +34,22 @@ class CapacityError(TokenSpeedError):
 class RequestFailedError(TokenSpeedError):
     """The engine rejected a request or could not finish it.
 
-    `reason` is "engine_dead", "internal", or the reason of a `Rejected` message.
+    `reason` is "engine_dead", "stopped" (by the user), "internal", or the reason of a `Rejected` message.
     """
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
+
+
+class BadRequestError(TokenSpeedError, ValueError):
+    """An invalid request. `param` is the invalid field, if it is one."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
 
 
 class EngineDeadError(TokenSpeedError):

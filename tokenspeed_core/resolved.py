@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tokenspeed_core.api.grammars import GrammarSpec
 from tokenspeed_core.api.models import Quantization
 from tokenspeed_core.api.policy import Policy
 from tokenspeed_core.checkpoint.resolve import ResolvedCheckpoint
 from tokenspeed_core.config import Config
 from tokenspeed_core.kernels.overrides import Override
+from tokenspeed_core.plugins.entry import Entry
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 
 
@@ -26,6 +28,7 @@ class Resolved:
     # Threads on a CPU; None leaves torch's default. Every op ends in a barrier, so one thread too many
     # costs far more than one too few when other processes keep cores busy.
     num_threads: int | None
+    grammars: tuple[Entry, GrammarSpec] | None = None  # the backend of structured output
 
     @property
     def kv_dtype(self) -> str:

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,7 @@ def locate(
     if folder.is_file():
         raise CheckpointError(
             f"{name} is a file; give the directory of config.json and the weights"
+            + ("; GGUF is not supported" if folder.suffix == ".gguf" else "")
         )
     bundled = catalog.names("checkpoints")
     if catalog.is_installed("checkpoints", name):
@@ -112,7 +114,8 @@ def locate(
     try:
         folder = download(name, config.revision, config.download_dir, wanted)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}{suggest(name, bundled)}") from error
+        form = "" if "/" in name else "; most repo ids have the form OWNER/NAME"
+        raise CheckpointError(f"{error}{suggest(name, bundled) or form}") from error
     return folder, tuple(listed) or _names(folder)
 
 
@@ -151,9 +154,12 @@ def find_family(config: Mapping[str, Any], catalog: Catalog, path: Path) -> Entr
     for architecture in sorted(named, key=lambda each: each not in available):
         if catalog.is_installed("models", architecture):
             return catalog.get("models", architecture)
+    # Most names end in ForCausalLM, so that only very similar ones are probably typos.
+    near = get_close_matches(str(named[0]), available, n=1, cutoff=0.9)
+    hint = f"; did you mean {near[0]}?" if near else ""
     raise CheckpointError(
         f"{path}: no installed model family supports {', '.join(map(str, named))}"
-        f"{suggest(str(named[0]), available)}; installed: {', '.join(available) or 'none'}"
+        f"{hint}; installed: {', '.join(available) or 'none'}"
     )
 
 

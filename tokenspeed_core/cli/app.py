@@ -23,6 +23,18 @@ if TYPE_CHECKING:
 # click's UsageError; newer releases of typer bundle click.
 UsageError: Any = typer.BadParameter.__mro__[1]
 USAGE_STATUS = 2
+# One-dash flags of other engines.
+SHORT_FORMS = {
+    "-tp": "tensor-parallel-size",
+    "-dp": "data-parallel-size",
+    "-pp": "pipeline-parallel-size",
+    "-n": "nnodes",
+    "-r": "node-rank",
+    "-q": "quantization",
+    "-O": "optimization-level",
+    "-sc": "speculative-config",
+    "-cc": "compilation-config",
+}
 # Exceptions of a plugin's command that `main` handles.
 _HANDLED = (UsageError, TokenSpeedError, typer.Exit, typer.Abort, BrokenPipeError, SystemExit)
 
@@ -36,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             try:
                 stream.flush()
             except OSError:
-                # The pipe is closed or the disk is full; Python would exit with a status of its own.
+                # The pipe is closed or the disk is full. Python would exit with another status.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
@@ -48,7 +60,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         status = app(words, prog_name="tokenspeed", standalone_mode=False)
         return status if isinstance(status, int) else 0
     except UsageError as error:
-        message = _explain_usage(error, command)
+        message = _explain_usage(error, command, words)
         if "--json" in words:
             typer.echo(json.dumps({"error": message}, indent=2, ensure_ascii=False))
         return _fail(message)
@@ -152,13 +164,17 @@ def _plugin_command(catalog: Catalog, entry: Entry) -> Callable[[typer.Context],
     return run
 
 
-def _explain_usage(error: Any, command: str | None) -> str:
+def _explain_usage(error: Any, command: str | None, words: Sequence[str]) -> str:
     """Return what was mistyped, and the nearest existing name."""
     option = getattr(error, "option_name", None)
     context = getattr(error, "ctx", None)
     message = str(error.format_message())
     if option is not None and context is not None and "such option" in message.lower():
-        return _unknown_option(option, context)
+        # click reads -tp as -t -p.
+        typed = [word for word in words if word.startswith(option)]
+        return _unknown_option(
+            option if option.startswith("--") or not typed else typed[0], context
+        )
     if command is not None and message.lower().startswith("no such command"):
         return _no_such(command)
     return message[:1].lower() + message[1:].rstrip(".")
@@ -171,6 +187,13 @@ def _unknown_option(option: str, context: Any) -> str:
 
         name = option.removeprefix("--").replace("-", "_")
         return unknown(name, option, known, context.command_path)
+    if option == "-v":
+        return "-v: use `tokenspeed --version`, or --log-level debug for more messages"
+    if "--max-model-len" in known and option in SHORT_FORMS:
+        from tokenspeed_core.config.flag_aliases import refuse_foreign
+
+        name = SHORT_FORMS[option]
+        return f"{option}: {refuse_foreign(name) or f'write --{name}'}"
     hint = suggest(option, known) or f"; `{context.command_path} --help` lists the options"
     return f"{option}: no such option{hint}"
 

@@ -13,7 +13,16 @@ from typing import Annotated, Any
 import typer
 
 from tokenspeed_core.config.describe import as_written, bounds
-from tokenspeed_core.config.schema import SECTIONS, Config, flag, is_switch, metadata, narrowed
+from tokenspeed_core.config.flag_aliases import ACCEPTED, ACCEPTED_WITH_VALUE
+from tokenspeed_core.config.schema import (
+    Config,
+    flag,
+    is_switch,
+    metadata,
+    narrowed,
+    setting_names,
+)
+from tokenspeed_core.config.sections import SECTIONS
 from tokenspeed_core.config.sources import load
 from tokenspeed_core.errors import ConfigError
 
@@ -93,7 +102,7 @@ def with_settings(function: Callable[..., int]) -> Callable[..., int]:
                 continue
             name = parameter.replace(DOT, ".")
             if isinstance(value, str) and value.startswith("--"):
-                raise ConfigError(f"{flag(name)}: missing value, found {value}")
+                raise ConfigError(f"{flag(name)}: expected a value, found {value}")
             flags[name] = value
         return function(**given, flags=flags)
 
@@ -120,10 +129,20 @@ def _parameters() -> Iterable[inspect.Parameter]:
                 f"{name}{DOT}{key}", str, f"{flag(name)}.{key}", f"{flag(name)} for {key}"
             )
 
+    # Flags of other engines that may stay in a command line.
+    for name, why in ACCEPTED.items():
+        yield _parameter(name, bool, flag(name), why, is_hidden=True)
+    for name, why in ACCEPTED_WITH_VALUE.items():
+        yield _parameter(name, str, flag(name), why, is_hidden=True)
 
-def _parameter(name: str, takes: Any, form: str, text: str | None) -> inspect.Parameter:
+
+def _parameter(
+    name: str, takes: Any, form: str, text: str | None, *, is_hidden: bool = False
+) -> inspect.Parameter:
     """Return the parameter of one flag."""
-    option = Annotated[takes | None, typer.Option(form, help=text, show_default=False)]
+    option = Annotated[
+        takes | None, typer.Option(form, help=text, show_default=False, hidden=is_hidden)
+    ]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option)
 
 
@@ -183,12 +202,12 @@ def _overview(command: Overview) -> str:
 def _about(topic: str) -> list[str]:
     name = topic.lstrip("-").replace("-", "_").lower()
     if name == "all":
-        return list(Config.model_fields)
+        return setting_names()
     if name in SECTIONS:
         return [each for each in Config.model_fields if metadata(each)["section"] == name]
     if name in Config.model_fields:
         return [name]
-    texts = {each: str(field.description).lower() for each, field in Config.model_fields.items()}
+    texts = {each: str(Config.model_fields[each].description).lower() for each in setting_names()}
     return [each for each, text in texts.items() if name in each or topic.lower() in text]
 
 

@@ -1,4 +1,4 @@
-"""What a command plugin may import from the core besides `api`. Importing it is cheap."""
+"""The modules of the core that a command plugin may import, in addition to `api`. Importing it is cheap."""
 
 from __future__ import annotations
 

@@ -1,17 +1,58 @@
-"""What a server needs of the core: the engine's client and messages, text, parsers, hooks, processes."""
+"""The parts of the core that a server uses: the engine's client and messages, text, parsers, hooks, processes."""
 
 from __future__ import annotations
 
 from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.checkpoint.resolve import ResolvedCheckpoint, resolve_checkpoint
 from tokenspeed_core.engine.client import EchoClient, EngineClient, State
-from tokenspeed_core.engine.factory import discover, discover_in_subprocess, load_text, num_workers
-from tokenspeed_core.engine.messages import Drain, Ready, Submit, TokenLogprobs, WorkerReady
+from tokenspeed_core.engine.engine_process import EngineProcess, engine_program
+from tokenspeed_core.engine.factory import (
+    discover,
+    discover_in_subprocess,
+    load_text,
+    model_traits,
+    num_workers,
+)
+from tokenspeed_core.engine.logits_processors import LogitsProcessorTable
+from tokenspeed_core.engine.messages import (
+    Drain,
+    Grammar,
+    Heartbeat,
+    PromptLogprobs,
+    Ready,
+    Reasoning,
+    Submit,
+    TokenLogprobs,
+    WorkerReady,
+)
 from tokenspeed_core.engine.parent_death import attach_to_parent
-from tokenspeed_core.engine.reply_parsers import NamedParser, Parsers, find_parsers
-from tokenspeed_core.engine.requests import BadRequestError, Defaults, build_submit, read_ids
+from tokenspeed_core.engine.reply_parsers import (
+    NamedParser,
+    Parsers,
+    describe_parsers,
+    find_parsers,
+)
+from tokenspeed_core.engine.requests import (
+    Defaults,
+    build_submit,
+    check_ids,
+    check_text_fits,
+    read_ids,
+)
+from tokenspeed_core.engine.stats import (
+    HOST_BOUNDS,
+    REQUEST_BOUNDS,
+    STEP_BOUNDS,
+    EngineStats,
+    Histogram,
+    HistogramCounts,
+)
+from tokenspeed_core.engine.subprocesses import Program, Subprocess
+from tokenspeed_core.engine.subprocesses import start as start_subprocess
 from tokenspeed_core.errors import (
+    BadRequestError,
     CapacityError,
+    CheckpointError,
     ConfigError,
     EngineDeadError,
     PluginError,
@@ -19,36 +60,43 @@ from tokenspeed_core.errors import (
     TokenSpeedError,
     suggest,
 )
+from tokenspeed_core.logs import current_request_id, log_fields
 from tokenspeed_core.plugins.hooks import Hooks
 from tokenspeed_core.text import Assembler, ChatTemplate, TemplateError, Tokenizer
-from tokenspeed_core.text.detokenizer import ByteDetokenizer, Detokenizer
-
-ENGINE_MODULE = "tokenspeed_core.engine.process"  # run as `python -m`, this is an engine process
+from tokenspeed_core.text.detokenizer import Detokenizer, without_text
+from tokenspeed_core.text.isolated_template import IsolatedTemplate
 
 __all__ = [
     "Assembler",
     "BadRequestError",
-    "ByteDetokenizer",
     "CapacityError",
     "ChatTemplate",
+    "CheckpointError",
     "ConfigError",
     "Defaults",
     "Detokenizer",
     "Drain",
-    "ENGINE_MODULE",
     "EchoClient",
     "EngineClient",
     "EngineDeadError",
+    "EngineProcess",
     "FinishReason",
+    "Grammar",
     "Hooks",
+    "IsolatedTemplate",
+    "LogitsProcessorTable",
     "NamedParser",
     "Parsers",
     "PluginError",
+    "Program",
+    "PromptLogprobs",
     "Ready",
+    "Reasoning",
     "RequestFailedError",
     "ResolvedCheckpoint",
     "State",
     "Submit",
+    "Subprocess",
     "TemplateError",
     "TokenLogprobs",
     "TokenSpeedError",
@@ -56,12 +104,28 @@ __all__ = [
     "WorkerReady",
     "attach_to_parent",
     "build_submit",
+    "check_ids",
+    "check_text_fits",
+    "current_request_id",
+    "describe_parsers",
     "discover",
     "discover_in_subprocess",
+    "engine_program",
     "find_parsers",
     "load_text",
+    "log_fields",
+    "model_traits",
     "num_workers",
     "read_ids",
     "resolve_checkpoint",
+    "start_subprocess",
     "suggest",
+    "without_text",
+    "Heartbeat",
+    "HOST_BOUNDS",
+    "REQUEST_BOUNDS",
+    "STEP_BOUNDS",
+    "EngineStats",
+    "Histogram",
+    "HistogramCounts",
 ]

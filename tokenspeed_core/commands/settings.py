@@ -15,6 +15,7 @@ from tokenspeed_core.config import Config
 from tokenspeed_core.config.sources import without_settings
 from tokenspeed_core.engine.parent_death import end_with_parent
 from tokenspeed_core.errors import EngineDeadError
+from tokenspeed_core.logs import set_up_log
 
 __all__ = [
     "Config",
@@ -26,6 +27,7 @@ __all__ = [
     "end_with_parent",
     "help_topic",
     "print_help",
+    "set_up_log",
     "with_settings",
     "without_settings",
 ]

@@ -14,7 +14,7 @@ FAMILIES_WITH_FLAG = ("attention", "moe", "sampling")  # --attention-backend and
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a candidate was not chosen, and what the user can do about it ("" for nothing)."""
+    """Why a candidate was not chosen, and a hint for the user ("" if there is none)."""
 
     what: str
     hint: str = ""

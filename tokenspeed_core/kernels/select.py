@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -11,13 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from tokenspeed_core.api.attention import AttentionProblem
-from tokenspeed_core.api.kernels import (
-    Capability,
-    InstalledKernel,
-    KernelSpec,
-    PlatformInfo,
-    Ranking,
-)
+from tokenspeed_core.api.kernels import InstalledKernel, KernelSpec, PlatformInfo, Ranking
 from tokenspeed_core.api.ops import OpContract, Problem, common_ops
 from tokenspeed_core.errors import SelectionError, describe_error
 from tokenspeed_core.kernels.options import describe_options, read_options
@@ -29,10 +23,9 @@ from tokenspeed_core.kernels.plan import (
     Reason,
     Verdict,
 )
+from tokenspeed_core.kernels.refusals import hardware_refusals, problem_refusals
 from tokenspeed_core.plugins.catalog import plugin_error
 from tokenspeed_core.plugins.selection import DEFAULTS
-
-_FLAGS = {"dtype": "--dtype", "block_size": "--block-size"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,13 +277,13 @@ class Selector:
                 lines.append(f"  {name}: no such backend is installed for this op")
         # Hints only for the requested backends, which come first.
         for verdict in sorted(verdicts, key=lambda verdict: verdict.backend not in names):
-            said = []
+            texts = []
             for reason in verdict.reasons:
                 has_hint = reason.hint and verdict.backend in names
-                said.append(f"{reason.what} -> {reason.hint}" if has_hint else reason.what)
-            if not said:
-                said = ["fits, but auto does not choose it" if verdict.needs_name else "fits"]
-            lines.append(f"  {verdict.backend} ({verdict.distribution}): {'; '.join(said)}")
+                texts.append(f"{reason.what} -> {reason.hint}" if has_hint else reason.what)
+            if not texts:
+                texts = ["fits, but auto does not choose it" if verdict.needs_name else "fits"]
+            lines.append(f"  {verdict.backend} ({verdict.distribution}): {'; '.join(texts)}")
         fitting = ", ".join(verdict.backend for verdict in verdicts if verdict.fits)
         if fitting:
             lines.append(f"  backends that fit: {fitting}; use {planned.alternative()}")
@@ -365,74 +358,3 @@ def _sort_key(kernel: InstalledKernel, fastest: tuple[str, ...]) -> tuple[Any, .
     needs_name = kernel.needs_ranking and not is_ranked
     breadth = spec.capability.breadth()
     return place, needs_name, spec.reference, breadth, kernel.distribution, spec.backend
-
-
-def hardware_refusals(capability: Capability, platform: PlatformInfo) -> Iterable[Reason]:
-    """Yield every reason why a kernel does not run on a device."""
-    if platform.kind not in capability.platforms:
-        wanted = ", ".join(capability.platforms)
-        yield Reason(
-            f"device {platform.kind} is not supported (supported: {wanted})",
-            f"use a {wanted} device",
-        )
-        return
-    low, high = capability.min_compute_capability, capability.max_compute_capability
-    found = platform.compute_capability
-    if (low or high) and not (found and (low or found) <= found <= (high or found)):
-        shown = "unknown" if found is None else _version(found)
-        wanted = _version_range(low, high)
-        yield Reason(
-            f"compute capability {shown} is not supported (supported: {wanted})",
-            f"use a device of compute capability {wanted}",
-        )
-
-
-def problem_refusals(
-    capability: Capability, problem: Problem, needs: frozenset[str] = frozenset()
-) -> Iterable[Reason]:
-    """Yield every reason why a capability does not cover a problem with the features `needs`."""
-    for axis, allowed in (
-        ("dtype", capability.dtypes),
-        ("kv_dtype", capability.kv_dtypes),
-        ("head_size", capability.head_sizes),
-        ("block_size", capability.block_sizes),
-        ("phase", capability.phases),
-    ):
-        if axis in problem and allowed and problem[axis] not in allowed:
-            supported = ", ".join(map(str, allowed))
-            what = f"{axis} {problem[axis]} is not supported (supported: {supported})"
-            yield Reason(what, _axis_hint(axis, problem["dtype"], allowed))
-    for limit in capability.limits:
-        if limit.axis in problem and (refusal := limit.refusal(problem[limit.axis])):
-            yield Reason(refusal)
-    needed = needs | ({"window"} if problem.get("window") is not None else set())
-    for feature in sorted(needed - capability.features):
-        hint = "--enforce-eager" if feature == "graph_safe" else ""
-        yield Reason(f"the feature {feature} is not supported", hint)
-
-
-def _axis_hint(axis: str, dtype: str, allowed: tuple[Any, ...]) -> str:
-    """Return the flags that set an axis to an allowed value, "" if there are none."""
-    if axis != "kv_dtype":
-        return f"{_FLAGS[axis]} {allowed[0]}" if axis in _FLAGS else ""
-    if "float8_e4m3fn" in allowed:
-        return "--kv-cache-dtype fp8_e4m3"
-    fitting = [
-        each
-        for each in (dtype, *allowed)
-        if each in allowed and each.endswith(("float16", "float32"))
-    ]
-    also = f" --dtype {fitting[0]}" if fitting and fitting[0] != dtype else ""
-    return f"--kv-cache-dtype auto{also}" if fitting else ""
-
-
-def _version_range(low: tuple[int, int] | None, high: tuple[int, int] | None) -> str:
-    if low is None:
-        return "any" if high is None else f"{_version(high)} or older"
-    if high is None:
-        return f"{_version(low)} or newer"
-    return _version(low) if low == high else f"{_version(low)} to {_version(high)}"
-
-
-def _version(version: tuple[int, int]) -> str:
-    return f"{version[0]}.{version[1]}"

@@ -27,12 +27,15 @@ def kernel_table(plan: KernelPlan) -> str:
     lines = [f"kernels on {plan.platform}", *_aligned(rows)]
 
     reasons = _reasons(plan)
-    room = max(1, min(_MAX_REASONS, _HEIGHT - 1 - len(lines)))
-    for line in reasons[:room]:
+    room = max(1, min(_MAX_REASONS, _HEIGHT - 2 - len(lines)))
+    if reasons:
+        lines.append("backends not used:")
+    for reason, ops in reasons[:room]:
+        line = f"  {reason} ({', '.join(ops)})"
         lines.append(line if len(line) <= _WIDTH else f"{line[: _WIDTH - 1]}…")
     if len(reasons) > room:
-        hidden = len(reasons) - room
-        lines.append(f"not shown: {hidden}. Run `tokenspeed plugins why OP` for all reasons.")
+        op = reasons[room][1][0]
+        lines.append(f"  and {len(reasons) - room} more. For one op: tokenspeed plugins why {op}")
     return "\n".join(lines)
 
 
@@ -50,15 +53,15 @@ def _aligned(rows: list[tuple[str, str, str, str]]) -> Iterable[str]:
         )
 
 
-def _reasons(plan: KernelPlan) -> list[str]:
-    """Return the first reason against each backend, with the ops it concerns."""
+def _reasons(plan: KernelPlan) -> list[tuple[str, list[str]]]:
+    """Return the first reason against each backend, each with the ops that it concerns."""
     ops: dict[tuple[str, str], dict[str, None]] = {}
     for planned in plan.ops:
         for verdict in planned.verdicts:
             if verdict.reasons and verdict.backend != planned.backend:
                 key = (verdict.backend, verdict.reasons[0].what)
                 ops.setdefault(key, {})[planned.op] = None
-    return [f"not {backend}: {why} ({', '.join(names)})" for (backend, why), names in ops.items()]
+    return [(f"{backend}: {why}", list(names)) for (backend, why), names in ops.items()]
 
 
 def _extent(group: list[PlannedOp], *, with_layers: bool) -> str:

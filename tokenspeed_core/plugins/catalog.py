@@ -103,8 +103,8 @@ class Catalog:
         """Return whether an entry of that name exists, usable or not."""
         return any((entry.kind, entry.name) == (kind, name) for entry in self._entries)
 
-    def get(self, kind: str, name: str) -> Entry:
-        """Return the usable entry of that name.
+    def get(self, kind: str, name: str, *, flag: str = "") -> Entry:
+        """Return the usable entry of that name, which the user gave with `flag`.
 
         Raises PluginError, with the reason if the entry exists but cannot be used.
         """
@@ -119,7 +119,8 @@ class Catalog:
         names = self.names(kind)
         installed = f"installed: {', '.join(names)}" if names else "none is installed"
         hint = suggest(name, names) or f"; install the distribution that provides {name}"
-        raise PluginError(f"no {kind} named {name!r}; {installed}{hint}")
+        where = f"{flag} {name}: " if flag else ""
+        raise PluginError(f"{where}no {kind} named {name!r}; {installed}{hint}")
 
     def load(self, entry: Entry, expected: type[T], *, required: bool = False) -> T | None:
         """Import an entry's value, which must be an instance of `expected`.
@@ -262,7 +263,7 @@ def make(
 
 
 def plugin_error(entry: Entry, problem: str) -> PluginError:
-    """Return an error about a plugin, with what the user can do about it."""
+    """Return an error about a plugin, with the user's options."""
     kind = kind_of(entry.kind)
     if entry.distribution in DEFAULTS:
         advice = (

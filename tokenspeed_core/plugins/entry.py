@@ -68,7 +68,7 @@ class Preflight:
 def load_target(target: str) -> Any:
     """Import "module:attribute" and return the attribute, or "module" and return the module.
 
-    The attribute may contain dots. Raises what the import raises, and AttributeError.
+    The attribute may contain dots. Raises the import's exceptions, and AttributeError.
     """
     module, _, attribute = target.partition(":")
     found = importlib.import_module(module)

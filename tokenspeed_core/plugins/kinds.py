@@ -12,6 +12,7 @@ COMMANDS = {
     "chat": "tokenspeed-chat",
     "env": "tokenspeed-plugin-tools",
     "plugins": "tokenspeed-plugin-tools",
+    "run-batch": "tokenspeed-server",
     "serve": "tokenspeed-server",
 }
 """The commands of the default distributions."""
@@ -38,6 +39,8 @@ KINDS: dict[str, Kind] = {
     "kernels.attention": Kind(selected_by="--attention-backend"),
     "kernels.moe": Kind(selected_by="--moe-backend"),
     "kernels.sampling": Kind(selected_by="--sampling-backend"),
+    "grammars": Kind(selected_by="--grammar-backend"),
+    "logits_processors": Kind(),
     "models": Kind(),
     "load_formats": Kind(selected_by="--load-format"),
     "quantization": Kind(selected_by="--quantization"),
