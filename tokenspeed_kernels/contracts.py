@@ -234,7 +234,9 @@ ROPE_CACHE = (
 _CORE_INPUTS = {
     "attention": "tokenspeed_testing.attention:make_fixture",
     **{op: f"tokenspeed_testing.inputs:{op}" for op in ("write_kv", "greedy", "sample")},
-    **{op: f"{_INPUTS}:{op}" for op in ("note_tokens", "advance_rows", "map_tokens")},
+    **{
+        op: f"{_INPUTS}:{op}" for op in ("note_tokens", "mask_logits", "advance_rows", "map_tokens")
+    },
 }
 _CORE_MODULES = {
     "attention": "attention",
@@ -244,6 +246,7 @@ _CORE_MODULES = {
     "greedy": "sampling",
     "sample": "sampling",
     "note_tokens": "sampling",
+    "mask_logits": "sampling",
 }
 CORE_REFERENCES = tuple(
     OpReference(op, f"{_REFERENCE}.{module}:{op}", _CORE_INPUTS[op])

@@ -27,6 +27,18 @@ def _torch(op: str, load: str, features: frozenset[str] = _GRAPH_SAFE) -> Kernel
     )
 
 
+def _cpu(
+    op: str, load: str, features: frozenset[str], limits: tuple[AxisLimit, ...] = ()
+) -> KernelSpec:
+    """Describe a kernel that is faster on a CPU than the op's reference. It belongs to the same backend."""
+    return KernelSpec(
+        op=op,
+        backend="torch",
+        capability=Capability(platforms=("cpu",), dtypes=_FLOATS, features=features, limits=limits),
+        load=f"tokenspeed_kernels.cpu.{load}",
+    )
+
+
 def _triton(
     op: str,
     load: str,
@@ -131,23 +143,16 @@ TORCH_CACHE = (
     _torch("write_kv", "cache:write_kv", frozenset()),
     _torch("advance_rows", "cache:advance_rows"),
     _torch("map_tokens", "cache:map_tokens"),
+    _cpu("advance_rows", "step:advance_rows", _GRAPH_SAFE),
+    _cpu("map_tokens", "step:map_tokens", _GRAPH_SAFE),
 )
 TORCH_ATTENTION = (_torch("attention", "attention:attention", frozenset({"window"})),)
 TORCH_SAMPLING = (
     _torch("greedy", "sampling:greedy"),
     _torch("sample", "sampling:sample"),
     _torch("note_tokens", "sampling:note_tokens"),
-    KernelSpec(
-        op="sample",
-        backend="torch",
-        capability=Capability(
-            platforms=("cpu",),
-            dtypes=_FLOATS,
-            features=_BATCH_INVARIANT,
-            limits=(AxisLimit("vocab_size", 257),),
-        ),
-        load="tokenspeed_kernels.cpu.sampling:sample",
-    ),
+    _torch("mask_logits", "sampling:mask_logits"),
+    _cpu("sample", "sampling:sample", _BATCH_INVARIANT, (AxisLimit("vocab_size", 257),)),
 )
 
 _ONE_BLOCK = (AxisLimit("size", 1, 16384),)
@@ -292,4 +297,5 @@ TRITON_SAMPLING = (
     _triton("greedy", "sampling.sample:greedy"),
     _triton("sample", "sampling.sample:sample"),
     _triton("note_tokens", "step:note_tokens"),
+    _triton("mask_logits", "sampling.mask:mask_logits"),
 )

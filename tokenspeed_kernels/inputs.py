@@ -135,6 +135,21 @@ def note_tokens(
     }
 
 
+def mask_logits(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
+    """Make logits [S, V], some of their rows in any order, and random bits for them."""
+    size = problem["vocab_size"]
+    rows = torch.randperm(num, generator=seed)[: -(-num * 2 // 3)]
+    low, high = -(2**31), 2**31
+    words = torch.randint(low, high, (len(rows), -(-size // 32)), generator=seed)
+    return {
+        "logits": random_rows(num, size, problem, at, seed, strided),
+        "rows": rows.to(at),
+        "words": words.to(torch.int32).to(at),
+    }
+
+
 def advance_rows(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
@@ -178,12 +193,12 @@ def map_tokens(
     del strided
     num_slots, num_blocks, num_tokens = num + 2, 37, 3 * num
     table = torch.randint(0, 2**24, (num_slots, num_blocks), generator=seed, dtype=torch.int32)
-    at_most = num_blocks * problem["block_size"]
+    num_positions = num_blocks * problem["block_size"]
     return {
         "table": table.to(at),
         "slots": torch.randint(0, num_slots, (num,), generator=seed).to(at),
         "token_slots": torch.randint(0, num_slots, (num_tokens,), generator=seed).to(at),
-        "positions": torch.randint(0, at_most, (num_tokens,), generator=seed).to(at),
+        "positions": torch.randint(0, num_positions, (num_tokens,), generator=seed).to(at),
         "rows": torch.zeros((num, num_blocks), dtype=torch.int32, device=at),
         "mapping": torch.zeros(num_tokens, dtype=torch.int64, device=at),
     }
@@ -194,14 +209,14 @@ def add_rms_norm_linear(
 ) -> dict[str, Any]:
     """Make x and residual [T, I], norm weight [I], and weight [O, I] and bias [O] as for `linear`."""
     given = add_rms_norm({**problem, "size": problem["in_size"]}, num, at, seed, strided)
-    product = linear(problem, num, at, seed, strided)
+    linear_inputs = linear(problem, num, at, seed, strided)
     return {
         "x": given["x"],
         "residual": given["residual"],
         "norm_weight": given["weight"],
         "eps": EPS,
-        "weight": product["weight"],
-        "bias": product["bias"],
+        "weight": linear_inputs["weight"],
+        "bias": linear_inputs["bias"],
     }
 
 

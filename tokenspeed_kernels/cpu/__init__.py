@@ -1,4 +1,4 @@
-"""CPU kernels in plain torch, for ops with a slow reference."""
+"""CPU kernels in torch and NumPy, for ops with a slow reference."""
 
 from __future__ import annotations
 

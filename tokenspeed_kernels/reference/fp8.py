@@ -79,15 +79,15 @@ def linear_fp8(problem: Problem) -> LinearFp8:
 
 def quantize_linear_fp8(problem: Problem) -> QuantizeLinear:
     """Return `apply(x [T, I], weight [O, I], weight_scale [O, 1], bias) -> y [T, O]`."""
-    product = linear_fp8(problem)
-    return lambda x, weight, weight_scale, bias: product(
+    multiply = linear_fp8(problem)
+    return lambda x, weight, weight_scale, bias: multiply(
         *quantize_rows(x), weight, weight_scale, bias
     )
 
 
 def add_rms_norm_linear_fp8(problem: Problem) -> AddNormLinearFp8:
     """Return `apply(x, residual [T, I], norm_weight, eps, weight [O, I], weight_scale, bias) -> (y, x + residual)`."""
-    norm, product = rms_norm(problem), quantize_linear_fp8(problem)
+    norm, multiply = rms_norm(problem), quantize_linear_fp8(problem)
 
     def apply(
         x: Tensor,
@@ -99,7 +99,7 @@ def add_rms_norm_linear_fp8(problem: Problem) -> AddNormLinearFp8:
         bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         total = x + residual
-        return product(norm(total, norm_weight, eps), weight, weight_scale, bias), total
+        return multiply(norm(total, norm_weight, eps), weight, weight_scale, bias), total
 
     return apply
 

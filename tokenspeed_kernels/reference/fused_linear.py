@@ -21,7 +21,7 @@ AddNormLinear = Callable[
 
 def add_rms_norm_linear(problem: Problem) -> AddNormLinear:
     """Return `apply(x, residual [T, I], norm_weight [I], eps, weight [O, I], bias) -> (y [T, O], x + residual)`."""
-    norm, product = rms_norm(problem), linear(problem)
+    norm, multiply = rms_norm(problem), linear(problem)
 
     def apply(
         x: Tensor,
@@ -32,7 +32,7 @@ def add_rms_norm_linear(problem: Problem) -> AddNormLinear:
         bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         total = x + residual
-        return product(norm(total, norm_weight, eps), weight, bias), total
+        return multiply(norm(total, norm_weight, eps), weight, bias), total
 
     return apply
 
@@ -58,7 +58,7 @@ def add_rms_norm_linear_silu_mul(problem: Problem) -> AddNormLinear:
 def fused_block(problem: Problem) -> FusedBlock:
     """Return `apply(x, residual, out, norm, gate_up, down, next_norm, qkv, eps) -> (y [T, O], total [T, H])`."""
     inner, after = add_rms_norm_linear_silu_mul(problem), add_rms_norm_linear(problem)
-    product = linear(problem)
+    multiply = linear(problem)
 
     def apply(
         x: Tensor,
@@ -71,8 +71,8 @@ def fused_block(problem: Problem) -> FusedBlock:
         qkv: Tensor,
         eps: float,
     ) -> tuple[Tensor, Tensor]:
-        gated, middle = inner(product(x, out, None), residual, norm_weight, eps, gate_up, None)
-        return after(product(gated, down, None), middle, next_norm_weight, eps, qkv, None)
+        gated, middle = inner(multiply(x, out, None), residual, norm_weight, eps, gate_up, None)
+        return after(multiply(gated, down, None), middle, next_norm_weight, eps, qkv, None)
 
     return apply
 

@@ -57,7 +57,7 @@ def moe_experts_fp8(problem: Problem) -> ExpertsFp8:
     Like `moe_experts` it synchronises with the device. Each call converts the weights of its experts to float32.
     """
     inner: int = problem["intermediate_size"]
-    product = linear_fp8({"dtype": "float32"})
+    multiply = linear_fp8({"dtype": "float32"})
 
     def experts(
         x: Tensor,
@@ -71,14 +71,14 @@ def moe_experts_fp8(problem: Problem) -> ExpertsFp8:
         y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         codes, scale = quantize_rows(x)
         for expert, tokens, weight in _with_tokens(ids, weights):
-            both = product(
+            both = multiply(
                 codes[tokens], scale[tokens], gate_up[expert], gate_up_scale[expert], None
             )
             hidden = (functional.silu(both[:, :inner]) * both[:, inner:]).to(x.dtype)
             y.index_add_(
                 0,
                 tokens,
-                product(*quantize_rows(hidden), down[expert], down_scale[expert], None) * weight,
+                multiply(*quantize_rows(hidden), down[expert], down_scale[expert], None) * weight,
             )
         return y.to(x.dtype)
 

@@ -17,9 +17,10 @@ NormRope = Callable[[Tensor, Tensor, Tensor, Tensor, float, Tensor, Tensor, bool
 def rope(problem: Problem) -> Rope:
     """Return `rope(q [T, H, D], k [T, K, D], positions [T], cos_sin [P, R], interleaved) -> None`.
 
-    Cosines and sines are rounded to the dtype of q before the multiplication, as in transformers.
+    Cosines and sines are rounded to the dtype of q before the multiplication, as in transformers. Raises ValueError
+    for a rotary size that is odd or larger than the head size.
     """
-    rotary_size: int = problem["rotary_size"]
+    rotary_size = _rotary_size(problem)
 
     def rotate(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool) -> None:
         cos, sin = _angles(positions, cos_sin, q.dtype)
@@ -34,12 +35,13 @@ def rope(problem: Problem) -> Rope:
 def qk_norm_rope(problem: Problem) -> NormRope:
     """Return the composition of `rms_norm` over each head of q and k and `rope`, in place.
 
-    If q and k are adjacent in memory, as a QKV projection returns them, they are processed as one tensor.
+    If q and k are adjacent in memory, as a QKV projection returns them, they are processed as one tensor. Raises
+    ValueError as `rope` does.
     """
     norm = rms_norm({"dtype": problem["dtype"], "size": problem["head_size"]})
     num_heads: int = problem["num_heads"]
     head_size: int = problem["head_size"]
-    rotary_size: int = problem["rotary_size"]
+    rotary_size = _rotary_size(problem)
 
     def norm_rotate(
         q: Tensor,
@@ -67,6 +69,15 @@ def qk_norm_rope(problem: Problem) -> NormRope:
             _rotate(normed, heads, cos, sin, interleaved)
 
     return norm_rotate
+
+
+def _rotary_size(problem: Problem) -> int:
+    rotary_size: int = problem["rotary_size"]
+    if rotary_size % 2 or rotary_size > problem["head_size"]:
+        raise ValueError(
+            f"rotary_size is {rotary_size}, expected an even number up to head_size ({problem['head_size']})"
+        )
+    return rotary_size
 
 
 def _angles(positions: Tensor, cos_sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

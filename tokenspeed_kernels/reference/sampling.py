@@ -42,6 +42,18 @@ def note_tokens(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor, T
     return _note
 
 
+def mask_logits(problem: Problem) -> Callable[[Tensor, Tensor, Tensor], None]:
+    """Return `mask(logits [S, V], rows int64 [P], words int32 [P, W]) -> None`."""
+    del problem
+    return _mask
+
+
+def _mask(logits: Tensor, rows: Tensor, words: Tensor) -> None:
+    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+    allowed = ((words.unsqueeze(2) >> bits) & 1).flatten(1)[:, : logits.shape[1]]
+    logits[rows] = logits[rows].masked_fill_(allowed == 0, float("-inf"))
+
+
 def _note(logits: Tensor, chosen: Tensor, slots: Tensor, last_token: Tensor, ids: Tensor) -> None:
     chosen = chosen.clamp(0, logits.shape[1] - 1)
     size = logits.gather(1, chosen.unsqueeze(1)).squeeze(1).abs()

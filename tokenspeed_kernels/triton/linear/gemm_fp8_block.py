@@ -21,8 +21,8 @@ from tokenspeed_kernels.triton import precompile
 from tokenspeed_kernels.triton.linear.gemm_fp8 import MAX_ROWS, FewRows, Tiling
 from tokenspeed_kernels.triton.quantize.fp8_per_group import GROUP
 
-FEW_ROWS = 32  # up to so many rows, the streaming kernel keeps more weight tiles in flight
-MIDDLE_ROWS = 128  # up to so many rows, the tiled GEMM uses narrow tiles
+FEW_ROWS = 32  # up to this many rows, the streaming kernel keeps more weight tiles in flight
+MIDDLE_ROWS = 128  # up to this many rows, the tiled GEMM uses narrow tiles
 TOGETHER = 8  # consecutive tiles of x per tile of the weight
 LIBRARY_GROUPS = 4  # cuBLAS needs the groups in a weight row to be a multiple of this
 LIBRARY_ROWS = 4  # and the rows of x

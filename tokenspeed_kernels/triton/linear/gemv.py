@@ -45,7 +45,7 @@ def linear(problem: Problem) -> Callable[[Tensor, Tensor, Tensor | None], Tensor
     in_size, out_size = problem["in_size"], problem["out_size"]
     tiling, pdl = one_row_tiling(in_size), supports_pdl()
 
-    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def apply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if x.shape[0] != 1:
             return functional.linear(x, weight, bias)
         y = x.new_empty((1, out_size))
@@ -53,8 +53,8 @@ def linear(problem: Problem) -> Callable[[Tensor, Tensor, Tensor | None], Tensor
         return y
 
     blank = partial(precompile.blank, problem["dtype"])
-    precompile.compile_for(product, blank(1, in_size), blank(out_size, in_size), None)
-    return product
+    precompile.compile_for(apply, blank(1, in_size), blank(out_size, in_size), None)
+    return apply
 
 
 def add_rms_norm_linear(problem: Problem) -> AddNormLinear:

@@ -17,7 +17,7 @@ from tokenspeed_kernels.triton.moe import kernel
 Route = Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
 Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
-SMALL_SORT = 4096  # up to so many token-expert pairs are sorted by one program
+SMALL_SORT = 4096  # one program sorts up to this many token-expert pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def moe_experts(problem: Problem) -> Experts:
     """Return `experts(x [T, N], gate_up [E, 2I, N], down [E, N, I], weights [T, k], ids [T, k]) -> y [T, N]`.
 
     Token-expert pairs are sorted by expert on the device. Grids are upper bounds, so CUDA graphs may replay it. The
-    order of pairs within an expert does not affect the result: each pair is a row of its own in the GEMMs.
+    order of pairs within an expert does not affect the result: each pair is a separate row in the GEMMs.
     """
     num_experts, top_k = problem["num_experts"], problem["top_k"]
     size, inner = problem["hidden_size"], problem["intermediate_size"]

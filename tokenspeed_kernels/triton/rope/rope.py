@@ -82,6 +82,48 @@ def rotate_heads(
         )
 
 
+@triton.jit
+def rotate_in_place(
+    x_ptr,
+    token,
+    stride_t,
+    stride_h,
+    weight_ptr,
+    eps,
+    angles_ptr,
+    block,
+    NUM_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """Rotate a block of heads of one token in x [T, NUM_HEADS, D]. See `rotate_heads`."""
+    head = block * HEADS + tl.arange(0, HEADS)
+    row = x_ptr + token * stride_t
+    rotate_heads(
+        row,
+        stride_h,
+        row,
+        stride_h,
+        weight_ptr,
+        eps,
+        angles_ptr,
+        head,
+        NUM_HEADS,
+        NUM_HEADS,
+        D,
+        R,
+        BLOCK_PAIRS,
+        BLOCK_REST,
+        INTERLEAVED,
+        HAS_NORM,
+    )
+
+
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr"])
 def _rope(
     q_ptr,
@@ -111,42 +153,38 @@ def _rope(
     block = tl.program_id(1)
     angles_ptr = cos_sin_ptr + tl.load(positions_ptr + token) * cos_sin_stride
     if block < Q_BLOCKS:
-        head = block * HEADS + tl.arange(0, HEADS)
-        row = q_ptr + token * q_stride_t
-        rotate_heads(
-            row,
-            q_stride_h,
-            row,
+        rotate_in_place(
+            q_ptr,
+            token,
+            q_stride_t,
             q_stride_h,
             q_weight_ptr,
             eps,
             angles_ptr,
-            head,
-            H,
+            block,
             H,
             D,
             R,
+            HEADS,
             BLOCK_PAIRS,
             BLOCK_REST,
             INTERLEAVED,
             HAS_NORM,
         )
     else:
-        head = (block - Q_BLOCKS) * HEADS + tl.arange(0, HEADS)
-        row = k_ptr + token * k_stride_t
-        rotate_heads(
-            row,
-            k_stride_h,
-            row,
+        rotate_in_place(
+            k_ptr,
+            token,
+            k_stride_t,
             k_stride_h,
             k_weight_ptr,
             eps,
             angles_ptr,
-            head,
-            K,
+            block - Q_BLOCKS,
             K,
             D,
             R,
+            HEADS,
             BLOCK_PAIRS,
             BLOCK_REST,
             INTERLEAVED,
@@ -184,9 +222,7 @@ def qk_norm_rope(problem: Problem) -> NormRope:
 
 
 def _launcher(problem: Problem) -> Callable[..., None]:
-    num_heads, num_kv_heads = problem["num_heads"], problem["num_kv_heads"]
-    head_size, rotary_size = problem["head_size"], problem["rotary_size"]
-    num_blocks = triton.cdiv(num_heads, HEADS) + triton.cdiv(num_kv_heads, HEADS)
+    num_blocks, sizes = head_blocks(problem)
 
     def launch(
         q: Tensor,
@@ -213,16 +249,26 @@ def _launcher(problem: Problem) -> Callable[..., None]:
             k.stride(0),
             k.stride(1),
             cos_sin.stride(0),
-            H=num_heads,
-            K=num_kv_heads,
-            D=head_size,
-            R=rotary_size,
-            HEADS=HEADS,
-            BLOCK_PAIRS=triton.next_power_of_2(rotary_size // 2),
-            BLOCK_REST=triton.next_power_of_2(max(1, head_size - rotary_size)),
             INTERLEAVED=interleaved,
             HAS_NORM=q_weight is not None,
-            num_warps=NUM_WARPS,
+            **sizes,
         )
 
     return launch
+
+
+def head_blocks(problem: Problem) -> tuple[int, dict[str, int]]:
+    """Return how many blocks of HEADS heads a token has, and the constants of the kernels that process them."""
+    num_heads, num_kv_heads = problem["num_heads"], problem["num_kv_heads"]
+    head_size, rotary_size = problem["head_size"], problem["rotary_size"]
+    sizes = {
+        "H": num_heads,
+        "K": num_kv_heads,
+        "D": head_size,
+        "R": rotary_size,
+        "HEADS": HEADS,
+        "BLOCK_PAIRS": triton.next_power_of_2(rotary_size // 2),
+        "BLOCK_REST": triton.next_power_of_2(max(1, head_size - rotary_size)),
+        "num_warps": NUM_WARPS,
+    }
+    return triton.cdiv(num_heads, HEADS) + triton.cdiv(num_kv_heads, HEADS), sizes

@@ -12,7 +12,7 @@ from torch import Tensor
 from tokenspeed_core.api import Problem
 from tokenspeed_kernels.triton import precompile
 from tokenspeed_kernels.triton.pdl import supports_pdl
-from tokenspeed_kernels.triton.rope.rope import HEADS, NUM_WARPS, rotate_heads
+from tokenspeed_kernels.triton.rope.rope import head_blocks, rotate_heads, rotate_in_place
 
 RopeWrite = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool], None]
 NormRopeWrite = Callable[
@@ -73,21 +73,19 @@ def _rope_write_kv(
     block = tl.program_id(1)
     angles_ptr = cos_sin_ptr + tl.load(positions_ptr + token) * cos_sin_stride
     if block < Q_BLOCKS:
-        head = block * HEADS + tl.arange(0, HEADS)
-        row = q_ptr + token * q_stride_t
-        rotate_heads(
-            row,
-            q_stride_h,
-            row,
+        rotate_in_place(
+            q_ptr,
+            token,
+            q_stride_t,
             q_stride_h,
             q_weight_ptr,
             eps,
             angles_ptr,
-            head,
-            H,
+            block,
             H,
             D,
             R,
+            HEADS,
             BLOCK_PAIRS,
             BLOCK_REST,
             INTERLEAVED,
@@ -183,9 +181,8 @@ def _precompile(launch: Callable[..., None], problem: Problem, *, has_norm: bool
 
 
 def _launcher(problem: Problem) -> Callable[..., None]:
-    num_heads, num_kv_heads = problem["num_heads"], problem["num_kv_heads"]
-    head_size, rotary_size = problem["head_size"], problem["rotary_size"]
-    num_blocks = triton.cdiv(num_heads, HEADS) + triton.cdiv(num_kv_heads, HEADS)
+    num_blocks, sizes = head_blocks(problem)
+    block_d = triton.next_power_of_2(problem["head_size"])
     pdl = supports_pdl()
 
     def launch(
@@ -225,19 +222,12 @@ def _launcher(problem: Problem) -> Callable[..., None]:
             *k_cache.stride()[:3],
             *v_cache.stride()[:3],
             cos_sin.stride(0),
-            H=num_heads,
-            K=num_kv_heads,
-            D=head_size,
-            R=rotary_size,
             BLOCK_SIZE=problem["block_size"],
-            HEADS=HEADS,
-            BLOCK_D=triton.next_power_of_2(head_size),
-            BLOCK_PAIRS=triton.next_power_of_2(rotary_size // 2),
-            BLOCK_REST=triton.next_power_of_2(max(1, head_size - rotary_size)),
+            BLOCK_D=block_d,
             INTERLEAVED=interleaved,
             HAS_NORM=q_weight is not None,
             PDL=pdl,
-            num_warps=NUM_WARPS,
+            **sizes,
             launch_pdl=pdl,
         )
 

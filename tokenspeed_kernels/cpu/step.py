@@ -1,0 +1,70 @@
+"""The bookkeeping of a step on CPUs in NumPy, which handles a few integers in less time than a torch call takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from torch import Tensor
+
+from tokenspeed_core.api import Problem
+
+
+def advance_rows(problem: Problem) -> Callable[..., None]:
+    """Return `apply(state, words, values, slots, advance, token_ids, positions, seq_lens, ends, first, num_slots)`.
+
+    See the op's contract for shapes and meaning.
+    """
+    del problem
+    return _advance
+
+
+def _advance(
+    state: Tensor,
+    words: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    advance: Tensor,
+    token_ids: Tensor,
+    positions: Tensor,
+    seq_lens: Tensor,
+    ends: Tensor,
+    first: int,
+    num_slots: int,
+) -> None:
+    host_state, host_slots, num_decodes = state.numpy(), slots.numpy(), len(token_ids)
+    host_state[words.numpy()] = values.numpy()
+    tokens = host_state[first : first + num_slots]
+    lengths = host_state[first + num_slots : first + 2 * num_slots]
+    row_lengths = lengths[host_slots]
+    if num_decodes:
+        token_ids.numpy()[:] = tokens[host_slots[:num_decodes]]
+        positions.numpy()[:] = row_lengths[:num_decodes]
+    row_lengths += advance.numpy()
+    lengths[host_slots] = row_lengths
+    seq_lens.numpy()[:] = row_lengths
+    ends.numpy()[:] = row_lengths
+
+
+def map_tokens(
+    problem: Problem,
+) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]:
+    """Return `map(table [N, B], slots [R], token_slots [T], positions [T], rows [R, B], mapping [T]) -> None`."""
+    block_size: int = problem["block_size"]
+
+    def apply(
+        table: Tensor,
+        slots: Tensor,
+        token_slots: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        mapping: Tensor,
+    ) -> None:
+        host_table = table.numpy()
+        rows.numpy()[:] = host_table[slots.numpy()]
+        indices, offsets = np.divmod(positions.numpy(), block_size)
+        mapping.numpy()[:] = (
+            host_table[token_slots.numpy(), indices] * np.int64(block_size) + offsets
+        )
+
+    return apply
