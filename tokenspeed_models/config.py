@@ -15,6 +15,10 @@ from tokenspeed_models.rope_config import RopeConfig, read_rope
 
 DTYPES = ("bfloat16", "float16", "float32")
 
+MAX_INTEGER = 2**31 - 1
+MAX_LAYERS = 16384  # each takes time and memory before any weight is read
+MAX_NUMBER = 1e30
+
 
 class ConfigReader:
     """Typed access to a checkpoint's configuration. Raises ValueError for a missing key or a wrong value."""
@@ -30,6 +34,9 @@ class ConfigReader:
         value = self._value(key, default, "a positive integer")
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             raise ValueError(f"config.json: {key} is {value!r}, expected a positive integer")
+        limit = MAX_LAYERS if key.endswith("_layers") else MAX_INTEGER
+        if value > limit:
+            raise ValueError(f"config.json: {key} is above {limit}, which no model has")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -37,6 +44,8 @@ class ConfigReader:
         value = self._value(key, default, "a positive number")
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise ValueError(f"config.json: {key} is {value!r}, expected a positive number")
+        if value > MAX_NUMBER:
+            raise ValueError(f"config.json: {key} is above {MAX_NUMBER}, which no model has")
         return float(value)
 
     def boolean(self, key: str, default: bool) -> bool:

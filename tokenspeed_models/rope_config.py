@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Keys that no supported family uses. They change what a scaling means.
+# Keys that no supported family uses. They change the meaning of a scaling.
 _UNSUPPORTED = ("partial_rotary_factor", "mrope_section", "short_factor", "long_factor")
 _ORIGINAL = "original_max_position_embeddings"
 

@@ -99,7 +99,7 @@ def _wrong_shape(name: str, tensor: torch.Tensor, target: torch.Tensor) -> str:
 
 @dataclass(slots=True)
 class _LoadErrors:
-    """What is wrong with a checkpoint's weights, collected while they are read."""
+    """Problems of a checkpoint's weights, collected while they are read."""
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)

@@ -16,6 +16,7 @@ from tokenspeed_models.layers.mlp import MLP
 from tokenspeed_models.layers.moe import MoE
 from tokenspeed_models.layers.norm import RMSNorm
 from tokenspeed_models.layers.rotary import inverse_frequencies, rotary_table
+from tokenspeed_models.layers.rotary_decoder import RotaryDecoder
 
 __all__ = [
     "MLP",
@@ -28,6 +29,7 @@ __all__ = [
     "OutputHead",
     "Projection",
     "RMSNorm",
+    "RotaryDecoder",
     "build_for_module",
     "inverse_frequencies",
     "rotary_table",

@@ -20,7 +20,7 @@ from tokenspeed_models.layers.decoder import DecoderLayer
 from tokenspeed_models.layers.mlp import MLP
 from tokenspeed_models.layers.ops import dtype_name
 
-# Up to this many rows, time goes into reading weights and into gaps between kernels, which one kernel has none of.
+# Up to this many rows, time goes into reading weights and into gaps between kernels. One kernel has no gaps.
 # A single row is faster with the separate kernels for it.
 MAX_SMALL_BATCH = 64
 # From this many rows on, GEMMs are compute-bound, and those that add to the residual in place save memory traffic.

@@ -84,7 +84,7 @@ class Linear:
         return result
 
     def _multiply(self, *operands: torch.Tensor) -> torch.Tensor:
-        """Return the product of quantized operands, plus the bias."""
+        """Multiply quantized activations and weights, and add the bias."""
         result: torch.Tensor
         scales = None if self.quantized_weight is None else self.quantized_weight.tensor_scales
         if scales is None or scales.is_uniform:

@@ -1,0 +1,87 @@
+"""The model that a `DecoderConfig` describes: rotary attention, then an MLP or experts in each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tokenspeed_core.api import BuildContext
+from tokenspeed_models.config import DecoderConfig
+from tokenspeed_models.layers.attention import Attention
+from tokenspeed_models.layers.causal_lm import CausalLM
+from tokenspeed_models.layers.decoder import DecoderLayer
+from tokenspeed_models.layers.ignored_modules import build_for_module
+from tokenspeed_models.layers.mlp import MLP
+from tokenspeed_models.layers.moe import MoE
+from tokenspeed_models.layers.rotary import rotary_table
+
+
+class RotaryDecoder(CausalLM):
+    """A causal language model without anything that `DecoderConfig` lacks. A family passes the config it has read.
+
+    `config` is the checkpoint's config.json; it names the modules that are not quantized.
+    """
+
+    def __init__(self, c: DecoderConfig, config: Mapping[str, Any], build: BuildContext) -> None:
+        cos_sin = rotary_table(c.rope, build.device)
+        layers = [
+            DecoderLayer(
+                build,
+                c.hidden_size,
+                c.norm_eps,
+                _attention(c, config, build, layer, cos_sin),
+                _mlp(c, config, build, layer),
+            )
+            for layer in build.each_layer(c.num_layers)
+        ]
+        super().__init__(
+            build,
+            layers,
+            vocab_size=c.vocab_size,
+            hidden_size=c.hidden_size,
+            norm_eps=c.norm_eps,
+            tie_embeddings=c.tie_embeddings,
+        )
+
+
+def _attention(
+    c: DecoderConfig,
+    config: Mapping[str, Any],
+    build: BuildContext,
+    layer: int,
+    cos_sin: torch.Tensor,
+) -> Attention:
+    return Attention(
+        build_for_module(build, config, layer, "self_attn"),
+        layer=layer,
+        hidden_size=c.hidden_size,
+        num_heads=c.num_heads,
+        num_kv_heads=c.num_kv_heads,
+        head_size=c.head_size,
+        cos_sin=cos_sin,
+        qkv_bias=c.qkv_bias,
+        out_bias=c.out_bias,
+        qk_norm_eps=c.norm_eps if c.qk_norm else None,
+        window=c.windows[layer],
+    )
+
+
+def _mlp(c: DecoderConfig, config: Mapping[str, Any], build: BuildContext, layer: int) -> MLP | MoE:
+    """Return the experts of a layer, or its MLP if it is dense."""
+    if c.moe is None or layer not in c.moe.layers:
+        return MLP(
+            build_for_module(build, config, layer, "mlp"),
+            c.hidden_size,
+            c.intermediate_size,
+            bias=c.mlp_bias,
+        )
+    return MoE(
+        build_for_module(build, config, layer, "mlp", num_experts=c.moe.num_experts),
+        c.hidden_size,
+        c.moe.intermediate_size,
+        num_experts=c.moe.num_experts,
+        top_k=c.moe.num_experts_per_token,
+        renormalize=c.moe.renormalize,
+    )
