@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
-from tokenspeed_parsers import BASE, DEEPSEEK_R1, JSON, PASSTHROUGH, QWEN3, TAGGED
+from importlib.metadata import EntryPoint, entry_points
+from unittest import SkipTest
+
+import pytest
 from tokenspeed_testing.distribution import DistributionConformance
 from tokenspeed_testing.parser import ParserConformance
+
+KINDS = ("tool_parsers", "reasoning_parsers")
+ENTRIES = [
+    (kind, entry)
+    for kind in KINDS
+    for entry in entry_points(group=f"tokenspeed.{kind}")
+    if entry.value.startswith("tokenspeed_parsers:")
+]
+CHECKS = [name for name in vars(ParserConformance) if name.startswith("test_")]
 
 
 class TestDistribution(DistributionConformance):
     distribution = "tokenspeed-parsers"
 
 
-class TestTagged(ParserConformance):
-    spec, kind = TAGGED, "tool_parsers"
-
-
-class TestJson(ParserConformance):
-    spec, kind = JSON, "tool_parsers"
-
-
-class TestPassthrough(ParserConformance):
-    spec, kind = PASSTHROUGH, "tool_parsers"
-
-
-class TestBase(ParserConformance):
-    spec, kind = BASE, "reasoning_parsers"
-
-
-class TestQwen3(ParserConformance):
-    spec, kind = QWEN3, "reasoning_parsers"
-
-
-class TestDeepseekR1(ParserConformance):
-    spec, kind = DEEPSEEK_R1, "reasoning_parsers"
+@pytest.mark.parametrize(
+    ("kind", "entry"), ENTRIES, ids=[f"{kind}-{entry.name}" for kind, entry in ENTRIES]
+)
+@pytest.mark.parametrize("check", CHECKS)
+def test_parser_conforms(check: str, kind: str, entry: EntryPoint) -> None:
+    suite = type("Suite", (ParserConformance,), {"spec": entry.load(), "kind": kind})()
+    if entry.name != "passthrough":
+        getattr(suite, check)()
+        return
+    try:
+        getattr(suite, check)()
+    except SkipTest as reason:
+        pytest.skip(str(reason))  # it has no examples
