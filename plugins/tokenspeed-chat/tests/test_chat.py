@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenspeed_chat.client import ChatClient, ServerError
+from tokenspeed_chat.client import ChatClient, Delta, ServerError, Usage
+from tokenspeed_chat.screen import Screen
 from tokenspeed_chat.server import started_server
 
 from tokenspeed_core.cli import main
@@ -24,7 +25,7 @@ from tokenspeed_core.commands.settings import Config, EngineDeadError
 
 
 class Handler(BaseHTTPRequestHandler):
-    """An OpenAI server that answers with the number of messages."""
+    """An OpenAI server that thinks, then answers with the number of messages."""
 
     seen: list[dict[str, Any]]
     mode = "fine"
@@ -33,7 +34,10 @@ class Handler(BaseHTTPRequestHandler):
         """Say nothing."""
 
     def do_GET(self) -> None:
-        self._send(json.dumps({"data": [{"id": "tiny"}]}).encode())
+        if self.mode == "locked":
+            self._send(json.dumps({"error": {"message": "missing API key"}}).encode(), 401)
+            return
+        self._send(json.dumps({"data": [{"id": "tiny", "owned_by": "tokenspeed"}]}).encode())
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -42,8 +46,12 @@ class Handler(BaseHTTPRequestHandler):
             self._send(json.dumps({"error": {"message": "max_tokens: too many"}}).encode(), 400)
             return
         parts = ["n=", str(len(body["messages"])), " ü"]
-        events = [{"choices": [{"delta": {"role": "assistant"}}]}]
-        events += [{"choices": [{"delta": {"content": part}}]} for part in parts]
+        deltas: list[dict[str, str]] = [{"role": "assistant"}, {"reasoning_content": "Hm."}]
+        deltas += [{"content": part} for part in parts]
+        events: list[dict[str, Any]] = [{"choices": [{"delta": delta}]} for delta in deltas]
+        usage = {"prompt_tokens": 7, "completion_tokens": 4}
+        usage_event = {**usage, "prompt_tokens_details": {"cached_tokens": 5}}
+        events.append({"choices": [], "usage": usage_event})
         text = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
         self._send((text + ("" if self.mode == "cut" else "data: [DONE]\n\n")).encode())
 
@@ -64,44 +72,119 @@ def server() -> Iterator[tuple[str, type[Handler]]]:
         http.shutdown()
 
 
-def test_lines_of_a_pipe_are_turns_of_one_chat(
+class Terminal(io.StringIO):
+    """A terminal that a user types into."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def type_lines(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    """Let a user type these lines, then Ctrl-D."""
+    monkeypatch.setattr("sys.stdin", Terminal("".join(f"{line}\n" for line in lines)))
+
+
+def pipe(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+
+
+def without_prompts(output: str) -> str:
+    """Return what is left of the output without the prompts of `input`."""
+    return output.replace("> ", "").replace(". ", "")
+
+
+def test_prompt_and_pipe_are_one_question(
     server: tuple[str, type[Handler]],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     url, handler = server
-    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n\nagain\n"))
-    status = main(
-        [
-            "chat",
-            "--base-url",
-            f"{url}/v1",
-            "--system",
-            "be brief",
-            "--temperature",
-            "0",
-            "--api-key",
-            "k",
-        ]
-    )
-    assert status == 0
-    assert capsys.readouterr().out == "n=2 ü\nn=4 ü\n"
-    assert [each["role"] for each in handler.seen[1]["messages"]] == [
-        "system",
-        "user",
-        "assistant",
-        "user",
+    pipe(monkeypatch, "first\n\nsecond\n")
+    words = ["--url", f"{url}/v1", "--system", "be brief", "--temperature", "0"]
+    assert main(["chat", "review this", *words, "--max-tokens", "9", "--api-key", "k"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "n=2 ü\n"
+    assert captured.err == ""
+    (seen,) = handler.seen
+    assert seen["messages"] == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "review this\n\nfirst\n\nsecond"},
     ]
-    assert handler.seen[1]["messages"][2]["content"] == "n=2 ü"
-    assert {each["key"] for each in handler.seen} == {"Bearer k"}
-    assert {each["temperature"] for each in handler.seen} == {0}
+    assert (seen["key"], seen["temperature"], seen["max_tokens"]) == ("Bearer k", 0, 9)
+
+
+def test_empty_pipe_without_a_prompt_is_an_error(
+    server: tuple[str, type[Handler]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pipe(monkeypatch, " \n")
+    assert main(["chat", "--url", server[0]]) == 2
+    assert "PROMPT" in capsys.readouterr().err
+    assert not server[1].seen
+
+
+def test_typed_turns_are_one_conversation(
+    server: tuple[str, type[Handler]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    url, handler = server
+    type_lines(monkeypatch, "hello", "", "again")
+    assert main(["chat", "--url", url]) == 0
+    captured = capsys.readouterr()
+    assert without_prompts(captured.out) == "n=1 ü\nn=3 ü\n"
+    assert [each["role"] for each in handler.seen[1]["messages"]] == ["user", "assistant", "user"]
+    assert handler.seen[1]["messages"][1]["content"] == "n=1 ü"
+    assert "Hm." in captured.err
+    assert "7 prompt tokens (5 cached), 4 tokens" in captured.err
+
+
+def test_messages_of_several_lines_are_joined(
+    server: tuple[str, type[Handler]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, handler = server
+    type_lines(monkeypatch, '"""', "a", "", 'b"""', "c\\", "d")
+    assert main(["chat", "--url", url]) == 0
+    assert [each["messages"][-1]["content"] for each in handler.seen] == ["a\n\nb", "c\nd"]
+
+
+def test_commands_change_the_conversation(
+    server: tuple[str, type[Handler]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    url, handler = server
+    commands = ("/help", "one", "/system be brief", "two", "/clear", "three", "/system", "/nothing")
+    type_lines(monkeypatch, *commands, "four", "/exit", "five")
+    assert main(["chat", "--url", url]) == 0
+    roles = [[each["role"][0] for each in seen["messages"]] for seen in handler.seen]
+    assert ["".join(each) for each in roles] == ["u", "suau", "su", "uau"]
+    errors = capsys.readouterr().err
+    assert "/clear" in errors
+    assert "unknown command /nothing" in errors
+
+
+def test_running_server_at_the_default_address_is_used(
+    server: tuple[str, type[Handler]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    url, handler = server
+    pipe(monkeypatch, "hello")
+    assert main(["chat", "--port", url.rpartition(":")[2]]) == 0
+    assert capsys.readouterr().out == "n=1 ü\n"
+    handler.mode = "locked"
+    pipe(monkeypatch, "hello")
+    assert main(["chat", "--port", url.rpartition(":")[2]]) == 2
+    assert "TOKENSPEED_API_KEY" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("mode", "expected"),
     [("refuse", "400 max_tokens: too many"), ("cut", "ended the answer early")],
 )
-def test_error_or_cut_answer_ends_a_piped_chat(
+def test_error_or_cut_answer_fails_the_command(
     server: tuple[str, type[Handler]],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -110,10 +193,28 @@ def test_error_or_cut_answer_ends_a_piped_chat(
 ) -> None:
     url, handler = server
     handler.mode = mode
-    monkeypatch.setattr("sys.stdin", io.StringIO("hello\nagain\n"))
-    assert main(["chat", "--base-url", url]) == 2
+    pipe(monkeypatch, "hello")
+    assert main(["chat", "--url", url]) == 2
     assert expected in capsys.readouterr().err
-    assert len(handler.seen) == 1
+
+
+def test_failed_turn_is_dropped_from_the_conversation(
+    server: tuple[str, type[Handler]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    url, handler = server
+    stream = ChatClient.stream
+
+    def failing(*arguments: Any) -> Iterator[Delta | Usage]:
+        handler.mode = "fine" if handler.seen else "refuse"
+        yield from stream(*arguments)
+
+    monkeypatch.setattr(ChatClient, "stream", failing)
+    type_lines(monkeypatch, "hello", "again")
+    assert main(["chat", "--url", url]) == 0
+    assert "too many" in capsys.readouterr().err
+    assert [each["content"] for each in handler.seen[1]["messages"]] == ["again"]
 
 
 def test_ctrl_c_stops_the_answer_and_keeps_its_text(
@@ -124,18 +225,21 @@ def test_ctrl_c_stops_the_answer_and_keeps_its_text(
     url, handler = server
     stream = ChatClient.stream
 
-    def interrupted(*arguments: Any) -> Iterator[str]:
-        if len(handler.seen) == 0:
-            yield next(stream(*arguments))
-            raise KeyboardInterrupt
-        yield from stream(*arguments)
+    def interrupted(*arguments: Any) -> Iterator[Delta | Usage]:
+        if handler.seen:
+            yield from stream(*arguments)
+            return
+        parts = stream(*arguments)
+        yield next(parts)
+        yield next(parts)
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(ChatClient, "stream", interrupted)
-    monkeypatch.setattr("sys.stdin", io.StringIO("hello\nagain\n"))
-    assert main(["chat", "--base-url", url]) == 0
+    type_lines(monkeypatch, "hello", "again")
+    assert main(["chat", "--url", url]) == 0
     captured = capsys.readouterr()
-    assert captured.out == "n=\nn=3 ü\n"
-    assert "[stopped]" in captured.err
+    assert without_prompts(captured.out) == "n=\nn=3 ü\n"
+    assert "stopped" in captured.err
 
 
 def test_missing_server_is_an_error_with_a_hint() -> None:
@@ -147,35 +251,38 @@ def test_missing_server_is_an_error_with_a_hint() -> None:
     ("words", "expected"),
     [
         (
-            ("--base-url", "http://127.0.0.1:1", "--port", "1"),
-            "--base-url",
+            ("--url", "http://127.0.0.1:1", "--port", "1"),
+            "--url",
         ),
         (
-            ("--base-url", "http://127.0.0.1:1"),
+            ("--url", "http://127.0.0.1:1"),
             "no server at http://127.0.0.1:1 (Connection refused)",
         ),
         (
-            ("--base-url", ""),
-            "--base-url '': ",
+            ("--url", ""),
+            "--url '': ",
         ),
-        (("--base-url", "ftp://x"), "--base-url 'ftp://x': "),
+        (("--url", "ftp://x"), "--url 'ftp://x': "),
         (
-            ("--base-url", "http://[::1"),
-            "--base-url 'http://[::1': ",
+            ("--url", "http://[::1"),
+            "--url 'http://[::1': ",
         ),
-        (("--base-url", "x:99999"), "--base-url 'x:99999': "),
-        (("--base-url", "not a url"), "--base-url 'not a url': "),
+        (("--url", "x:99999"), "--url 'x:99999': "),
+        (("--url", "not a url"), "--url 'not a url': "),
         (("--prt", "1"), "--prt: no such setting; did you mean --port?"),
-        (("--url", "x"), "--url: no such setting; `tokenspeed chat --help` lists the settings"),
-        (("--base-ulr", "x"), "--base-ulr: no such setting; did you mean --base-url?"),
+        (("--urll", "x"), "--urll: no such setting; did you mean --url?"),
         (("--temprature", "1"), "--temprature: no such setting; did you mean --temperature"),
         (("--jsn",), "--jsn: no such setting; `tokenspeed chat --help` lists the settings"),
         (("--help=bakends",), "did you mean --help=backends?"),
     ],
 )
 def test_usage_error_is_one_line(
-    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], expected: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+    expected: str,
 ) -> None:
+    pipe(monkeypatch, "hello")
     assert main(["chat", *words]) == 2
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1
@@ -207,13 +314,18 @@ class Elsewhere(BaseHTTPRequestHandler):
     ],
 )
 def test_server_without_the_api_is_an_error(
-    capsys: pytest.CaptureFixture[str], status: int, page: bytes, said: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    status: int,
+    page: bytes,
+    said: str,
 ) -> None:
+    pipe(monkeypatch, "hello")
     handler = type("Other", (Elsewhere,), {"status": status, "page": page})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as http:
         threading.Thread(target=http.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{http.server_address[1]}"
-        assert main(["chat", "--base-url", url]) == 2
+        assert main(["chat", "--url", url]) == 2
         http.shutdown()
     error = capsys.readouterr().err
     assert error.count("\n") == 1
@@ -235,7 +347,7 @@ def test_help_lists_own_options_and_settings(
 ) -> None:
     assert main(["chat", "--help"]) == 0
     page = capsys.readouterr().out
-    assert "--base-url URL" in page
+    assert "--url URL" in page
     assert "--max-model-len" in page
     assert main(["chat", "--help=--port"]) == 0
     assert "--port 0..65535" in capsys.readouterr().out
@@ -279,25 +391,23 @@ def test_server_gets_the_settings_and_is_stopped(
     fake_serve: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOKENSPEED_PORT", "1")
-    config = Config.from_keywords(
-        model="m", attention_backend={"decode": "a,b"}, port=9, max_num_seqs=4
-    )
-    with started_server(config) as url:
+    config = Config.from_keywords(model="m", attention_backend={"decode": "a,b"}, max_num_seqs=4)
+    with started_server(config, Screen()) as url:
         settings, environ, pid = json.loads(fake_serve.read_text())
         assert url == f"http://127.0.0.1:{settings['port']}"
-        assert ChatClient(url).is_healthy()
+        assert ChatClient(url).is_ready()
         assert is_alive(pid)
     assert not is_alive(pid)
     assert settings["attention_backend"] == {"default": ["auto"], "decode": ["a", "b"]}
     assert (settings["model"], settings["max_num_seqs"]) == ("m", 4)
-    assert settings["port"] not in (1, 9)
+    assert settings["port"] != 1
     assert "TOKENSPEED_PORT" not in environ
 
 
 def test_server_that_ends_at_once_is_reported(fake_serve: Path) -> None:
     with (
         pytest.raises(EngineDeadError, match="status 3") as caught,
-        started_server(Config(model="broken")),
+        started_server(Config(model="broken"), Screen()),
     ):
         pass
     assert "no such model" in str(caught.value)
@@ -310,9 +420,10 @@ def test_killed_chat_leaves_no_server_and_no_file(
 ) -> None:
     script = tmp_path / "chat.py"
     script.write_text(
-        f"import sys, time\nfrom tokenspeed_chat.server import started_server\n"
+        f"import sys, time\nfrom tokenspeed_chat.screen import Screen\n"
+        f"from tokenspeed_chat.server import started_server\n"
         f"from tokenspeed_core.config import Config\nsys.executable = {sys.executable!r}\n"
-        f"with started_server(Config(model={model!r})):\n    print('up', flush=True)\n    time.sleep(60)\n"
+        f"with started_server(Config(model={model!r}), Screen()):\n    print('up', flush=True)\n    time.sleep(60)\n"
     )
     real = Path(sys.prefix) / "bin" / "python"
     (tmp_path / "tmp").mkdir()

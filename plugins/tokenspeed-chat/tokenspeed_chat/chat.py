@@ -1,16 +1,23 @@
-"""The conversation: turns of a user, or lines of a pipe."""
+"""The command: it chooses the server, then prints one answer or holds a conversation."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
 
-from tokenspeed_chat.client import ChatClient, ServerError, is_address
+from tokenspeed_chat.client import ChatClient, NoServerError, ServerError, is_address
+from tokenspeed_chat.conversation import Conversation, converse
+from tokenspeed_chat.screen import Screen
 from tokenspeed_core import TokenSpeedError
-from tokenspeed_core.commands.settings import ConfigFile, ModelArgument, configure
+from tokenspeed_core.commands.settings import Config, ConfigFile, configure
+
+PROBE_SECONDS = 2.0  # that a server at the default address may take to list its model
+ADDRESS_SETTINGS = {"host", "port", "api_key"}  # which find a server; all others start one
 
 
 class ChatError(TokenSpeedError):
@@ -19,83 +26,92 @@ class ChatError(TokenSpeedError):
 
 def talk(
     *,
-    positional: ModelArgument = None,
-    base_url: Annotated[str | None, typer.Option("--base-url", help="a running server")] = None,
+    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT")] = None,
+    url: Annotated[str | None, typer.Option("--url", help="a running server")] = None,
     system: Annotated[str | None, typer.Option("--system", help="the system message")] = None,
     temperature: Annotated[
         float | None, typer.Option("--temperature", min=0, help="0 is greedy")
     ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", min=1, help="maximum length of an answer")
+    ] = None,
     config: ConfigFile = None,
     flags: dict[str, Any],
 ) -> int:
-    """Chat until Ctrl-D or the end of the pipe; return the exit status. Ctrl-C stops an answer."""
-    options = {} if temperature is None else {"temperature": temperature}
-    if base_url is not None:
-        if positional is not None or config is not None or set(flags) - {"api_key"}:
-            raise ChatError(
-                "--base-url uses a running server: it cannot be combined with server settings"
-            )
-        if not is_address(base_url):
-            raise ChatError(
-                f"--base-url {base_url!r}: not an HTTP address; give one such as http://127.0.0.1:8000"
-            )
-        key = flags.get("api_key") or os.environ.get("TOKENSPEED_API_KEY")
-        return _take_turns(ChatClient(base_url, key), system, options)
-    resolved = configure(positional, flags, config)
+    """Answer PROMPT or the text of a pipe, or chat until Ctrl-D; return the exit status."""
+    given = {"temperature": temperature, "max_tokens": max_tokens}
+    options = {name: value for name, value in given.items() if value is not None}
+    settings = configure(None, flags, config) if url is None else _check(url, config, flags)
+    question = _question(prompt)
+    screen = Screen()
+    with _server(url, settings, screen) as client:
+        try:
+            conversation = Conversation(client, client.model(), system, options)
+            if question is None:
+                return converse(conversation, screen)
+            conversation.answer(question, screen)
+        except ServerError as error:
+            raise ChatError(str(error)) from error
+        except KeyboardInterrupt:
+            return 130
+    return 0
+
+
+def _question(prompt: str | None) -> str | None:
+    """Return the prompt and the text of a pipe, joined; None for a conversation."""
+    piped = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read().strip()
+    parts = [part for part in (prompt, piped) if part]
+    if parts:
+        return "\n\n".join(parts)
+    if prompt is None and sys.stdin is not None and sys.stdin.isatty():
+        return None
+    raise ChatError("the prompt is empty: pass PROMPT, or pipe text to the command")
+
+
+def _check(url: str, file: str | None, flags: dict[str, Any]) -> Config:
+    """Return the settings for a running server: its key. Raises ChatError for others."""
+    if file is not None or set(flags) - {"api_key"}:
+        raise ChatError("--url uses a running server: remove the settings of a server")
+    if not is_address(url):
+        raise ChatError(
+            f"--url {url!r}: not an HTTP address; pass one such as http://127.0.0.1:8000"
+        )
+    key = flags.get("api_key") or os.environ.get("TOKENSPEED_API_KEY")
+    return Config.from_keywords(**({"api_key": key} if key else {}))
+
+
+@contextmanager
+def _server(url: str | None, settings: Config, screen: Screen) -> Iterator[ChatClient]:
+    """Yield a client of the server at `url`, of one that runs already, or of one started here."""
+    if url is not None:
+        yield ChatClient(url, settings.api_key)
+        return
+    running = _running(settings)
+    if running is not None:
+        yield running
+        return
     from tokenspeed_chat.server import started_server
 
-    with started_server(resolved) as url:
-        return _take_turns(ChatClient(url, resolved.api_key), system, options)
+    with started_server(settings, screen) as started:
+        yield ChatClient(started, settings.api_key)
 
 
-def _take_turns(client: ChatClient, system: str | None, options: dict[str, Any]) -> int:
-    """Read turns and print answers; return the exit status."""
-    is_terminal = sys.stdin.isatty()
+def _running(settings: Config) -> ChatClient | None:
+    """Return a client of the TokenSpeed server at the configured address, if nothing else was set.
+
+    Raises ChatError if a server there refuses the key.
+    """
+    if settings.model_fields_set - ADDRESS_SETTINGS:
+        return None
+    client = ChatClient(f"http://{settings.host}:{settings.port}", settings.api_key)
     try:
-        model = client.model()
+        return client if client.is_tokenspeed(PROBE_SECONDS) else None
+    except NoServerError:
+        return None
     except ServerError as error:
-        raise ChatError(str(error)) from error
-    if is_terminal:
-        import readline  # noqa: F401  # adds history and editing to input()
-
-        typer.echo(
-            f"{model} at {client.base_url}. Ctrl-C stops an answer, Ctrl-D leaves.", err=True
-        )
-    messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
-    while True:
-        try:
-            line = input("> " if is_terminal else "")
-        except EOFError:
-            return 0
-        except KeyboardInterrupt:
-            typer.echo("\nCtrl-D leaves.", err=True)
-            continue
-        if line.strip():
-            messages.append({"role": "user", "content": line})
-            _answer(client, model, messages, options, is_terminal)
-
-
-def _answer(
-    client: ChatClient,
-    model: str,
-    messages: list[dict[str, str]],
-    options: dict[str, Any],
-    is_terminal: bool,
-) -> None:
-    """Print the answer as it comes and add it to the messages, unless the request fails."""
-    parts: list[str] = []
-    try:
-        for part in client.stream(model, messages, options):
-            parts.append(part)
-            sys.stdout.write(part)
-            sys.stdout.flush()
-    except KeyboardInterrupt:
-        typer.echo(" [stopped]", err=True)
-    except ServerError as error:
-        if not is_terminal:
-            raise ChatError(str(error)) from error
-        typer.echo(f"\ntokenspeed: {error}", err=True)
-        messages.pop()
-        return
-    typer.echo()
-    messages.append({"role": "assistant", "content": "".join(parts)})
+        if error.status == 401:
+            raise ChatError(
+                f"the server at {client.base_url} needs an API key: set TOKENSPEED_API_KEY, or "
+                "start another server with --port"
+            ) from error
+        return None

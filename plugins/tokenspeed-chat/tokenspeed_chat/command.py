@@ -7,12 +7,14 @@ from collections.abc import Callable
 from tokenspeed_core.commands.settings import SettingsCommand
 
 OVERVIEW = (
-    "tokenspeed chat [MODEL] [OPTIONS]",
-    "Chat with the server at --base-url, or start a server with the options of serve.",
+    "tokenspeed chat [PROMPT] [OPTIONS]",
+    "Chat with a running server, or start one with the options of serve. With PROMPT or a pipe, "
+    "print one answer and exit.",
     (
-        ("--base-url URL", "a running server, such as http://127.0.0.1:8000"),
+        ("--url URL", "a running server; default: the one at --host and --port, or start one"),
         ("--system TEXT", "the system message"),
         ("--temperature NUMBER", "0 is greedy; default: the model's own"),
+        ("--max-tokens NUMBER", "maximum length of an answer"),
         ("--config FILE", "read settings from a YAML file"),
     ),
 )

@@ -17,9 +17,8 @@ from threading import Thread
 from types import FrameType
 from typing import NoReturn
 
-import typer
-
 from tokenspeed_chat.client import ChatClient
+from tokenspeed_chat.screen import Progress, Screen
 from tokenspeed_core.commands.settings import (
     Config,
     EngineDeadError,
@@ -32,14 +31,17 @@ STOP_SECONDS = 30.0  # that a server may take to end before it is killed
 
 
 @contextmanager
-def started_server(config: Config) -> Iterator[str]:
-    """Start `tokenspeed serve` with this configuration on a free port; yield its URL; stop it at the end.
+def started_server(config: Config, screen: Screen) -> Iterator[str]:
+    """Start `tokenspeed serve` with this configuration; yield its URL; stop it at the end.
+
+    Its port is the configured one, or a free one. The screen shows the progress of the start.
 
     It also stops on SIGTERM, when the terminal closes, and when this process is killed. The
     configuration is passed through a pipe, so that no file is left. Raises EngineDeadError with
     the last lines of the server if it ends before it is healthy.
     """
-    port = _free_port()
+    is_chosen = "port" in config.model_fields_set and config.port
+    port = config.port if is_chosen else _free_port()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _exit)
     given = config.model_dump(mode="json", exclude_unset=True)
@@ -66,11 +68,12 @@ def started_server(config: Config) -> Iterator[str]:
         lines: deque[str] = deque(maxlen=20)
         reader = Thread(target=lines.extend, args=(server.stdout,), daemon=True)
         reader.start()
-        typer.echo(f"starting {config.model or 'the demo model'} ...", err=True)
         with suppress(BrokenPipeError), server.stdin:  # the check below reports a dead server
             json.dump(values, server.stdin)
         url = f"http://127.0.0.1:{port}"
-        if not _is_healthy(server, ChatClient(url, config.api_key)):
+        with screen.progress(f"starting {config.model or 'the demo model'} ...") as progress:
+            is_ready = _is_ready(server, ChatClient(url, config.api_key), lines, progress)
+        if not is_ready:
             reader.join(POLL_SECONDS)  # for its last lines
             output = "".join(lines)
             raise EngineDeadError(
@@ -81,11 +84,15 @@ def started_server(config: Config) -> Iterator[str]:
         _stop(server)
 
 
-def _is_healthy(server: subprocess.Popen[str], client: ChatClient) -> bool:
-    """Wait until a server is healthy or has ended."""
-    while not client.is_healthy():
+def _is_ready(
+    server: subprocess.Popen[str], client: ChatClient, lines: deque[str], progress: Progress
+) -> bool:
+    """Wait until a server is ready or has ended; show its last line."""
+    while not client.is_ready():
         if server.poll() is not None:
             return False
+        if lines:
+            progress.update(lines[-1].strip())
         time.sleep(POLL_SECONDS)
     return True
 
