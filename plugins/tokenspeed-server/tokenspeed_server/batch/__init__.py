@@ -1,0 +1,1 @@
+"""`tokenspeed run-batch`: answers the requests of a file without a server."""
