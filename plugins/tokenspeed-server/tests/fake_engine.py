@@ -20,6 +20,7 @@ from tokenspeed_core.engine.messages import (
     Failed,
     Heartbeat,
     Outputs,
+    PromptLogprobs,
     Ready,
     Rejected,
     Submit,
@@ -27,6 +28,13 @@ from tokenspeed_core.engine.messages import (
     to_engine,
 )
 from tokenspeed_core.engine.parent_death import attach_to_parent
+from tokenspeed_core.engine.stats import (
+    HOST_BOUNDS,
+    REQUEST_BOUNDS,
+    STEP_BOUNDS,
+    EngineStats,
+    Histogram,
+)
 from tokenspeed_core.engine.transport import bind, send, send_outputs
 from tokenspeed_core.engine.wire import pack
 
@@ -43,6 +51,8 @@ class Sequence:
 
     def step(self) -> FinishReason:
         prompt = self.request.prompt
+        if not self.request.max_tokens:
+            return FinishReason.LENGTH
         self.tokens.append(int(prompt[(self.index + len(self.tokens)) % len(prompt)]))
         if prompt[0] == ERRS:
             return FinishReason.ERROR
@@ -51,6 +61,28 @@ class Sequence:
         return (
             FinishReason.LENGTH if len(self.tokens) >= self.request.max_tokens else FinishReason.NOT
         )
+
+
+def score(sequence_id: int, sequence: Sequence) -> PromptLogprobs:
+    """Give the prompt token at position p the value -p and rank 2; token p + k is the k-th alternative."""
+    num, width = len(sequence.request.prompt) - 1, sequence.request.prompt_logprobs
+    at = np.arange(1, num + 1)
+    top = at[:, None] + np.arange(width)
+    return PromptLogprobs(
+        sequence_id,
+        width,
+        -at.astype(np.float32),
+        np.full(num, 2, np.int32),
+        top.astype(np.int32).ravel(),
+        -top.astype(np.float32).ravel(),
+    )
+
+
+def make_stats() -> EngineStats:
+    """Return statistics with 7 preemptions and half of 100 blocks in use."""
+    steps, host = Histogram(STEP_BOUNDS).snapshot(), Histogram(HOST_BOUNDS).snapshot()
+    times = Histogram(REQUEST_BOUNDS).snapshot()
+    return EngineStats(7, 1, 2, 3, 4, 5, 20, 30, 45, 5, steps, host, times, times)
 
 
 class FakeEngine:
@@ -88,7 +120,11 @@ class FakeEngine:
             self.step()
             if time.monotonic() > next_pulse or len(self.sequences) != num_told:
                 next_pulse = time.monotonic() + 0.2
-                self.send_all(Heartbeat(self.num_steps, len(self.sequences), 0, self.is_draining))
+                self.send_all(
+                    Heartbeat(
+                        self.num_steps, len(self.sequences), 0, self.is_draining, make_stats()
+                    )
+                )
                 if len(self.sequences) != num_told:
                     num_told = len(self.sequences)
                     self.note(f"heartbeat {num_told}")
@@ -106,7 +142,7 @@ class FakeEngine:
                 send(socket, Rejected(message.request_id, "queue_full", "the queue is full"))
             case Submit():
                 self.note(
-                    f"submit {message.request_id} x{message.n} seed={message.seed} t={message.temperature}"
+                    f"submit {message.request_id} x{message.n} seed={message.seed} t={message.temperature} tenant={message.tenant}"
                 )
                 for index in range(message.n):
                     self.sequences[message.request_id + index] = Sequence(message, index)
@@ -135,16 +171,24 @@ class FakeEngine:
         self.num_steps += 1
         ids = list(self.sequences)
         running = [self.sequences[i] for i in ids]
+        prompts = [
+            score(sequence_id, sequence)
+            for sequence_id, sequence in zip(ids, running, strict=True)
+            if not sequence.tokens and not sequence.index and sequence.request.prompt_logprobs >= 0
+        ]
         finish = [sequence.step() for sequence in running]
-        logprob_rows = [row for row, s in enumerate(running) if s.request.logprobs >= 0]
+        num_tokens = [1 if s.tokens else 0 for s in running]
+        logprob_rows = [
+            row for row, s in enumerate(running) if s.request.logprobs >= 0 and s.tokens
+        ]
         width = max((running[row].request.logprobs for row in logprob_rows), default=0)
         chosen = [running[row].tokens[-1] for row in logprob_rows]
         send_outputs(
             self.sockets,
             Outputs(
                 np.array(ids, np.int64),
-                np.ones(len(ids), np.int32),
-                np.array([s.tokens[-1] for s in running], np.int32),
+                np.array(num_tokens, np.int32),
+                np.array([s.tokens[-1] for s in running if s.tokens], np.int32),
                 np.array(finish, np.int32),
                 np.array(
                     [len(s.request.prompt) - 1 if len(s.tokens) == 1 else 0 for s in running],
@@ -161,6 +205,7 @@ class FakeEngine:
                     ),
                     np.array([-0.5 - k for _ in chosen for k in range(width)], np.float32),
                 ),
+                tuple(prompts),
             ),
         )
         for sequence_id, end in zip(ids, finish, strict=True):

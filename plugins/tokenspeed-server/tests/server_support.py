@@ -7,11 +7,12 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,15 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenspeed_server.lifecycle import WorkerConfig, serve
 from tokenspeed_server.listen import listen, url
-from tokenspeed_server.responses import log_request
+from tokenspeed_server.metrics import MetricsMemory
+from tokenspeed_server.observability import Observability
 from tokenspeed_server.service import ModelText, Options
-from tokenspeed_server.subprocesses import Program
 from tokenspeed_server.supervisor import Supervised, Supervisor
+from tokenspeed_server.unix_socket import listen_unix
 
 from tokenspeed_core.engine.parent_death import attach_to_parent
 from tokenspeed_core.engine.requests import Defaults
+from tokenspeed_core.engine.subprocesses import Program
 from tokenspeed_core.errors import CheckpointError, EngineDeadError
 from tokenspeed_core.text import ChatTemplate, Tokenizer
 
@@ -69,6 +72,9 @@ class Setup:
     has_tokenizer: bool = True
     text_fails: bool = False
     num_workers: int = 1
+    uds: str | None = None
+    certificate: str | None = None  # a file with a certificate and its key
+    has_metrics: bool = False
 
 
 @dataclass
@@ -78,9 +84,15 @@ class Running:
     url: str
     process: subprocess.Popen[str]
     log: Path
+    uds: str | None = None
+    certificate: str | None = None
 
     def client(self, **kinds: Any) -> httpx.Client:
         """Return a client of the server."""
+        if self.uds is not None:
+            kinds["transport"] = httpx.HTTPTransport(uds=self.uds)
+        if self.certificate is not None:
+            kinds["verify"] = ssl.create_default_context(cafile=self.certificate)
         return httpx.Client(base_url=self.url, timeout=60, trust_env=False, **kinds)
 
     def notes(self) -> list[str]:
@@ -133,11 +145,24 @@ def running(
     has_tokenizer: bool = True,
     text_fails: bool = False,
     num_workers: int = 1,
+    uds: str | None = None,
+    certificate: str | None = None,
+    has_metrics: bool = False,
     waits: bool = True,
 ) -> Iterator[Running]:
     """Run a server until the block ends."""
     log = folder / f"engine-{time.monotonic_ns()}.log"
-    setup = Setup(str(log), engine or {}, options or {}, has_tokenizer, text_fails, num_workers)
+    setup = Setup(
+        str(log),
+        engine or {},
+        options or {},
+        has_tokenizer,
+        text_fails,
+        num_workers,
+        uds,
+        certificate,
+        has_metrics,
+    )
     with open(f"{log}.stderr", "w", encoding="utf-8") as stderr:
         process = subprocess.Popen(
             [sys.executable, str(HERE / "server_support.py"), json.dumps(asdict(setup))],
@@ -148,11 +173,11 @@ def running(
         )
     try:
         assert process.stdout is not None
-        server = Running(process.stdout.readline().strip(), process, log)
+        server = Running(process.stdout.readline().strip(), process, log, uds, certificate)
         assert server.url, f"the server ended with status {process.wait()}"
         if waits:
             with server.client() as client:
-                wait_until(lambda: client.get("/health").status_code == 200, 60, "healthy")
+                wait_until(lambda: client.get("/ready").status_code == 200, 60, "ready")
         yield server
     finally:
         process.send_signal(signal.SIGKILL)
@@ -161,7 +186,9 @@ def running(
             process.stdout.close()
 
 
-def launch(setup: Setup, bound: socket.socket) -> WorkerConfig:
+def launch(
+    setup: Setup, bound: socket.socket, worker: int = 0, memory: MetricsMemory | None = None
+) -> WorkerConfig:
     """Return the configuration of an API worker."""
     logging.basicConfig(level=logging.INFO, filename=f"{setup.log}.server")
     tokenizer = make_tokenizer() if setup.has_tokenizer else None
@@ -176,23 +203,47 @@ def launch(setup: Setup, bound: socket.socket) -> WorkerConfig:
     def ready(text: ModelText) -> None:
         print("ready", flush=True)
 
-    options = Options(**{"model_name": "fake", "observers": (log_request,), **setup.options})
-    return WorkerConfig(bound, options, load_text, log_level="warning", on_ready=ready)
+    options = Options(**{"model_name": "fake", "request_log_level": 0, **setup.options})
+    observability = None
+    if memory is not None:
+        observability = Observability.with_metrics(memory, worker, "fake", has_prometheus=True)
+    return WorkerConfig(
+        bound,
+        options,
+        load_text,
+        log_level="warning",
+        on_ready=ready,
+        certificate=setup.certificate,
+        observability=observability,
+    )
 
 
 def main(argument: str) -> int:
     """Run a server."""
     setup = Setup(**json.loads(argument))
-    bound, *others = listen("127.0.0.1", 0, setup.num_workers)
-    print(url(bound), flush=True)
+    with ExitStack() as opened:
+        if setup.uds is None:
+            sockets = listen("127.0.0.1", 0, setup.num_workers)
+            where = url(sockets[0], "https" if setup.certificate else "http")
+        else:
+            sockets = opened.enter_context(listen_unix(setup.uds, setup.num_workers))
+            where = "http://localhost"
+        print(where, flush=True)
+        return serve_setup(setup, *sockets)
+
+
+def serve_setup(setup: Setup, bound: socket.socket, *others: socket.socket) -> int:
+    """Serve on these sockets, one per API worker."""
     engine = Program(
         [sys.executable, str(HERE / "fake_engine.py")],
         {"config": {"vocab_size": 400, "log": setup.log, **setup.engine}},
     )
-    command, data = [sys.executable, str(HERE / "server_support.py")], {"setup": asdict(setup)}
-    return serve(
-        launch(setup, bound), Supervisor(engine, [Program(command, data, each) for each in others])
-    )
+    memory = MetricsMemory(setup.num_workers) if setup.has_metrics else None
+    fds = () if memory is None else (memory.fd,)
+    command = [sys.executable, str(HERE / "server_support.py")]
+    data = {"setup": asdict(setup), "fds": fds}
+    workers = [Program(command, data, each, fds) for each in others]
+    return serve(launch(setup, bound, 0, memory), Supervisor(engine, workers))
 
 
 def be_worker(arguments: list[str]) -> int:
@@ -200,9 +251,10 @@ def be_worker(arguments: list[str]) -> int:
     data, pipe = attach_to_parent(arguments)
     time.sleep(data["setup"]["engine"].get("worker_seconds", 0))
     bound, number = socket.socket(fileno=data["listen_fds"][0]), data["worker"]
+    memories = [MetricsMemory(len(data["addresses"]), fd) for fd in data["fds"]]
     try:
         return serve(
-            launch(Setup(**data["setup"]), bound),
+            launch(Setup(**data["setup"]), bound, number, *memories),
             Supervised(number, data["addresses"][number], pipe),
         )
     except EngineDeadError:

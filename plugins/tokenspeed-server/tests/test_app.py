@@ -145,4 +145,11 @@ def test_openapi_describes_bodies_with_their_bounds(service: Service) -> None:
     assert "prompt" in schemas["CompletionRequest"]["required"]
     assert schemas["Message"]["properties"]["role"]["enum"]
     assert get(create_app(service), "/openapi.json").json() == described
-    assert get(create_app(service), "/docs").status_code == 404
+    assert {"TokenizeRequest", "DetokenizeRequest"} <= schemas.keys()
+
+
+def test_api_page_loads_nothing_from_other_sites(service: Service) -> None:
+    page = get(create_app(service), "/docs")
+    assert page.status_code == 200
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert "//" not in page.text.replace("</", ""), "an address of another site, or a comment"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from server_support import make_tokenizer
-from tokenspeed_server import routes
+from tokenspeed_server import admission, routes
 from tokenspeed_server.app import create_app
 from tokenspeed_server.errors import ApiError
 from tokenspeed_server.service import ModelText, Options, Service
@@ -123,7 +123,7 @@ def test_long_bodies_are_parsed_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> 
 
     async def test() -> None:
         with serving() as service:
-            for length in (1, routes.MAX_INLINE_BYTES + 1):
+            for length in (1, admission.MAX_INLINE_BYTES + 1):
                 assert (await ask(service, Body(b"x" * length)))[0] == 400
 
     asyncio.run(test())

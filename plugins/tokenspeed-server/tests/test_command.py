@@ -15,7 +15,8 @@ from tokenspeed_server import serve as server
 from tokenspeed_core.cli import main
 from tokenspeed_core.commands import planning
 from tokenspeed_core.commands.settings import Config
-from tokenspeed_core.config.schema import SECTIONS, flag
+from tokenspeed_core.config.schema import flag
+from tokenspeed_core.config.sections import SECTIONS
 from tokenspeed_core.errors import CheckpointError, ConfigError
 
 HEAVY = ("torch", "numpy", "uvicorn", "fastapi", "transformers", "tokenizers", "huggingface_hub")
@@ -116,16 +117,29 @@ def test_every_setting_has_a_flag(served: list[Config]) -> None:
         "dtype": "float32",
         "log_level": "debug",
         "log_level_http": "debug",
+        "log_format": "json",
+        "metrics_reporters": "[]",
+        "kv_events_config": "{}",
         "schedule_policy": "priority",
         "gpu_memory_utilization": "0.5",
         "cudagraph_capture_sizes": "1,2",
         "kv_cache_memory": "1GB",
         "max_cudagraph_capture_size": "3",
         "kv_cache_dtype": "fp8_e4m3",
+        "unknown_fields": "error",
+        "max_header_bytes": "2048",
+        "max_body_bytes": "4MiB",
+        "max_body_values": "5000",
+        "max_unsent_bytes": "8192",
+        "root_path": "/x",
+        "allowed_origins": "*",
         "kernel_backend": "greedy=a",
         "backend_option": "a.b=c",
     }
-    needs = {"quantization_param_path": ["--kv-cache-dtype", "fp8_e4m3"]}
+    needs = {
+        "quantization_param_path": ["--kv-cache-dtype", "fp8_e4m3"],
+        "ssl_keyfile": ["--ssl-certfile", "3"],
+    }
     for name, field in Config.model_fields.items():
         if field.annotation is bool:
             off = field.default is True

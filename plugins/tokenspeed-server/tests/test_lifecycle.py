@@ -21,8 +21,8 @@ import pytest
 from server_support import Running, is_alive, running, wait_until
 from tokenspeed_server import lifecycle
 from tokenspeed_server.listen import listen
-from tokenspeed_server.subprocesses import make_private_folder
 
+from tokenspeed_core.engine.subprocesses import make_private_folder
 from tokenspeed_core.errors import CapacityError, ConfigError
 
 pytestmark = pytest.mark.slow
@@ -76,12 +76,14 @@ def in_background(
 def test_starting_server_answers_503(tmp_path: Path) -> None:
     engine = {"starts_after": str(tmp_path / "go")}
     with running(tmp_path, engine=engine, waits=False) as server, server.client() as client:
-        assert client.get("/health").status_code == 503
+        assert client.get("/ready").json()["reason"]
+        assert client.get("/ready").status_code == 503
+        assert client.get("/health").status_code == 200, "a server that starts is alive"
         response = client.post("/v1/completions", json=LONG)
         assert (response.status_code, response.json()["error"]["code"]) == (503, "starting")
         assert client.get("/v1/models").status_code == 200
         (tmp_path / "go").touch()
-        wait_until(lambda: client.get("/health").status_code == 200, 30, "healthy")
+        wait_until(lambda: client.get("/ready").status_code == 200, 30, "healthy")
 
 
 def test_engine_that_cannot_start_ends_the_server(tmp_path: Path) -> None:
@@ -111,8 +113,9 @@ def test_signal_drains(tmp_path: Path, number: signal.Signals) -> None:
         thread, answers = in_background(server, {**LONG, "max_tokens": 80})
         server.process.send_signal(number)
         wait_until(
-            lambda: client.get("/health").status_code == 503, 60, "not healthy while draining"
+            lambda: client.get("/ready").status_code == 503, 60, "not healthy while draining"
         )
+        assert client.get("/health").status_code == 200, "a server that drains is alive"
         refused = client.post("/v1/completions", json=LONG)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
         held.unlink()
@@ -127,12 +130,20 @@ def test_second_signal_ends_at_once(tmp_path: Path, streams: bool) -> None:
     with running(tmp_path, engine={"step_seconds": 0.5}) as server, server.client() as client:
         thread, answers = in_background(server, {**LONG, "stream": streams})
         server.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: client.get("/health").status_code == 503, 60, "draining")
+        wait_until(lambda: client.get("/ready").status_code == 503, 60, "draining")
         assert server.process.poll() is None
         server.process.send_signal(signal.SIGTERM)
         assert ended(server) == 128 + signal.SIGTERM
         thread.join()
-        assert "engine_dead" in answers[0].text
+        assert '"code": "stopped"' in answers[0].text
+        assert "engine" not in answers[0].text
+
+
+def test_idle_server_says_that_it_stops(tmp_path: Path) -> None:
+    with running(tmp_path) as server:
+        server.process.send_signal(signal.SIGINT)
+        assert ended(server) == 0
+        assert "stopping" in server.said()
 
 
 def test_signal_during_the_start_ends_the_server(tmp_path: Path) -> None:

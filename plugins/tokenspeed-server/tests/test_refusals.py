@@ -52,10 +52,14 @@ def refusal(response: httpx.Response, status: int = 400) -> dict[str, Any]:
         ("n", 0, "greater than or equal to 1"),
         ("n", 10**30, "less than or equal to 128"),
         ("n", True, "integer"),
-        ("max_tokens", 0, "greater than or equal to 1"),
+        ("max_tokens", -1, "greater than or equal to 0"),
         ("max_tokens", 10_000, "max_tokens"),
+        ("min_tokens", -1, "greater than or equal to 0"),
+        ("min_tokens", 17, "at most 16"),
         ("presence_penalty", 3, "less than or equal to 2"),
-        ("repetition_penalty", 0, "greater than 0"),
+        ("repetition_penalty", 0, "greater than or equal to 0.01"),
+        ("repetition_penalty", 5e-324, "greater than or equal to 0.01"),
+        ("repetition_penalty", 1e-38, "greater than or equal to 0.01"),
         ("seed", 2**63, "less than or equal to"),
         ("logprobs", 21, "less than or equal to 20"),
         ("stop", ["a"] * 17, "at most 16"),
@@ -85,10 +89,11 @@ def refusal(response: httpx.Response, status: int = 400) -> dict[str, Any]:
         ("prompt", {"a": 1}, "dict"),
         ("prompt", [1] * 512, "512"),
         ("prompt", ["a"] * 513, "512"),
-        ("echo", True, ""),
+        ("echo", "yes", "bool"),
+        ("logits_processors", {"x": {}}, "--enable-custom-logit-processor"),
+        ("logits_processors", ["module.Class"], ""),
         ("suffix", "x", ""),
         ("best_of", 2, ""),
-        ("response_format", {"type": "json_object"}, ""),
         ("temprature", 1, "temperature"),
     ],
 )
@@ -108,7 +113,7 @@ def test_bad_completion_field_is_named(
         ({"messages": "hi"}, "messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages[0].mood"),
+        ({"messages": [{"role": "user", "contents": "x"}]}, "messages[0].contents"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages[0].content",
@@ -121,10 +126,12 @@ def test_bad_completion_field_is_named(
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
         ({"chat_template_kwargs": {"messages": []}}, "messages"),
         ({"chat_template_kwargs": {"nonsense": 1}}, "messages"),
-        ({"reasoning_effort": "high"}, "messages"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"functions": []}, "functions"),
-        ({"stream": True, "stream_options": {"include_all": True}}, "stream_options.include_all"),
+        ({"stream": True, "stream_options": {"includeUsage": True}}, "stream_options.includeUsage"),
+        ({"store": "yes"}, "store"),
+        ({"service_tier": "gold"}, "service_tier"),
+        ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
     ],
 )
 def test_bad_chat_field_is_named(client: httpx.Client, change: dict[str, Any], param: str) -> None:
@@ -132,11 +139,13 @@ def test_bad_chat_field_is_named(client: httpx.Client, change: dict[str, Any], p
     assert (error["param"] or "").startswith(param), error
 
 
-def test_arguments_of_earlier_calls_must_be_objects(client: httpx.Client) -> None:
-    call = {"type": "function", "function": {"name": "f", "arguments": "[1]"}}
-    messages = [*USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    error = refusal(client.post("/v1/chat/completions", json={"messages": messages}))
-    assert error["param"] == "messages[1].tool_calls[0].function.arguments"
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
+def test_media_parts_are_refused_by_name(client: httpx.Client, kind: str) -> None:
+    parts = [{"type": "text", "text": "x"}, {"type": kind, kind: {}}]
+    body = {"messages": [{"role": "user", "content": parts}]}
+    error = refusal(client.post("/v1/chat/completions", json=body))
+    assert (error["param"], error["code"]) == ("messages[0].content[1].type", "unsupported")
+    assert kind in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -183,20 +192,28 @@ def test_large_body_is_a_413(server: Running) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/models", "/v1/completions", "/openapi.json", "/nothing", "//health", "/Health"]
+    "path", ["/v1/models", "/v1/completions", "/openapi.json", "/nothing", "/%2Fhealth", "/Health"]
 )
 @pytest.mark.parametrize(
     "key", [None, "Bearer wrong", "Bearer", "Bearer secret key x", "Basic secret key", "é"]
 )
-def test_every_route_but_health_needs_the_key(server: Running, path: str, key: str | None) -> None:
+def test_every_route_but_public_ones_needs_the_key(
+    server: Running, path: str, key: str | None
+) -> None:
     headers = {} if key is None else {b"authorization": key.encode()}
     with server.client() as client:
         refusal(client.request("GET", path, headers=headers), 401)
 
 
-def test_health_needs_no_key(server: Running) -> None:
+def test_probes_and_pages_need_no_key(server: Running) -> None:
     with server.client() as client:
         assert client.get("/health").json() == {"status": "ok"}
+        assert client.get("/ready").json() == {"status": "ready"}
+        for page in ("/", "/dashboard", "/docs"):
+            assert client.get(page).headers["content-type"].startswith("text/html")
+        for path in ("/health", "/ready"):
+            answer = client.head(path)
+            assert (answer.status_code, answer.content) == (200, b"")
 
 
 def test_unknown_route_method_and_model(client: httpx.Client) -> None:
@@ -248,5 +265,5 @@ def test_parameters_reach_the_engine(server: Running, client: httpx.Client) -> N
 
 
 def test_error_quotes_odd_field_names(client: httpx.Client) -> None:
-    response = client.post("/v1/completions", json={"prompt": "a", 'x"\n\u2028': 1})
+    response = client.post("/v1/completions", json={"prompt": "a", 'temperature"\n\u2028': 1})
     assert json.loads(response.content)["error"]["code"] == "unknown_field"

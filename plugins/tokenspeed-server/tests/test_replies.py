@@ -11,13 +11,14 @@ from typing import Any, Literal
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scripted import PARSERS
 from server_support import make_tokenizer
 from tokenspeed_server.errors import ApiError
 from tokenspeed_server.formats import ChatFormat, CompletionFormat, Usage
-from tokenspeed_server.parser_chain import ParserChain, message
+from tokenspeed_server.parser_chain import Delta, ParserChain, message
 from tokenspeed_server.replies import Choice, Reply, ReplyOptions
 
-from tokenspeed_core.api.parsers import ReplyEvent, ReplyParser
+from tokenspeed_core.api.parsers import ParserContext, ReplyEvent, ReplyParser
 from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.engine.messages import TokenLogprobs
 from tokenspeed_core.errors import PluginError
@@ -45,6 +46,13 @@ class Shouts:
 
     def finish(self) -> list[ReplyEvent]:
         return [ReplyEvent("content", ".")]
+
+
+class WritesIds(Shouts):
+    """A parser of calls with the ids that the text contains."""
+
+    def feed(self, text: str) -> list[ReplyEvent]:
+        return [ReplyEvent("call", "f", letter) for letter in text]
 
 
 class Capitals(Shouts):
@@ -119,6 +127,31 @@ def test_reply_does_not_depend_on_token_grouping(
             ]
             assert reported == values
         assert len(report["tokens"]) == whole.usage.num_output
+
+
+def test_call_ids_of_the_model_are_kept_and_unique() -> None:
+    chain = ParserChain({"ids": WritesIds()})
+    whole = message(chain.read("aba", is_over=False))
+    first, second, repeated = [call["id"] for call in whole["tool_calls"]]
+    assert (first, second) == ("a", "b")
+    assert repeated.startswith("call_")
+
+
+def test_call_in_an_unclosed_thought_is_a_call() -> None:
+    reasoning, tools = PARSERS
+    assert reasoning is not None
+    assert tools is not None
+    function = {"type": "function", "function": {"name": "f"}}
+    context = ParserContext((function,), "<think>\n")
+    chain = ParserChain({"thought": reasoning.make(context), "calls": tools.make(context)})
+    deltas: list[Delta] = []
+    for letter in 'I ask.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>':
+        deltas += chain.read(letter, is_over=False)
+    deltas += chain.read("", is_over=True)
+    answer = message(deltas)
+    assert (answer["reasoning_content"], answer["content"]) == ("I ask.", None)
+    assert answer["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
+    assert chain.has_called
 
 
 @settings(max_examples=200, deadline=None)

@@ -286,3 +286,75 @@ def test_server_without_tokenizer_takes_and_returns_ids(
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
         messages = {"messages": [{"role": "user", "content": "hi"}]}
         assert client.post("/v1/chat/completions", json=messages).status_code == 400
+
+
+def test_echo_begins_the_text_and_the_logprobs(client: httpx.Client) -> None:
+    prompt = "hello world é, how are you"
+    body = {"prompt": prompt, "max_tokens": 3, "echo": True, "logprobs": 2}
+    answer = client.post("/v1/completions", json=body).json()
+    (choice,), report = answer["choices"], answer["choices"][0]["logprobs"]
+    num_prompt = answer["usage"]["prompt_tokens"]
+    assert choice["text"].startswith(prompt)
+    assert {len(column) for column in report.values()} == {num_prompt + 3}
+    assert report["token_logprobs"][0] is None
+    assert report["top_logprobs"][0] is None
+    assert report["token_logprobs"][1:num_prompt] == [-float(at) for at in range(1, num_prompt)]
+    assert all(len(top) in (1, 2, 3) for top in report["top_logprobs"][1:])
+    for token, offset in zip(report["tokens"], report["text_offset"], strict=True):
+        assert "�" in token or choice["text"][offset:].startswith(token)
+    assert "".join(report["tokens"]).count("�") == 2  # the two bytes of one character
+
+
+def test_echo_without_output_scores_the_prompt(sdk: openai.OpenAI) -> None:
+    made = sdk.completions.create(
+        model="fake", prompt=[[70, 71, 72], [80]], max_tokens=0, echo=True, logprobs=0
+    )
+    assert made.usage is not None
+    assert made.usage.completion_tokens == 0
+    for choice, ids in zip(made.choices, ([70, 71, 72], [80]), strict=True):
+        assert choice.text == TOKENIZER.decode(ids)
+        assert choice.finish_reason == "length"
+        assert choice.logprobs is not None
+        assert choice.logprobs.token_logprobs == [None, -1.0, -2.0][: len(ids)]
+        assert choice.logprobs.tokens == [TOKENIZER.decode([each]) for each in ids]
+
+
+def test_echo_is_streamed_before_the_first_token(client: httpx.Client) -> None:
+    body = {"prompt": "hello world", "max_tokens": 4, "echo": True, "n": 2}
+    whole = client.post("/v1/completions", json=body).json()["choices"]
+    streamed = [event["choices"][0] for event in events(client, "/v1/completions", body)]
+    for choice in whole:
+        texts = [part["text"] for part in streamed if part["index"] == choice["index"]]
+        assert texts[0].startswith("hello world")
+        assert "".join(texts) == choice["text"]
+
+
+def test_prompt_logprobs_have_vllms_shape(client: httpx.Client) -> None:
+    body = {"prompt": [70, 71, 72], "max_tokens": 1, "prompt_logprobs": 1}
+    (choice,) = client.post("/v1/completions", json=body).json()["choices"]
+    first, second, third = choice["prompt_logprobs"]
+    assert (first, choice["logprobs"]) == (None, None)
+    text = TOKENIZER.decode([72])
+    assert third["72"] == {"logprob": -2.0, "rank": 2, "decoded_token": text}
+    assert {each["rank"] for each in second.values()} == {1, 2}
+    chat = {"messages": [{"role": "user", "content": "hello"}], "prompt_logprobs": 0}
+    answer = client.post("/v1/chat/completions", json={**chat, "max_tokens": 1}).json()
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("completions", {"prompt": "a", "echo": True, "logprobs": 1, "stream": True}, "echo"),
+        ("completions", {"prompt": "a", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ("chat/completions", {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ("chat/completions", {"max_tokens": 0}, "max_tokens"),
+        ("completions", {"prompt": "a", "prompt_logprobs": 21}, "prompt_logprobs"),
+    ],
+)
+def test_wrong_scoring_request_names_the_field(
+    client: httpx.Client, path: str, body: dict[str, Any], param: str
+) -> None:
+    messages = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {}
+    response = client.post(f"/v1/{path}", json={**messages, **body})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from tokenspeed_server import warmup
+from tokenspeed_server import asgi, warmup
 from tokenspeed_server.service import ModelText, Options
 
 from tokenspeed_core.commands.serving import Defaults
@@ -14,9 +14,9 @@ from tokenspeed_core.commands.serving import Defaults
 
 def test_warm_up_answers_without_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     statuses: list[int] = []
-    post = warmup._post
+    post = asgi.post
 
-    async def recording(app: Any, path: str, body: dict[str, Any]) -> None:
+    async def recording(app: Any, path: str, body: bytes, **options: Any) -> asgi.Answer:
         async def inner(scope: Any, receive: Any, send: Any) -> None:
             async def noting(message: Any) -> None:
                 if message["type"] == "http.response.start":
@@ -25,9 +25,9 @@ def test_warm_up_answers_without_an_engine(monkeypatch: pytest.MonkeyPatch) -> N
 
             await app(scope, receive, noting)
 
-        await post(inner, path, body)
+        return await post(inner, path, body, **options)
 
-    monkeypatch.setattr(warmup, "_post", recording)
+    monkeypatch.setattr(asgi, "post", recording)
     records: list[Any] = []
     options = Options("demo", observers=(records.append,), api_key="secret")
     text = ModelText(None, None, Defaults.of({}, ()))

@@ -31,7 +31,7 @@ def connections(server: Running, count: int) -> Iterator[list[httpx.Client]]:
     clients = [server.client() for _ in range(count)]
     try:
         for client in clients:
-            assert client.get("/health").status_code == 200
+            assert client.get("/ready").status_code == 200
         yield clients
     finally:
         for client in clients:
@@ -101,7 +101,7 @@ def in_background(
 
 
 def wait_for_drain(server: Running) -> None:
-    wait_until(lambda: "draining" in server.complaints(), 60, "draining")
+    wait_until(lambda: "draining" in server.said(), 60, "draining")
 
 
 def connection_to(worker: int, server: Running, clients: list[httpx.Client]) -> httpx.Client:
@@ -132,15 +132,29 @@ def test_workers_answer_as_one_worker_does(tmp_path: Path) -> None:
         bodies = {
             client.get(path).text
             for client in clients
-            for path in ("/v1/plugins", "/v1/models", "/health")
+            for path in ("/v1/plugins", "/v1/models", "/ready")
         }
         assert len(bodies) == 3, "workers describe the server differently"
+
+
+def test_every_worker_finds_a_stored_response(tmp_path: Path) -> None:
+    options = {"response_store": str(tmp_path / "responses")}
+    with (
+        running(tmp_path, options=options, num_workers=2) as server,
+        connections(server, 12) as clients,
+    ):
+        body = {"input": "hello", "max_output_tokens": 3}
+        stored = clients[0].post("/v1/responses", json=body).json()
+        assert stored["status"] == "incomplete"
+        assert all(
+            client.get(f"/v1/responses/{stored['id']}").json() == stored for client in clients
+        )
 
 
 def test_workers_serve_when_all_are_ready(tmp_path: Path) -> None:
     def health() -> int:
         with server.client() as client:
-            return client.get("/health").status_code
+            return client.get("/ready").status_code
 
     with running(
         tmp_path, engine={"starts_after": str(tmp_path / "go")}, num_workers=3, waits=False
@@ -247,7 +261,7 @@ def test_signal_drains_all_workers(tmp_path: Path, number: signal.Signals) -> No
         thread.join()
         assert all('"finish_reason":"length"' in each.text for each in answers)
         assert "drained" in server.notes()
-        assert server.complaints().count("draining") == 1
+        assert server.said().count("draining") == 1
 
 
 @pytest.mark.parametrize("worker", [0, 1])
@@ -263,14 +277,14 @@ def test_drain_is_announced_whichever_worker_is_busy(tmp_path: Path, worker: int
         thread, answers = in_background(server, [client], ENDLESS | {"max_tokens": 60})
         wait_until(lambda: server.notes()[-1] == "heartbeat 1", 60, "the engine reports its work")
         if worker:
-            assert first.get("/health").status_code == 200  # so the first worker has read it
+            assert first.get("/ready").status_code == 200  # so the first worker has read it
         server.process.send_signal(signal.SIGINT)
         wait_for_drain(server)
         held.unlink()
         assert all_ended(server, others) == 0
         thread.join()
         assert '"finish_reason":"length"' in answers[0].text
-        assert server.complaints().count("draining; interrupt again to stop at once") == 1
+        assert server.said().count("draining; interrupt again to stop at once") == 1
 
 
 def test_worker_killed_in_a_drain_is_reported(tmp_path: Path) -> None:
@@ -350,7 +364,7 @@ def test_second_signal_ends_all_workers(tmp_path: Path) -> None:
         server.process.send_signal(signal.SIGTERM)
         assert all_ended(server, others) == 128 + signal.SIGTERM
         thread.join()
-        assert all("engine_dead" in each.text for each in answers)
+        assert all('"code": "stopped"' in each.text for each in answers)
 
 
 def test_every_worker_reports_a_dead_engine(tmp_path: Path) -> None:

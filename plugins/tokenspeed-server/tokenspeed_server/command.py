@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import sys
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -13,6 +13,7 @@ from tokenspeed_core.commands.settings import (
     ModelArgument,
     SettingsCommand,
     configure,
+    set_up_log,
 )
 
 OVERVIEW = (
@@ -40,14 +41,14 @@ def run(
 ) -> int:
     """Serve until interrupted; return the exit status."""
     configured = configure(positional, flags, config)
-    logging.basicConfig(
-        level=configured.log_level.upper(), format="%(levelname)s %(name)s: %(message)s"
-    )
+    set_up_log(configured.log_level, configured.log_format, "server")
     if dry_run:
         from tokenspeed_core.commands import planning
 
         typer.echo(planning.dry_run(configured))
         return 0
+    if sys.stderr.isatty():  # imports take a second; the next line replaces this one
+        print("starting ...", end="\r", file=sys.stderr, flush=True)
     from tokenspeed_server import serve
 
     return serve.run(configured)

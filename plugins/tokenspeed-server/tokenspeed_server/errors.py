@@ -11,10 +11,14 @@ _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
+    403: "permission_error",
     405: "invalid_request_error",
+    408: "invalid_request_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
     429: "rate_limit_error",
     500: "server_error",
+    504: "timeout_error",
     503: "service_unavailable_error",
 }
 
@@ -44,8 +48,15 @@ class ApiError(TokenSpeedError):
         match error.reason:
             case "queue_full":
                 return cls(429, message, code="queue_full", headers={"retry-after": "1"})
+            case "tenant_limit":
+                headers = {"retry-after": "1"}
+                return cls(429, message, code="rate_limit_exceeded", headers=headers)
+            case "draining":
+                return cls(503, message, code="draining", headers={"retry-after": "5"})
             case "engine_dead":
                 return cls(500, message, code="engine_dead")
+            case "stopped":
+                return cls(503, message, code="stopped")
             case "internal":
                 return cls(500, message)
             case "too_long":
@@ -62,10 +73,6 @@ class ApiError(TokenSpeedError):
             "code": self.code,
         }
         return json.dumps({"error": error}).encode()
-
-    def event(self) -> bytes:
-        """Return the error as the last events of a stream."""
-        return b"data: " + self.body() + b"\n\ndata: [DONE]\n\n"
 
 
 def model_not_found(asked: str, available: str) -> ApiError:

@@ -1,4 +1,4 @@
-"""The JSON of answers: events of streams and whole bodies, for completions and for chats."""
+"""The format of answers: events of streams and whole bodies, for completions and for chats."""
 
 from __future__ import annotations
 
@@ -6,25 +6,18 @@ import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii as quote
 from typing import Any
 
-from tokenspeed_core.commands.serving import Tokenizer
+from tokenspeed_core.commands.serving import Tokenizer, current_request_id
+from tokenspeed_server.errors import ApiError
+from tokenspeed_server.logprobs import LogprobWriter, ScoredPrompt, TokenLogprob
 from tokenspeed_server.parser_chain import Delta, message
 
 DONE = b"data: [DONE]\n\n"
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """A token's log-probability, the top alternatives, and the token's offset in the text."""
-
-    token_id: int
-    value: float
-    top: Sequence[tuple[int, float]]  # ids and values, most probable first
-    text_offset: int
+NO_USAGE = b'],"usage":null}\n\n'  # the end of an event, in streams with usage
 
 
 @dataclass(slots=True)
@@ -54,58 +47,25 @@ class Answer:
     text: str = ""
     deltas: Sequence[Delta] = ()
     finish_reason: str = ""
+    stop_string: str | None = None  # the stop string that ended it
     logprobs: list[TokenLogprob] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    prompt: ScoredPrompt | None = None  # its log-probabilities, if they are wanted
 
 
 class ResponseFormat(ABC):
-    """The format of one request's answer. The parts that all events share are encoded once."""
+    """The format of one request's answer, whole or as a stream of events. Each API has its own.
 
-    prefix: str
-    kind: str
-    event_kind: str
+    A stream is `opening`, the events of `event`, and `closing` or `failure`. The opening is written
+    last, but sent first.
+    """
 
-    def __init__(self, model: str, tokenizer: Tokenizer | None, wants_usage: bool) -> None:
-        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
-        self._model = model
-        self._tokenizer = tokenizer
-        self._created = int(time.time())
-        head = f'data: {{"id":"{self.id}","object":"{self.event_kind}","created":{self._created},'
-        self._head = (head + f'"model":{quote(model)},"choices":[').encode()
-        self._tail = b'],"usage":null}\n\n' if wants_usage else b"]}\n\n"
+    id: str  # of the answer
+    takes_deltas = False  # whether `event` is called for whole answers too, as for streams
 
-    def opening(self, num_choices: int) -> bytes:
+    @abstractmethod
+    def opening(self, num_choices: int, usage: Usage) -> bytes:
         """Return the events that precede all text."""
-        return b""
-
-    def usage(self, usage: Usage) -> bytes:
-        """Return the event with the usage."""
-        return self._head + b'],"usage":' + json.dumps(usage.as_json()).encode() + b"}\n\n"
-
-    def body(
-        self, answers: Sequence[Answer], usage: Usage, wants_logprobs: bool, wants_ids: bool
-    ) -> bytes:
-        """Return a whole answer."""
-        choices = [
-            {
-                "index": index,
-                **self.content(answer),
-                "finish_reason": answer.finish_reason,
-                "logprobs": self.logprobs(answer.logprobs) if wants_logprobs else None,
-                **({"token_ids": answer.token_ids} if wants_ids else {}),
-            }
-            for index, answer in enumerate(answers)
-        ]
-        return json.dumps(
-            {
-                "id": self.id,
-                "object": self.kind,
-                "created": self._created,
-                "model": self._model,
-                "choices": choices,
-                "usage": usage.as_json(),
-            }
-        ).encode()
 
     @abstractmethod
     def event(
@@ -114,19 +74,118 @@ class ResponseFormat(ABC):
         """Return the events of a delta. `extra` may have "logprobs" and "token_ids"."""
 
     @abstractmethod
+    def closing(self, answers: Sequence[Answer], usage: Usage) -> bytes:
+        """Return the events that follow all text."""
+
+    @abstractmethod
+    def failure(self, error: ApiError) -> bytes:
+        """Return the last events of a stream that an error ends."""
+
+    @abstractmethod
+    def body(
+        self, answers: Sequence[Answer], usage: Usage, wants_logprobs: bool, wants_ids: bool
+    ) -> bytes:
+        """Return a whole answer."""
+
+    def pieces(
+        self, answers: Sequence[Answer], usage: Usage, wants_logprobs: bool, wants_ids: bool
+    ) -> Iterator[bytes]:
+        """Yield a whole answer in pieces. Log-probabilities make it long."""
+        yield self.body(answers, usage, wants_logprobs, wants_ids)
+
+    @abstractmethod
+    def logprobs(self, entries: Sequence[TokenLogprob]) -> Any:
+        """Return tokens' log-probabilities as `event` gets them, None if the format has none."""
+
+
+class OpenAIFormat(ResponseFormat):
+    """What completions and chats have in common. The parts that all events share are encoded once."""
+
+    prefix: str
+    kind: str
+    event_kind: str
+
+    def __init__(self, model: str, tokenizer: Tokenizer | None, wants_usage: bool) -> None:
+        # The id of the HTTP request, so that one string finds both in the log.
+        self.id = f"{self.prefix}-{current_request_id.get() or uuid.uuid4().hex}"
+        self._wants_usage = wants_usage
+        self._model = model
+        self._tokenizer = tokenizer
+        self._writer = LogprobWriter(tokenizer)
+        self._created = int(time.time())
+        head = f'data: {{"id":"{self.id}","object":"{self.event_kind}","created":{self._created},'
+        self._head = (head + f'"model":{quote(model)},"choices":[').encode()
+        self._tail = NO_USAGE if wants_usage else b"]}\n\n"
+
+    def opening(self, num_choices: int, usage: Usage) -> bytes:
+        return b""
+
+    def closing(self, answers: Sequence[Answer], usage: Usage) -> bytes:
+        if not self._wants_usage:
+            return DONE
+        return self._head + b'],"usage":' + json.dumps(usage.as_json()).encode() + b"}\n\n" + DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        return b"data: " + error.body() + b"\n\n" + DONE
+
+    def body(
+        self, answers: Sequence[Answer], usage: Usage, wants_logprobs: bool, wants_ids: bool
+    ) -> bytes:
+        return b"".join(self.pieces(answers, usage, wants_logprobs, wants_ids))
+
+    def pieces(
+        self, answers: Sequence[Answer], usage: Usage, wants_logprobs: bool, wants_ids: bool
+    ) -> Iterator[bytes]:
+        whole = {
+            "id": self.id,
+            "object": self.kind,
+            "created": self._created,
+            "model": self._model,
+        }
+        yield json.dumps(whole)[:-1].encode() + b', "choices": ['
+        for index, answer in enumerate(answers):
+            choice = {
+                "index": index,
+                **self.content(answer),
+                "finish_reason": answer.finish_reason,
+                **({"token_ids": answer.token_ids} if wants_ids else {}),
+            }
+            start = ", " if index else ""
+            yield f'{start}{json.dumps(choice)[:-1]}, "logprobs": '.encode()
+            if wants_logprobs:
+                yield from map(str.encode, self.all_logprobs(answer))
+            else:
+                yield b"null"
+            yield from map(str.encode, self.choice_extra(answer))
+            yield b"}"
+        yield f'], "usage": {json.dumps(usage.as_json())}'.encode()
+        yield from map(str.encode, self.body_extra(answers))
+        yield b"}"
+
+    @abstractmethod
+    def all_logprobs(self, answer: Answer) -> Iterator[str]:
+        """Yield the JSON of an answer's log-probabilities."""
+
+    def choice_extra(self, answer: Answer) -> Iterator[str]:
+        """Yield more JSON fields of a choice, each after a comma."""
+        yield from ()
+
+    def body_extra(self, answers: Sequence[Answer]) -> Iterator[str]:
+        """Yield more JSON fields of a whole answer, each after a comma."""
+        yield from ()
+
+    @abstractmethod
     def content(self, answer: Answer) -> dict[str, Any]:
         """Return the fields of a choice that hold its text."""
 
-    @abstractmethod
-    def logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """Return the log-probabilities of tokens."""
-
-    def _token(self, token_id: int) -> tuple[str, bytes]:
-        piece = b"" if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
-        return piece.decode(errors="replace"), piece
+    def _prompt_logprobs(self, prompt: ScoredPrompt | None) -> Iterator[str]:
+        """Yield the field `prompt_logprobs` after a comma, if it is wanted."""
+        if prompt is not None and prompt.num_top is not None:
+            yield ', "prompt_logprobs": '
+            yield from self._writer.prompt(prompt)
 
 
-class CompletionFormat(ResponseFormat):
+class CompletionFormat(OpenAIFormat):
     """Answers of /v1/completions."""
 
     prefix, kind, event_kind = "cmpl", "text_completion", "text_completion"
@@ -143,28 +202,25 @@ class CompletionFormat(ResponseFormat):
     def content(self, answer: Answer) -> dict[str, Any]:
         return {"text": answer.text}
 
-    def logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-        tops = []
-        for entry in entries:
-            top: dict[str, float] = {}
-            for token_id, value in entry.top:
-                top.setdefault(self._token(token_id)[0], value)
-            top.setdefault(self._token(entry.token_id)[0], entry.value)
-            tops.append(top)
-        return {
-            "tokens": [self._token(entry.token_id)[0] for entry in entries],
-            "token_logprobs": [entry.value for entry in entries],
-            "top_logprobs": tops,
-            "text_offset": [entry.text_offset for entry in entries],
-        }
+    def logprobs(self, entries: Sequence[TokenLogprob]) -> str:
+        return "".join(self._writer.completion(entries))
+
+    def all_logprobs(self, answer: Answer) -> Iterator[str]:
+        entries = answer.logprobs
+        if answer.prompt is not None and answer.prompt.is_echoed:
+            entries = [*answer.prompt.echoed(self._tokenizer), *entries]
+        return self._writer.completion(entries)
+
+    def choice_extra(self, answer: Answer) -> Iterator[str]:
+        return self._prompt_logprobs(answer.prompt)
 
 
-class ChatFormat(ResponseFormat):
+class ChatFormat(OpenAIFormat):
     """Answers of /v1/chat/completions."""
 
     prefix, kind, event_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def opening(self, num_choices: int) -> bytes:
+    def opening(self, num_choices: int, usage: Usage) -> bytes:
         role = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
         return b"".join(
             self._head + f'{{"index":{index},{role}'.encode() + self._tail
@@ -190,25 +246,55 @@ class ChatFormat(ResponseFormat):
     def content(self, answer: Answer) -> dict[str, Any]:
         return {"message": message(answer.deltas)}
 
-    def logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-        return {
-            "content": [
-                {
-                    **self._entry(entry.token_id, entry.value),
-                    "top_logprobs": [self._entry(token_id, value) for token_id, value in entry.top],
-                }
-                for entry in entries
-            ],
-            "refusal": None,
-        }
+    def logprobs(self, entries: Sequence[TokenLogprob]) -> str:
+        return "".join(self._writer.chat(entries))
 
-    def _entry(self, token_id: int, value: float) -> dict[str, Any]:
-        token, piece = self._token(token_id)
-        return {"token": token, "logprob": value, "bytes": list(piece)}
+    def all_logprobs(self, answer: Answer) -> Iterator[str]:
+        return self._writer.chat(answer.logprobs)
+
+    def body_extra(self, answers: Sequence[Answer]) -> Iterator[str]:
+        return self._prompt_logprobs(answers[0].prompt)
+
+
+class RunningUsageFormat(ResponseFormat):
+    """Puts the usage so far into every event of a stream."""
+
+    def __init__(self, inner: OpenAIFormat, usage: Usage) -> None:
+        """`inner` has events with a null usage."""
+        self.id = inner.id
+        self._inner = inner
+        self._usage = usage
+
+    def opening(self, num_choices: int, usage: Usage) -> bytes:
+        return self._filled(self._inner.opening(num_choices, usage))
+
+    def event(
+        self, index: int, delta: Delta, finish_reason: str | None, extra: Mapping[str, Any]
+    ) -> bytes:
+        return self._filled(self._inner.event(index, delta, finish_reason, extra))
+
+    def closing(self, answers: Sequence[Answer], usage: Usage) -> bytes:
+        return self._inner.closing(answers, usage)
+
+    def failure(self, error: ApiError) -> bytes:
+        return self._inner.failure(error)
+
+    def body(
+        self, answers: Sequence[Answer], usage: Usage, wants_logprobs: bool, wants_ids: bool
+    ) -> bytes:
+        return self._inner.body(answers, usage, wants_logprobs, wants_ids)
+
+    def logprobs(self, entries: Sequence[TokenLogprob]) -> Any:
+        return self._inner.logprobs(entries)
+
+    def _filled(self, events: bytes) -> bytes:
+        # Text cannot contain the end of an event: JSON has no raw newlines.
+        usage = json.dumps(self._usage.as_json()).encode()
+        return events.replace(NO_USAGE, b'],"usage":' + usage + b"}\n\n")
 
 
 def _more(extra: Mapping[str, Any]) -> str:
     """Return the JSON of optional fields, each after a comma."""
-    logprobs = json.dumps(extra["logprobs"]) if "logprobs" in extra else "null"
+    logprobs = extra.get("logprobs", "null")
     ids = f',"token_ids":{extra["token_ids"]}' if "token_ids" in extra else ""
     return f',"logprobs":{logprobs}{ids}'

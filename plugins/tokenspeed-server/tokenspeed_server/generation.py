@@ -2,70 +2,131 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from tokenspeed_core.api.parsers import ParserContext
+from tokenspeed_core.api.parsers import ParserContext, ReplyParser
 from tokenspeed_core.api.sampling import SamplingParams
 from tokenspeed_core.api.step import I32
 from tokenspeed_core.commands.serving import (
     Assembler,
     BadRequestError,
-    ByteDetokenizer,
     Detokenizer,
     NamedParser,
+    Parsers,
     Tokenizer,
     build_submit,
+    without_text,
 )
+from tokenspeed_server.access import current_tenant
 from tokenspeed_server.errors import model_not_found
-from tokenspeed_server.formats import ChatFormat, CompletionFormat, ResponseFormat, Usage
+from tokenspeed_server.formats import (
+    ChatFormat,
+    CompletionFormat,
+    ResponseFormat,
+    RunningUsageFormat,
+    Usage,
+)
+from tokenspeed_server.logprobs import ScoredPrompt
 from tokenspeed_server.parser_chain import ParserChain
-from tokenspeed_server.prompts import chat_ids, encode, read_prompts
-from tokenspeed_server.protocol import ChatRequest, CompletionRequest, parse_body
+from tokenspeed_server.prompts import (
+    chat_ids,
+    effort_options,
+    encode,
+    known_parts,
+    read_prompts,
+)
+from tokenspeed_server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    StreamOptions,
+    parse_body,
+)
 from tokenspeed_server.replies import Choice, Reply, ReplyOptions
+from tokenspeed_server.reply_grammar import (
+    ListedCalls,
+    is_held_to_schemas,
+    is_listed,
+    reply_grammar,
+)
 from tokenspeed_server.service import Options, Service, Serving
+from tokenspeed_server.tool_choice import tool_use
 
-MAX_SEQUENCES_PER_REQUEST = 1024
+RECORDING_LEVEL = 2  # of --log-requests-level, from which on outputs are logged
 COMPLETION_TOKENS = 16  # OpenAI's default for completions
 PROMPT_END_TOKENS = 64  # the end of the prompt that parsers see
 
 Body = CompletionRequest | ChatRequest
+# Makes the format of one answer from the model's name, its tokenizer and the usage, which is counted later.
+MakeFormat = Callable[[str, Tokenizer | None, Usage], ResponseFormat]
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """A valid request, with its prompts as token ids."""
+    """A valid request, with its prompts as token ids and the format of its answer."""
 
     body: Body
     params: SamplingParams
     prompts: Sequence[I32]
-
-    @property
-    def wants_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
-        options = self.body.stream_options
-        return options is not None and options.include_usage
+    make_format: MakeFormat
+    ignored: Sequence[str] = ()  # fields without effect, to name to the client
+    echoes: Sequence[str] = ()  # texts of the prompts, if the answer begins with them
 
 
 def parse_request(service: Service, kind: type[Body], data: bytes) -> ParsedRequest:
     """Parse, check and tokenise a body. Raises BadRequestError and ApiError."""
-    body, raw = parse_body(data, kind)
+    parsed = parse_body(data, kind, service.options.unknown_fields)
+    tools = known_parts(parsed.raw.get("tools") or ())
+    make_format = _openai_format(parsed.body)
+    return prepare(service, parsed.body, tools, make_format, ignored=parsed.ignored)
+
+
+def prepare(
+    service: Service,
+    body: Body,
+    tools: Sequence[Mapping[str, Any]] | None,
+    make_format: MakeFormat,
+    *,
+    ignored: Sequence[str] = (),
+) -> ParsedRequest:
+    """Check and tokenise a request of any API. `tools` are in OpenAI's chat format.
+
+    The response names the fields in `ignored`. Raises BadRequestError and ApiError.
+    """
     _check(body, service.options)
-    return ParsedRequest(body, body.sampling_params(), _token_ids(body, raw, service.serving))
+    params = body.sampling_params()
+    prompts = _token_ids(body, tools or None, service.serving)
+    echoes = _echoes(body, prompts, service.serving.text.tokenizer)
+    ignored = [*ignored, *_fields_without_effect(service, body)]
+    service.ignored_fields.note(ignored)
+    return ParsedRequest(body, params, prompts, make_format, ignored, echoes)
+
+
+def _openai_format(body: Body) -> MakeFormat:
+    kind = ChatFormat if isinstance(body, ChatRequest) else CompletionFormat
+    options = body.stream_options or StreamOptions()
+
+    def make(model: str, tokenizer: Tokenizer | None, usage: Usage) -> ResponseFormat:
+        if options.continuous_usage_stats:
+            return RunningUsageFormat(kind(model, tokenizer, True), usage)
+        return kind(model, tokenizer, options.include_usage)
+
+    return make
 
 
 def start(service: Service, request: ParsedRequest) -> tuple[Reply, list[int]]:
     """Send a request to the engine; return its reply and its sequence ids. Raises BadRequestError."""
     serving, params, body = service.serving, request.params, request.body
     tokenizer = serving.text.tokenizer
-    if params.n * len(request.prompts) > MAX_SEQUENCES_PER_REQUEST:
+    max_sequences = service.options.max_sequences
+    if params.n * len(request.prompts) > max_sequences:
         raise BadRequestError(
             f"{len(request.prompts)} prompts with n={params.n} are more than "
-            f"{MAX_SEQUENCES_PER_REQUEST} sequences",
+            f"{max_sequences} sequences: see --max-sequences-per-request",
             "n",
         )
     if params.stop and tokenizer is None:
@@ -83,6 +144,11 @@ def start(service: Service, request: ParsedRequest) -> tuple[Reply, list[int]]:
                 serving.text.defaults,
                 priority=body.priority,
                 cache_salt=body.cache_salt,
+                grammar=reply_grammar(
+                    body, service.options.parsers, partial(_prompt_end, tokenizer, prompt)
+                ),
+                tenant=current_tenant(),
+                processors=service.options.processors,
             )
         except BadRequestError as error:
             if len(request.prompts) == 1 or error.param not in ("prompt", "max_tokens"):
@@ -92,7 +158,9 @@ def start(service: Service, request: ParsedRequest) -> tuple[Reply, list[int]]:
             ) from error
         submits.append(submit)
     reply = _make_reply(service.options, request, tokenizer)
-    choices = [_add_choices(service, reply, request, prompt) for prompt in request.prompts]
+    choices = [
+        _add_choices(service, reply, request, position) for position in range(len(request.prompts))
+    ]
     for submit, sinks in zip(submits, choices, strict=True):
         service.engine.submit(submit, sinks)
     ids = [submit.request_id + index for submit in submits for index in range(params.n)]
@@ -110,10 +178,27 @@ def _check(body: Body, options: Options) -> None:
         )
 
 
-def _token_ids(body: Body, raw: dict[str, Any], serving: Serving) -> list[I32]:
+def _fields_without_effect(service: Service, body: Body) -> list[str]:
+    """Return the fields that this model or the server's settings give no effect."""
+    if not isinstance(body, ChatRequest):
+        return []
+    template, (_, tool_parser) = service.serving.text.template, service.options.parsers
+    use, parsers = tool_use(body), service.options.parsers
+    has_no_parser = bool(use.tools) and not use.is_forced and tool_parser is None
+    names = ["tools"] if has_no_parser else []
+    is_strict = any(tool.function.strict for tool in use.tools)
+    if is_strict and not (use.is_forced or is_held_to_schemas(use, parsers)):
+        names.append("tools[].function.strict")
+    if body.reasoning_effort is not None and template is not None:
+        names += [] if effort_options(body.reasoning_effort, template) else ["reasoning_effort"]
+    return names
+
+
+def _token_ids(
+    body: Body, tools: Sequence[Mapping[str, Any]] | None, serving: Serving
+) -> list[I32]:
     tokenizer, limits = serving.text.tokenizer, serving.limits
     if isinstance(body, ChatRequest):
-        tools = raw.get("tools") or None  # as sent: a model of them would add fields
         return [chat_ids(tokenizer, serving.text.template, body, tools, limits)]
     return [
         prompt
@@ -132,60 +217,123 @@ def _with_default_length(params: SamplingParams, body: Body, room: int) -> Sampl
 
 def _make_reply(options: Options, request: ParsedRequest, tokenizer: Tokenizer | None) -> Reply:
     params, body = request.params, request.body
-    kind = ChatFormat if isinstance(body, ChatRequest) else CompletionFormat
-    response_format: ResponseFormat = kind(options.model_name, tokenizer, request.wants_usage)
     num_cached = 0 if options.reports_cached_tokens else None
+    usage = Usage(sum(map(len, request.prompts)), 0, num_cached)
+    response_format = request.make_format(options.model_name, tokenizer, usage)
     return Reply(
         response_format,
         ReplyOptions(
-            is_stream=body.stream,
+            is_stream=body.stream or response_format.takes_deltas,
             interval=options.stream_interval,
             num_logprobs=-1 if params.logprobs is None else params.logprobs,
             wants_ids=tokenizer is None,
+            records=(options.request_log_level or 0) >= RECORDING_LEVEL,
+            max_unsent_bytes=options.max_unsent_bytes,
         ),
-        Usage(sum(map(len, request.prompts)), 0, num_cached),
+        usage,
     )
 
 
 def _add_choices(
-    service: Service, reply: Reply, request: ParsedRequest, prompt: I32
+    service: Service, reply: Reply, request: ParsedRequest, position: int
 ) -> list[Choice]:
     params, tokenizer = request.params, service.serving.text.tokenizer
-    parsers, context = _parsers(service.options, request.body, tokenizer, prompt)
-    skips_special = params.skip_special_tokens and not any(
-        parser.spec.reads_special_tokens for parser in parsers
-    )
+    prompt = request.prompts[position]
+    scored = _scored_prompt(request, prompt)
+    parsers = _parsers(service.options.parsers, request.body, tokenizer, prompt)
+    is_single = isinstance(request.body, ChatRequest) and not request.body.parallel_tool_calls
+    max_calls = 1 if is_single else None
+    skips_special = params.skip_special_tokens and not parsers.read_special_tokens
     return [
         reply.add_choice(
             Assembler(
                 _detokenizer(tokenizer, skips_special),
                 params.stop,
                 params.include_stop_str_in_output,
+                params.min_tokens,
             ),
-            ParserChain({str(parser.entry): parser.make(context) for parser in parsers}),
+            ParserChain(parsers.make(), max_calls=max_calls),
             is_first_of_prompt=index == 0,
+            echo=request.echoes[position] if request.echoes else "",
+            prompt=scored,
         )
         for index in range(params.n)
     ]
 
 
+def _scored_prompt(request: ParsedRequest, prompt: I32) -> ScoredPrompt | None:
+    """Return where the log-probabilities of a prompt are collected, if they are wanted."""
+    params, body = request.params, request.body
+    if params.prompt_logprobs is None:
+        return None
+    return ScoredPrompt(
+        prompt,
+        num_top=body.prompt_logprobs,
+        is_echoed=bool(request.echoes) and params.logprobs is not None,
+        num_echoed_top=params.logprobs or 0,
+        skips_special=params.skip_special_tokens,
+    )
+
+
+def _echoes(body: Body, prompts: Sequence[I32], tokenizer: Tokenizer | None) -> list[str]:
+    """Return the texts with which the answers begin: the prompts as sent, or decoded."""
+    if isinstance(body, ChatRequest) or not body.echo:
+        return []
+    given = read_prompts(body.prompt)
+    return [
+        each
+        if isinstance(each, str)
+        else ""
+        if tokenizer is None
+        else tokenizer.decode(ids, skip_special_tokens=body.skip_special_tokens)
+        for each, ids in zip(given, prompts, strict=True)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _ReplyParsers:
+    """The parsers of the choices of a prompt. With `is_listed`, calls are a list that the server parses."""
+
+    chosen: Sequence[NamedParser] = ()
+    context: ParserContext = field(default_factory=ParserContext)
+    is_listed: bool = False
+
+    @property
+    def read_special_tokens(self) -> bool:
+        return any(parser.spec.reads_special_tokens for parser in self.chosen)
+
+    def make(self) -> dict[str, ReplyParser]:
+        """Return new parsers, by names for error messages."""
+        made = {str(parser.entry): parser.make(self.context) for parser in self.chosen}
+        return {**made, "forced calls": ListedCalls()} if self.is_listed else made
+
+
 def _parsers(
-    options: Options, body: Body, tokenizer: Tokenizer | None, prompt: I32
-) -> tuple[list[NamedParser], ParserContext]:
-    """Return the parsers of a reply and their context. Without tools, no parser looks for calls."""
+    parsers: Parsers, body: Body, tokenizer: Tokenizer | None, prompt: I32
+) -> _ReplyParsers:
+    """Return the parsers of a reply. Without tools, no parser looks for calls."""
     if not isinstance(body, ChatRequest) or tokenizer is None:
-        return [], ParserContext()
-    tools = body.tools or () if body.tool_choice == "auto" else ()
-    reasoning_parser, tool_parser = options.parsers
-    chosen = (reasoning_parser, tool_parser if tools else None)
-    parsers = [parser for parser in chosen if parser is not None]
-    if not parsers:
-        return [], ParserContext()
-    end = tokenizer.decode(prompt[-PROMPT_END_TOKENS:], skip_special_tokens=False)
-    return parsers, ParserContext(tuple(tool.model_dump(exclude_unset=True) for tool in tools), end)
+        return _ReplyParsers()
+    use = tool_use(body)
+    reasoning_parser, tool_parser = parsers
+    listed = is_listed(use, parsers)
+    chosen = (reasoning_parser, tool_parser if use.tools and not listed else None)
+    tools = tuple(tool.model_dump(exclude_unset=True) for tool in use.tools)
+    return _ReplyParsers(
+        [parser for parser in chosen if parser is not None],
+        ParserContext(tools, _prompt_end(tokenizer, prompt)),
+        listed,
+    )
+
+
+def _prompt_end(tokenizer: Tokenizer | None, prompt: I32) -> str:
+    """Return the text of a prompt's last tokens, with special tokens."""
+    if tokenizer is None:
+        return ""
+    return tokenizer.decode(prompt[-PROMPT_END_TOKENS:], skip_special_tokens=False)
 
 
 def _detokenizer(tokenizer: Tokenizer | None, skips_special: bool) -> Detokenizer:
     if tokenizer is None:
-        return ByteDetokenizer(defaultdict(bytes), defaultdict(str))  # tokens have no text
+        return without_text()
     return tokenizer.detokenizer(skip_special_tokens=skips_special)

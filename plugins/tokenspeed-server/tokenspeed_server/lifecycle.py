@@ -7,23 +7,32 @@ import gc
 import logging
 import signal
 import socket
-import sys
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from tokenspeed_core.commands.serving import EngineClient, EngineDeadError, WorkerReady
+from tokenspeed_core.commands.serving import (
+    EngineClient,
+    EngineDeadError,
+    RequestFailedError,
+    WorkerReady,
+)
 from tokenspeed_server.app import Wrap, create_app
+from tokenspeed_server.connections import Connection, ConnectionLimits
+from tokenspeed_server.observability import Observability
 from tokenspeed_server.service import ModelText, Options, Service
 from tokenspeed_server.supervisor import Supervised
-from tokenspeed_server.warmup import warm_up
+from tokenspeed_server.warmup import check_vocabulary, warm_up
 
+STOPPED = "the server was interrupted twice and stopped at once"
 FLUSH_SECONDS = 5  # for answers in progress when the engine dies
+MAX_ACCEPTS = 8  # connections that are accepted before other events
+KERNEL_BACKLOG = 2048  # connections that may wait to be accepted
 UNREAD_SECONDS = 20  # that a drain waits for clients to read what the engine has finished
 
 log = logging.getLogger(__name__)
@@ -39,6 +48,10 @@ class WorkerConfig:
     log_level: str = "info"
     on_ready: Callable[[ModelText], None] = lambda text: None
     wrap: Wrap | None = None
+    observability: Observability | None = None
+    certificate: str | None = None  # file of a certificate chain, for HTTPS
+    key: str | None = None  # file of its key, if it is not the same
+    connections: ConnectionLimits = field(default_factory=ConnectionLimits)
 
 
 def serve(config: WorkerConfig, processes: Supervised) -> int:
@@ -56,15 +69,20 @@ def _http_config(app: ASGIApp, config: WorkerConfig) -> uvicorn.Config:
         log_config=None,
         # At "info", uvicorn logs its own start.
         log_level="debug" if config.log_level == "debug" else "warning",
-        access_log=config.log_level in ("debug", "info"),
+        access_log=False,  # `Exchange` logs requests
         server_header=False,
         date_header=False,
         ws="none",
-        http="h11",  # it bounds the head of a request; httptools does not
+        http=partial(Connection, limits=config.connections),  # type: ignore[arg-type]
+        # asyncio accepts as many connections at once, while streams wait.
+        backlog=MAX_ACCEPTS,
+        h11_max_incomplete_event_size=config.connections.max_header_bytes,
         timeout_keep_alive=75,
+        ssl_certfile=config.certificate,
+        ssl_keyfile=config.key,
         timeout_graceful_shutdown=FLUSH_SECONDS,
     )
-    logging.getLogger("uvicorn.access").setLevel(config.log_level.upper())
+    logging.getLogger("tokenspeed.http").setLevel(config.log_level.upper())
     return http
 
 
@@ -74,6 +92,7 @@ class ApiWorker:
     def __init__(self, config: WorkerConfig, processes: Supervised) -> None:
         self._config = config
         self._processes = processes
+        self._engine: EngineClient | None = None
         self._signals: list[signal.Signals] = []
         self._interrupted = asyncio.Event()
         self._interrupted_again = asyncio.Event()
@@ -81,11 +100,14 @@ class ApiWorker:
     async def run(self) -> int:
         """Run from start to end; return the exit status. Leaves no process or folder behind."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal, number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            # nohup ignores SIGHUP.
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                loop.add_signal_handler(number, self._on_signal, number)
         processes, config = self._processes, self._config
         engine = EngineClient(processes.address, worker=processes.worker)
-        service = Service(config.options, engine)
+        self._engine = engine
+        service = Service(config.options, engine, config.observability)
         sockets = [config.socket]
         http: uvicorn.Server | None = None
         try:
@@ -94,6 +116,7 @@ class ApiWorker:
             http.config.load()
             http.lifespan = http.config.lifespan_class(http.config)
             await http.startup(sockets)
+            config.socket.listen(KERNEL_BACKLOG)
             await processes.start(engine)
             return await self._live(service)
         finally:
@@ -119,7 +142,6 @@ class ApiWorker:
         watch.cancel()
         if self._interrupted_again.is_set():
             self._processes.ask_to_stop(signal.SIGINT)
-            engine.die("the server was interrupted twice")
             return 128 + self._signals[-1]
         if is_drained:
             await asyncio.gather(*other_workers)  # raises EngineDeadError if one died
@@ -133,6 +155,7 @@ class ApiWorker:
         await warm_up(self._config.options, text)
         service.engine.send(WorkerReady())
         ready = await asyncio.shield(service.engine.ready)
+        await asyncio.to_thread(check_vocabulary, text, ready)
         gc.collect()
         gc.freeze()  # collections need not look at the objects that exist now
         service.open(text, ready)
@@ -142,12 +165,24 @@ class ApiWorker:
         """Finish the active requests and end the engine. Return whether all of that worked."""
         engine, processes = service.engine, self._processes
         processes.ask_to_stop(signal.SIGTERM)
-        if (service.num_active or engine.has_work) and not processes.worker:
-            with suppress(OSError):  # stderr may be a file on a full disk
-                print("draining; interrupt again to stop at once", file=sys.stderr, flush=True)
+        if not processes.worker:
+            is_busy = service.num_active or engine.has_work
+            log.warning("draining; interrupt again to stop at once" if is_busy else "stopping")
         drained = asyncio.create_task(service.drained())
         unread = asyncio.create_task(_only_unread(engine))
-        await _first(drained, unread, engine.dead, self._interrupted_again.wait())
+        deadline = asyncio.create_task(asyncio.sleep(service.options.drain_timeout))
+        ends = (drained, unread, engine.dead)
+        await _first(*ends, self._interrupted_again.wait(), deadline)
+        if deadline.done() and not any(end.done() for end in ends):
+            log.warning(
+                "--drain-timeout is over; unfinished requests that end now: %d", service.num_active
+            )
+            engine.fail_all(RequestFailedError("draining", "the server is shutting down"))
+            flushed = asyncio.sleep(FLUSH_SECONDS)
+            await _first(drained, engine.dead, self._interrupted_again.wait(), flushed)
+            unread = asyncio.create_task(asyncio.sleep(0))
+            await unread
+        deadline.cancel()
         unread.cancel()
         if not drained.done():
             drained.cancel()
@@ -165,10 +200,17 @@ class ApiWorker:
 
     def _on_signal(self, number: signal.Signals) -> None:
         self._signals.append(number)
-        # A secondary worker may get SIGTERM from the service manager and from the first worker.
-        is_repeated = self._processes.worker and number is signal.SIGTERM
-        if self._interrupted.is_set() and not is_repeated:
+        if self._processes.worker:
+            # It gets SIGTERM from the service manager and the first worker, SIGINT when that one is
+            # interrupted again. The second signal may be delivered before the first.
+            is_final = number is signal.SIGINT
+        else:
+            is_final = self._interrupted.is_set()
+        if is_final:
             self._interrupted_again.set()
+            if self._engine is not None:
+                # At once: the end of the engine's process must not look like its death.
+                self._engine.die(STOPPED, RequestFailedError("stopped", STOPPED))
         self._interrupted.set()
 
 

@@ -22,6 +22,8 @@ def listen(host: str, port: int, count: int = 1) -> list[socket.socket]:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
         raise ConfigError(f"--host {host}: {error.strerror}") from error
+    except ValueError as error:  # of the encoding of names, or for a null character
+        raise ConfigError(f"--host {host[:80]!r} is not a host name or address: {error}") from error
     bound: list[socket.socket] = []
     try:
         bound.append(_open(family, address))
@@ -69,9 +71,9 @@ def _owner(port: int) -> str:
     return ""
 
 
-def url(bound: socket.socket) -> str:
+def url(bound: socket.socket, scheme: str = "http") -> str:
     """Return the URL of a socket."""
     host, port = bound.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+
+import pydantic_core
 
 from tokenspeed_core.api.step import I32
 from tokenspeed_core.commands.serving import (
@@ -13,12 +14,14 @@ from tokenspeed_core.commands.serving import (
     Ready,
     TemplateError,
     Tokenizer,
+    check_text_fits,
     read_ids,
 )
-from tokenspeed_server.protocol import ChatRequest, Message, ToolCall
+from tokenspeed_server.access import current_tenant
+from tokenspeed_server.continuation import cut_at_mark, mark_end
+from tokenspeed_server.protocol import ChatRequest, FunctionSpec, Message, ToolCall, ToolSpec
 
 MAX_PROMPTS = 512
-MAX_CHARS_PER_TOKEN = 256  # vocabularies have no longer tokens: text beyond this cannot fit
 
 
 def read_prompts(prompt: Any) -> list[str | I32]:
@@ -52,24 +55,21 @@ def encode(
     limits: Ready,
     *,
     add_special_tokens: bool,
+    must_fit: bool = True,
+    param: str = "prompt",
     salt: str = "",
 ) -> I32:
-    """Return the token ids of a prompt, or of rendered messages (without `add_special_tokens`).
+    """Return the token ids of a prompt, or of rendered messages, which `param` names in errors.
 
-    Raises BadRequestError for text that cannot fit, without tokenising it.
+    Raises BadRequestError for text that cannot fit the context, without tokenising all of it. Without
+    `must_fit`, it refuses only a text that no tokenizer could make short enough.
     """
-    param = "prompt" if add_special_tokens else "messages"
     if tokenizer is None:
         raise BadRequestError(
             "this server runs with --skip-tokenizer-init: send token ids to /v1/completions", param
         )
-    if len(text) > limits.longest * MAX_CHARS_PER_TOKEN:
-        raise BadRequestError(
-            f"{param} has {len(text)} characters, too long for a context of {limits.longest} tokens",
-            param,
-            "context_length_exceeded",
-        )
-    return tokenizer.encode(text, add_special_tokens=add_special_tokens, salt=salt)
+    check_text_fits(tokenizer if must_fit else None, text, limits, param)
+    return tokenizer.encode_rendered(text, add_special_tokens=add_special_tokens, salt=salt)
 
 
 def chat_ids(
@@ -78,6 +78,9 @@ def chat_ids(
     request: ChatRequest,
     tools: Sequence[Mapping[str, Any]] | None,
     limits: Ready,
+    *,
+    add_special_tokens: bool = False,
+    must_fit: bool = True,
 ) -> I32:
     """Render and encode a chat, with `tools` as the user wrote them.
 
@@ -90,33 +93,85 @@ def chat_ids(
             else "has no chat template: give one with --chat-template"
         )
         raise BadRequestError(f"this model {why}; use /v1/completions", "messages")
-    options = dict(request.chat_template_kwargs)
-    if request.reasoning_effort is not None:
-        options.setdefault("reasoning_effort", request.reasoning_effort)
-    messages = [
-        _for_template(message, position, template)
-        for position, message in enumerate(request.messages)
-    ]
+    if request.continue_final_message and request.add_generation_prompt:
+        raise BadRequestError(
+            "continue_final_message needs add_generation_prompt to be false",
+            "continue_final_message",
+        )
+    options = {
+        **effort_options(request.reasoning_effort, template),
+        **request.chat_template_kwargs,
+    }
+    messages = [_for_template(message, template) for message in request.messages]
+    if request.continue_final_message:
+        mark_end(messages)
+    used_tools = tools if request.tool_choice != "none" else None
+    if tokenizer is not None:
+        # Control tokens in the texts of users are text.
+        protect = template.guard(tokenizer).protect
+        messages, used_tools, options = map(protect, (messages, used_tools, options))
     try:
-        text = template.render(messages, tools if request.tool_choice == "auto" else None, options)
+        text = template.render(
+            messages,
+            used_tools,
+            options,
+            add_generation_prompt=request.add_generation_prompt,
+        )
     except TemplateError as error:
         raise BadRequestError(str(error), "messages") from error
-    return encode(tokenizer, text, limits, add_special_tokens=False, salt=request.cache_salt)
+    return encode(
+        tokenizer,
+        cut_at_mark(text) if request.continue_final_message else text,
+        limits,
+        param="messages",
+        must_fit=must_fit,
+        add_special_tokens=add_special_tokens,
+        salt=f"{current_tenant()}\0{request.cache_salt}",
+    )
 
 
-def _for_template(message: Message, position: int, template: ChatTemplate) -> dict[str, Any]:
+def effort_options(effort: str | None, template: ChatTemplate) -> dict[str, Any]:
+    """Return the variables of a template that an effort sets; "none" turns thinking off."""
+    if effort is None:
+        return {}
+    values: dict[str, Any] = {"reasoning_effort": effort}
+    if effort == "none":
+        values |= {"enable_thinking": False, "thinking": False}
+    return {name: value for name, value in values.items() if name in template.options}
+
+
+def known_parts(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return tools as they were sent, with their order, but without what is not for the prompt.
+
+    That is ignored fields, and `strict`, which is for the server.
+    """
+    function_fields = FunctionSpec.model_fields.keys() - {"strict"}
+    return [
+        {
+            key: _pick(value, function_fields) if key == "function" else value
+            for key, value in tool.items()
+            if key in ToolSpec.model_fields
+        }
+        for tool in tools
+    ]
+
+
+def _pick(value: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    return {key: each for key, each in value.items() if key in names}
+
+
+def _for_template(message: Message, template: ChatTemplate) -> dict[str, Any]:
     """Return a message as templates expect it: content is one text, arguments are objects."""
     is_system = message.role == "developer" and not template.knows_developer
     rendered: dict[str, Any] = {"role": "system" if is_system else message.role}
     content = message.content
     if isinstance(content, list):
         content = "\n".join(part.text for part in content)
+    if not content and message.refusal:
+        content = message.refusal
     rendered["content"] = "" if content is None and not message.tool_calls else content
     if message.tool_calls:
-        where = f"messages[{position}].tool_calls"
-        rendered["tool_calls"] = [
-            _called(call, f"{where}[{i}]") for i, call in enumerate(message.tool_calls)
-        ]
+        rendered["tool_calls"] = [_called(call) for call in message.tool_calls]
     reasoning = message.reasoning_content or message.reasoning
     for name, value in (
         ("name", message.name),
@@ -128,22 +183,21 @@ def _for_template(message: Message, position: int, template: ChatTemplate) -> di
     return rendered
 
 
-def _called(call: ToolCall, where: str) -> dict[str, Any]:
-    arguments = _arguments(call.function.arguments, f"{where}.function.arguments")
-    return {
-        "id": call.id,
-        "type": "function",
-        "function": {"name": call.function.name, "arguments": arguments},
-    }
+def _called(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.function.name, "arguments": _arguments(call.function.arguments)}
+    return {"id": call.id, "type": "function", "function": function}
 
 
-def _arguments(given: str | dict[str, Any], param: str) -> dict[str, Any]:
+def _arguments(given: str | dict[str, Any]) -> str | dict[str, Any]:
+    """Return the arguments of an earlier call as an object, if there is one in the text.
+
+    A reply may have ended in the middle of its arguments. The server wrote that message, so it takes
+    it back: it keeps what is complete, or the text itself if the model wrote no object.
+    """
     if isinstance(given, dict):
         return given
     try:
-        value = json.loads(given or "{}")
-    except (ValueError, RecursionError) as error:
-        raise BadRequestError(f"{param} is not valid JSON: {error}", param) from error
-    if not isinstance(value, dict):
-        raise BadRequestError(f"{param} must be a JSON object in a string", param)
-    return value
+        value = pydantic_core.from_json(given or "{}", allow_partial="trailing-strings")
+    except ValueError:
+        return given
+    return value if isinstance(value, dict) else given

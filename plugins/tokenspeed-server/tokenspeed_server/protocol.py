@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 import pydantic_core
 from pydantic import (
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -25,10 +24,18 @@ from tokenspeed_core.api.sampling import (
     StopString,
     TokenId,
 )
-from tokenspeed_core.commands.serving import BadRequestError, suggest
+from tokenspeed_core.commands.serving import BadRequestError
+from tokenspeed_server.body_limits import check_keys, shown
+from tokenspeed_server.body_part import BodyPart
+from tokenspeed_server.structured import StructuredFields
+from tokenspeed_server.unknown_fields import Policy, check_unknown, extra_fields
 
 MAX_MESSAGES = 16384
 MAX_TOOLS = 1024
+# Lists of a message. Validation stops at the first wrong item: each error takes microseconds.
+_PARTS = Field(max_length=4096, fail_fast=True)
+_TOOLS = Field(max_length=MAX_TOOLS, fail_fast=True)
+_CALLS = Field(max_length=1024, fail_fast=True)
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Identifier = Annotated[str, Field(max_length=1024)]
@@ -77,65 +84,62 @@ _PROMPT_SCHEMA = {
 }
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+class ApiBody(BodyPart):
+    """The body of a request of any API."""
+
+    model_config = ConfigDict(json_schema_extra=_allow_null)
+
+    # Fields of the API that are not implemented. Each is accepted with null and with the listed values,
+    # which ask for the server's default behavior.
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    def fields_without_effect(self) -> list[str]:
+        """Return the fields that ask for something that this server does not have."""
+        return []
 
 
-class StreamOptions(_Body):
+class StreamOptions(BodyPart):
     """Options of a stream."""
 
     include_usage: bool = Field(False, description="end with an event that has the usage")
-    include_obfuscation: Literal[False] = False
+    continuous_usage_stats: bool = Field(
+        False, description="every event has the usage so far; implies include_usage"
+    )
+    include_obfuscation: bool = Field(False, description="accepted; streams are not padded")
 
 
-class GenerationRequest(SamplingParams):
+class GenerationRequest(SamplingParams, StructuredFields, ApiBody):
     """The fields of both routes. As with OpenAI, fields that identify a caller have no effect."""
 
-    model_config = ConfigDict(strict=True, json_schema_extra=_allow_null)
+    model_config = ConfigDict(strict=True, extra="ignore", json_schema_extra=_allow_null)
 
-    # OpenAI's and other servers' fields without an implementation here. Each is accepted with
-    # null and with the listed values, which ask for what this server does anyway.
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "store": (False,),
-        "service_tier": ("auto", "default"),
-        "min_tokens": (0,),
-        "prompt_logprobs": (),
         "use_beam_search": (False,),
         "length_penalty": (1.0,),
         "bad_words": ([],),
         "allowed_token_ids": (),
         "truncate_prompt_tokens": (),
         "spaces_between_special_tokens": (True,),
-        "logits_processors": (),
-        "guided_json": (),
-        "guided_regex": (),
-        "guided_choice": (),
-        "guided_grammar": (),
-        "structured_outputs": (),
         "return_token_ids": (False,),
         "return_tokens_as_token_ids": (False,),
         "kv_transfer_params": (),
         "lora_path": (),
-        "response_format": ({"type": "text"},),
-        "regex": (),
-        "ebnf": (),
-        "json_schema": (),
         "no_stop_trim": (False,),
         "custom_logit_processor": (),
         "return_hidden_states": (False,),
-        "prompt_cache_retention": ("in_memory",),
+        "prompt_cache_retention": ("in_memory", "24h"),
         "moderation": (),
     }
 
     stop: Annotated[
         tuple[StopString, ...],
-        Field(max_length=MAX_STOP_STRINGS),
+        Field(max_length=MAX_STOP_STRINGS, fail_fast=True),
         BeforeValidator(_as_tuple),
         WithJsonSchema(_STOP_SCHEMA),
     ] = ()
     stop_token_ids: Annotated[
         tuple[TokenId, ...],
-        Field(max_length=MAX_STOP_TOKENS, description="end at these tokens"),
+        Field(max_length=MAX_STOP_TOKENS, fail_fast=True, description="end at these tokens"),
         BeforeValidator(_as_tuple),
     ] = ()
     logit_bias: Annotated[
@@ -154,9 +158,36 @@ class GenerationRequest(SamplingParams):
     safety_identifier: Identifier | None = None
     metadata: dict[str, Any] | None = None
     prompt_cache_key: Identifier | None = None
+    best_of: int | None = Field(None, ge=1, description="accepted if it equals n")
+    store: bool = Field(False, description="accepted; this route stores nothing")
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] = Field(
+        "auto", description="accepted; there is one tier"
+    )
+
+    def fields_without_effect(self) -> list[str]:
+        """Return the fields that ask for something that this server does not have."""
+        is_padded = self.stream_options is not None and self.stream_options.include_obfuscation
+        asked = {
+            "store": self.store,
+            "service_tier": self.service_tier not in ("auto", "default"),
+            "stream_options.include_obfuscation": is_padded,
+        }
+        return [name for name, is_asked in asked.items() if is_asked]
 
     def sampling_params(self) -> SamplingParams:
         """Return the sampling parameters. Raises BadRequestError for fields that contradict."""
+        if self.best_of not in (None, self.n):
+            raise BadRequestError(
+                f"best_of {self.best_of} is not supported: leave it out, or make it equal to n, which is {self.n}",
+                "best_of",
+                "unsupported",
+            )
+        if self.stream and self.prompt_logprobs is not None:
+            raise BadRequestError(
+                "prompt_logprobs is not streamed: set stream to false",
+                "prompt_logprobs",
+                "unsupported",
+            )
         return self
 
 
@@ -165,32 +196,44 @@ class CompletionRequest(GenerationRequest):
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **GenerationRequest.unsupported,
-        "echo": (False,),
         "suffix": ("",),
-        "best_of": (1,),
         "prompt_embeds": (),
         "add_special_tokens": (True,),
     }
 
     # Prompts may be long lists of ids: `tokenspeed_server.prompts` checks them in one pass.
     prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
+    echo: bool = Field(False, description="start the text, and the logprobs, with the prompt")
+
+    def sampling_params(self) -> SamplingParams:
+        if self.stream and self.echo and self.logprobs is not None:
+            raise BadRequestError(
+                "echo with logprobs is not streamed: set stream to false", "echo", "unsupported"
+            )
+        if not self.echo or self.logprobs is None:
+            return super().sampling_params()
+        wanted = max(self.logprobs, self.prompt_logprobs or 0)
+        return super().sampling_params().model_copy(update={"prompt_logprobs": wanted})
 
 
-class TextPart(_Body):
+class TextPart(BodyPart):
     """A part of a message's content."""
 
     type: Literal["text"]
     text: str
 
 
-class CalledFunction(_Body):
+_MEDIA_PARTS = ("image_url", "image", "input_audio", "audio_url", "video_url", "video", "file")
+
+
+class CalledFunction(BodyPart):
     """The function of a tool call."""
 
     name: Name
     arguments: str | dict[str, Any]
 
 
-class ToolCall(_Body):
+class ToolCall(BodyPart):
     """A tool call in an earlier message of the assistant."""
 
     id: str | None = Field(None, max_length=256)
@@ -199,32 +242,33 @@ class ToolCall(_Body):
     function: CalledFunction
 
 
-class Message(_Body):
+class Message(BodyPart):
     """A message of any role."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], _PARTS] | None = None
     name: Name | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], _CALLS] | None = None
     tool_call_id: str | None = Field(None, max_length=256)
     reasoning_content: str | None = None
     reasoning: str | None = None
-    refusal: None = None
+    # Replayed answers of the assistant have these. A refusal is text; annotations have no effect.
+    refusal: str | None = None
+    annotations: list[Any] | None = None
     audio: None = None
     function_call: None = None
-    annotations: list[Any] | None = Field(None, max_length=0)
 
 
-class FunctionSpec(_Body):
+class FunctionSpec(BodyPart):
     """A function that the model may call."""
 
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None
+    strict: bool | None = None
 
 
-class ToolSpec(_Body):
+class ToolSpec(BodyPart):
     """A tool that the model may use."""
 
     type: Literal["function"]
@@ -241,11 +285,8 @@ class ChatRequest(GenerationRequest):
         "prediction": (),
         "functions": (),
         "function_call": ("none",),
-        "parallel_tool_calls": (True,),
         "verbosity": ("medium",),
         "web_search_options": (),
-        "continue_final_message": (False,),
-        "add_generation_prompt": (True,),
         "documents": (),
         "chat_template": (),
         "echo": (False,),
@@ -257,22 +298,36 @@ class ChatRequest(GenerationRequest):
         "thinking_token_budget": (),
     }
 
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
-    tools: list[ToolSpec] | None = Field(None, max_length=MAX_TOOLS)
-    tool_choice: Literal["none", "auto"] = Field(
-        "auto", description="with none, the prompt has no tools"
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    tools: Annotated[list[ToolSpec], _TOOLS] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] = Field(
+        "auto",
+        description="with none, the prompt has no tools; an object names the tool to call, or the allowed ones",
+    )
+    parallel_tool_calls: bool = Field(
+        True, description="if false, the answer ends after its first tool call"
     )
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=64)
     reasoning_effort: str | None = Field(None, max_length=32)
+    add_generation_prompt: bool = Field(
+        True, description="whether the prompt ends with the start of the assistant's answer"
+    )
+    continue_final_message: bool = Field(
+        False, description="the answer continues the last message; needs no generation prompt"
+    )
     logprobs: bool = Field(  # a number in completions
         False, description="report the log-probability of each token"
     )
     top_logprobs: int = Field(0, ge=0, le=20, description="alternatives reported per token")
+    max_tokens: int | None = Field(
+        None, ge=1, le=2**31 - 1, description="maximum number of generated tokens"
+    )
     max_completion_tokens: int | None = Field(
-        None, ge=1, description="OpenAI's newer name of max_tokens"
+        None, ge=1, le=2**31 - 1, description="OpenAI's newer name of max_tokens"
     )
 
     def sampling_params(self) -> SamplingParams:
+        super().sampling_params()
         if self.top_logprobs and not self.logprobs:
             raise BadRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
         lengths = {self.max_tokens, self.max_completion_tokens} - {None}
@@ -286,11 +341,20 @@ class ChatRequest(GenerationRequest):
         return SamplingParams.model_construct(**values)
 
 
-R = TypeVar("R", bound=GenerationRequest)
+R = TypeVar("R", bound=ApiBody)
 
 
-def parse_body(body: bytes, kind: type[R]) -> tuple[R, dict[str, Any]]:
-    """Return a request's body as a model, and as plain JSON.
+@dataclass(frozen=True, slots=True)
+class ParsedBody(Generic[R]):
+    """A valid body, the JSON object that was sent, and the paths of its ignored fields."""
+
+    body: R
+    raw: dict[str, Any]
+    ignored: tuple[str, ...] = ()
+
+
+def parse_body(body: bytes, kind: type[R], unknown_fields: Policy = "warn") -> ParsedBody[R]:
+    """Parse and check the body of a request.
 
     Raises BadRequestError that names the first wrong field, its value and its bound.
     """
@@ -300,30 +364,30 @@ def parse_body(body: bytes, kind: type[R]) -> tuple[R, dict[str, Any]]:
         raise BadRequestError(f"the body is not valid JSON: {error}") from error
     if not isinstance(raw, dict):
         raise BadRequestError("the body must be a JSON object")
+    check_keys(raw)
     given = {name: value for name, value in raw.items() if value is not None}
     _refuse_unsupported(given, kind)
-    for name in given:
-        if name not in kind.model_fields:
-            hint = suggest(name[:64], sorted(kind.model_fields))
-            raise BadRequestError(f"unknown field {name[:64]!r}{hint}", name[:64], "unknown_field")
+    known = kind.model_fields.keys() | kind.unsupported.keys()
+    extra = [(None, name, known) for name in given if name not in kind.model_fields]
+    ignored = check_unknown(extra, unknown_fields)
+    parsed = validate(kind, {k: v for k, v in given.items() if k in kind.model_fields})
+    ignored += check_unknown(extra_fields(parsed), unknown_fields)
+    return ParsedBody(parsed, raw, (*ignored, *parsed.fields_without_effect()))
+
+
+def validate(kind: type[R], fields: dict[str, Any]) -> R:
+    """Return a body with these fields. Raises BadRequestError that names the first wrong one."""
     try:
-        return kind.model_validate(given, strict=True), raw
+        return kind.model_validate(fields, strict=True)
     except ValidationError as error:
         raise _bad_field(error) from error
 
 
-def _refuse_unsupported(given: dict[str, Any], kind: type[GenerationRequest]) -> None:
+def _refuse_unsupported(given: dict[str, Any], kind: type[ApiBody]) -> None:
     """Remove unsupported fields that change nothing. Raises BadRequestError for others."""
     for name in [name for name in given if name in kind.unsupported]:
         if given.pop(name) not in kind.unsupported[name]:
             raise BadRequestError(f"{name} is not supported: leave it out", name, "unsupported")
-    tool_choice = given.get("tool_choice")
-    if isinstance(tool_choice, dict) or tool_choice == "required":
-        raise BadRequestError(
-            "tool_choice must be 'auto' or 'none': forcing a call is not supported",
-            "tool_choice",
-            "unsupported",
-        )
 
 
 def _bad_field(error: ValidationError) -> BadRequestError:
@@ -336,10 +400,12 @@ def _bad_field(error: ValidationError) -> BadRequestError:
     ]
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in steps)
     path = path.lstrip(".")[:200] or "body"
-    if first["type"] == "extra_forbidden":
-        return BadRequestError(f"unknown field {path!r}", path, "unknown_field")
     if first["type"] == "missing":
         return BadRequestError(f"{path} is required", path)
-    found = json.dumps(first["input"], default=str)
-    found = found if len(found) <= 80 else found[:77] + "..."
-    return BadRequestError(f"{path}: {first['msg']} (found {found})", path)
+    if path.endswith(".type") and first["input"] in _MEDIA_PARTS:
+        return BadRequestError(
+            f"{path}: {first['input']} is not supported: this model reads text only",
+            path,
+            "unsupported",
+        )
+    return BadRequestError(f"{path}: {first['msg']} (found {shown(first['input'])})", path)

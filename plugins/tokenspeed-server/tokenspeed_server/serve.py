@@ -2,38 +2,59 @@
 
 from __future__ import annotations
 
-import json
+import gc
 import logging
-import shlex
 import socket
 import sys
+import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
+from tokenspeed_core import __version__
 from tokenspeed_core.commands import Catalog
 from tokenspeed_core.commands.serving import (
-    ENGINE_MODULE,
+    ConfigError,
     Defaults,
     EngineDeadError,
     Hooks,
+    IsolatedTemplate,
+    LogitsProcessorTable,
+    Program,
     ResolvedCheckpoint,
     TokenSpeedError,
     attach_to_parent,
+    describe_parsers,
     discover,
     discover_in_subprocess,
+    engine_program,
     find_parsers,
     load_text,
+    model_traits,
     num_workers,
     resolve_checkpoint,
 )
 from tokenspeed_core.commands.settings import Config
+from tokenspeed_server.access import default_hosts, is_loopback
+from tokenspeed_server.announce import announce
+from tokenspeed_server.connections import ConnectionLimits, raise_file_limit
 from tokenspeed_server.lifecycle import WorkerConfig, serve
-from tokenspeed_server.listen import listen, url
-from tokenspeed_server.responses import log_request
+from tokenspeed_server.listen import listen
+from tokenspeed_server.metrics import MetricsMemory
+from tokenspeed_server.observability import Observability
+from tokenspeed_server.responses_api.store import forget_path, shared_file
 from tokenspeed_server.service import ModelText, Options
-from tokenspeed_server.subprocesses import Program
 from tokenspeed_server.supervisor import Supervised, Supervisor
+from tokenspeed_server.tls import check_certificate
+from tokenspeed_server.unix_socket import listen_unix
+
+MAX_RESTARTS = 5
+RESTART_SECONDS = 600.0  # in which that many restarts are allowed
+
+log = logging.getLogger("tokenspeed.serve")
 
 
 def run(config: Config) -> int:
@@ -44,12 +65,28 @@ def run(config: Config) -> int:
     catalog = discover(config)
     hooks = Hooks.load(catalog)
     config = hooks.adjust_config(config)
+    restarts = Restarts()
+    while True:
+        try:
+            return _run_once(config, catalog, hooks, restarts)
+        except EngineDeadError as error:
+            port = restarts.next_port(config.restart_engine)
+            if port is None:
+                raise
+            log.error("%s; the server restarts", error)
+            config = config.resolved(port=port)
+            gc.unfreeze()  # the objects of the previous run can be collected
+
+
+def _run_once(config: Config, catalog: Catalog, hooks: Hooks, restarts: Restarts) -> int:
     with ExitStack() as opened:
         logging.getLogger().setLevel(config.log_level.upper())
         find_parsers(config, catalog)  # wrong names are reported before the port is tried
-        sockets = listen(config.host, config.port, num_workers(config))
-        bound, *others = map(opened.enter_context, sockets)
+        raise_file_limit()
+        bound, *others = map(opened.enter_context, _listen(config, opened))
+        _warn_if_open(config)
         checkpoint = resolve_checkpoint(config, catalog)
+        log.info("TokenSpeed %s starts %s", __version__, checkpoint.name)
         settled = config.resolved(
             # The other processes read the downloaded directory.
             model=str(checkpoint.path),
@@ -58,12 +95,71 @@ def run(config: Config) -> int:
             served_model_name=config.served_model_name or checkpoint.name,
             api_workers=1 + len(others),
         )
-        worker = _worker_config(
-            settled, catalog, hooks, bound, checkpoint, partial(_announce, bound, settled)
-        )
-        engine = _program(ENGINE_MODULE, settled.resolved(api_key=None), catalog)
-        workers = [_program(__name__, settled, catalog, each) for each in others]
+        store = opened.enter_context(shared_file()) if others else None
+        memory = MetricsMemory(1 + len(others)) if settled.enable_metrics else None
+
+        def on_ready(text: ModelText) -> None:
+            if store is not None:
+                forget_path(store)  # the engine is ready when all workers are
+            restarts.port = config.port if config.uds else bound.getsockname()[1]
+            announce(bound, settled, text)
+
+        worker = _worker_config(settled, catalog, hooks, bound, checkpoint, on_ready, store)
+        observability = _observability(settled, memory, 0)
+        if settled.decode_log_interval:
+            observability.monitor.log_every(settled.decode_log_interval)
+        worker = replace(worker, observability=observability)
+        engine = engine_program(settled, catalog)
+        workers = [
+            _worker_program(settled, catalog, each, memory, response_store=str(store))
+            for each in others
+        ]
         return serve(worker, Supervisor(engine, workers))
+
+
+class Restarts:
+    """When to start again after the engine or an API worker died."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Start without restarts."""
+        self.port: int | None = None  # of the run that became ready
+        self._clock = clock
+        self._times: list[float] = []
+
+    def next_port(self, is_allowed: bool) -> int | None:
+        """Return the port for the next run; None if there should be none.
+
+        A server that did not become ready would fail again, and so would one that failed often.
+        """
+        now = self._clock()
+        self._times = [each for each in self._times if now - each < RESTART_SECONDS]
+        port, self.port = self.port, None
+        if not is_allowed or len(self._times) >= MAX_RESTARTS:
+            return None
+        self._times.append(now)
+        return port
+
+
+def _warn_if_open(config: Config) -> None:
+    if config.api_key is None and config.uds is None and not is_loopback(config.host):
+        log.warning(
+            "%s is reachable from other machines and needs no API key: anyone who can connect may use it. "
+            "Set --api-key, or listen on 127.0.0.1.",
+            config.host,
+        )
+
+
+def _listen(config: Config, opened: ExitStack) -> list[socket.socket]:
+    """Return the listening sockets of the API workers. Raises ConfigError and CapacityError."""
+    if config.ssl_certfile is not None:
+        check_certificate(config.ssl_certfile, config.ssl_keyfile)
+    count = num_workers(config)
+    if config.uds is None:
+        return listen(config.host, config.port, count)
+    for name in ("host", "port"):
+        if config.origin(name) != "default":
+            raise ConfigError(f"--uds and --{name} both say where to listen; use one")
+    return opened.enter_context(listen_unix(config.uds, count))
 
 
 def main() -> int:
@@ -71,7 +167,8 @@ def main() -> int:
     data, pipe = attach_to_parent(sys.argv[1:])
     logging.disable()  # the first worker logs the start
     try:
-        config, catalog = discover_in_subprocess(data)
+        number = data["worker"]
+        config, catalog = discover_in_subprocess(data, f"server-{number}")
         worker = _worker_config(
             config,
             catalog,
@@ -79,8 +176,12 @@ def main() -> int:
             socket.socket(fileno=data["listen_fds"][0]),
             resolve_checkpoint(config, catalog),
             lambda text: logging.disable(logging.NOTSET),
+            Path(data["response_store"]),
         )
-        number = data["worker"]
+        memory = None
+        if data["metrics_fd"] is not None:
+            memory = MetricsMemory(len(data["addresses"]), data["metrics_fd"])
+        worker = replace(worker, observability=_observability(config, memory, number))
         return serve(worker, Supervised(number, data["addresses"][number], pipe))
     except EngineDeadError:
         return 1  # the first worker reports it
@@ -89,11 +190,29 @@ def main() -> int:
         return 1
 
 
-def _program(
-    module: str, config: Config, catalog: Catalog, listener: socket.socket | None = None
+def _worker_program(
+    config: Config,
+    catalog: Catalog,
+    listener: socket.socket,
+    memory: MetricsMemory | None,
+    **more: str,
 ) -> Program:
-    data = {"config": config.to_wire(), "catalog_digest": catalog.digest()}
-    return Program((sys.executable, "-P", "-m", module), data, listener)
+    data: dict[str, Any] = {"config": config.to_wire(), "catalog_digest": catalog.digest(), **more}
+    data["metrics_fd"] = None if memory is None else memory.fd
+    shared = () if memory is None else (memory.fd,)
+    return Program((sys.executable, "-P", "-m", __name__), data, listener, shared)
+
+
+def _observability(config: Config, memory: MetricsMemory | None, worker: int) -> Observability:
+    if memory is None:
+        return Observability()
+    assert config.served_model_name is not None
+    return Observability.with_metrics(
+        memory,
+        worker,
+        config.served_model_name,
+        has_prometheus="prometheus" in config.metrics_reporters,
+    )
 
 
 def _worker_config(
@@ -103,55 +222,82 @@ def _worker_config(
     bound: socket.socket,
     checkpoint: ResolvedCheckpoint,
     on_ready: Callable[[ModelText], None],
+    response_store: Path | None,
 ) -> WorkerConfig:
-    assert config.served_model_name is not None
-    observers = (
-        log_request if config.enable_log_requests else None,
-        hooks.observer("observe_request"),
+    options = make_options(config, catalog, hooks, checkpoint, response_store)
+    return WorkerConfig(
+        bound,
+        options,
+        partial(load_model_text, config, checkpoint),
+        config.log_level_http or config.log_level,
+        on_ready,
+        wrap=hooks.add_middleware,
+        certificate=config.ssl_certfile,
+        key=config.ssl_keyfile,
+        connections=_connection_limits(config),
     )
-    options = Options(
+
+
+def make_options(
+    config: Config,
+    catalog: Catalog,
+    hooks: Hooks,
+    checkpoint: ResolvedCheckpoint,
+    response_store: Path | None = None,
+) -> Options:
+    """Return how to answer requests, from a configuration with the model's name."""
+    assert config.served_model_name is not None
+    parsers = find_parsers(config, catalog, model_traits(config, checkpoint))
+    log.info("%s", describe_parsers(config, parsers))
+    observer = hooks.observer("observe_request")
+    return Options(
         model_name=config.served_model_name,
         api_key=config.api_key,
         stream_interval=config.stream_interval,
         reports_cached_tokens=config.enable_cache_report,
         has_priorities=config.schedule_policy != "fcfs",
-        observers=tuple(filter(None, observers)),
-        parsers=find_parsers(config, catalog),
-    )
-    return WorkerConfig(
-        bound,
-        options,
-        partial(_load_text, config, checkpoint),
-        config.log_level_http or config.log_level,
-        on_ready,
-        wrap=hooks.add_middleware,
+        observers=() if observer is None else (observer,),
+        request_log_level=config.log_requests_level if config.enable_log_requests else None,
+        parsers=parsers,
+        processors=LogitsProcessorTable.of(config, catalog),
+        response_store=response_store,
+        unknown_fields=config.unknown_fields,
+        created=int(checkpoint.path.stat().st_mtime),
+        root_path=config.root_path or "",
+        allowed_origins=config.allowed_origins,
+        allowed_hosts=_allowed_hosts(config),
+        max_body_bytes=config.max_body_bytes,
+        max_body_values=config.max_body_values,
+        max_sequences=config.max_sequences_per_request,
+        max_unsent_bytes=config.max_unsent_bytes,
+        request_timeout=config.request_timeout,
+        drain_timeout=config.drain_timeout,
     )
 
 
-def _load_text(config: Config, checkpoint: ResolvedCheckpoint) -> ModelText:
+def _connection_limits(config: Config) -> ConnectionLimits:
+    """Return the limits of one API worker; the workers share the connections."""
+    return ConnectionLimits(
+        max(1, config.max_connections // (config.api_workers or 1)),
+        config.max_header_bytes,
+        config.request_receive_timeout,
+        config.send_timeout,
+    )
+
+
+def _allowed_hosts(config: Config) -> tuple[str, ...]:
+    """Return the host names that clients may use. Pages of other sites cannot know an API key."""
+    if config.allowed_hosts or config.api_key or config.uds is not None:
+        return config.allowed_hosts
+    return default_hosts(config.host)
+
+
+def load_model_text(config: Config, checkpoint: ResolvedCheckpoint) -> ModelText:
     """Load the tokenizer, the chat template and the default sampling. Raises CheckpointError."""
     defaults = Defaults.of(checkpoint.generation, checkpoint.info.eos_token_ids)
-    return ModelText(*load_text(config, checkpoint.path), defaults)
-
-
-def _announce(bound: socket.socket, config: Config, text: ModelText) -> None:
-    """Print the server's address and a command to try it."""
-    base = url(bound)
-    body: dict[str, object] = {"model": config.served_model_name}
-    if text.template is not None:
-        route = "chat/completions"
-        body["messages"] = [{"role": "user", "content": "Hello!"}]
-    else:
-        route = "completions"
-        body["prompt"] = [1, 2, 3] if text.tokenizer is None else "Hello"
-    key = "" if config.api_key is None else " -H 'Authorization: Bearer YOUR_KEY'"
-    with suppress(OSError):  # stdout may be closed, or a file on a full disk
-        print(
-            f"TokenSpeed serves {config.served_model_name} at {base}\n"
-            f"  curl {base}/v1/{route} -H 'Content-Type: application/json'{key} "
-            f"-d {shlex.quote(json.dumps(body))}",
-            flush=True,
-        )
+    tokenizer, template = load_text(config, checkpoint.path)
+    isolated = None if template is None else IsolatedTemplate(template)
+    return ModelText(tokenizer, isolated, defaults)
 
 
 if __name__ == "__main__":

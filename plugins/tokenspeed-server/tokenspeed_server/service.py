@@ -7,23 +7,32 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from tokenspeed_core.api.hooks import RequestRecord
 from tokenspeed_core.commands.serving import (
     ChatTemplate,
     Defaults,
     EngineClient,
+    LogitsProcessorTable,
     Parsers,
     Ready,
     State,
     Tokenizer,
 )
+from tokenspeed_server import body_limits
+from tokenspeed_server.access import Access, split_keys
 from tokenspeed_server.errors import ApiError
+from tokenspeed_server.observability import Observability
+from tokenspeed_server.responses_api.store import ResponseStore
+from tokenspeed_server.unknown_fields import IgnoredFieldsLog, Policy
+
+MAX_FAILURES = 8  # in a row, after which the server is unhealthy
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How the server answers. `max_body_bytes` bounds a request's body."""
+    """How the server answers, and its limits. `None` computes a limit from the context length."""
 
     model_name: str
     api_key: str | None = field(default=None, repr=False)
@@ -32,7 +41,26 @@ class Options:
     has_priorities: bool = False
     observers: tuple[Callable[[RequestRecord], None], ...] = ()  # called when a request ends
     parsers: Parsers = (None, None)
-    max_body_bytes: int = 32 * 1024 * 1024
+    processors: LogitsProcessorTable = field(default_factory=LogitsProcessorTable)
+    response_store: Path | None = None  # a file shared with the other API workers
+    max_body_bytes: int | None = None
+    max_body_values: int | None = None
+    max_sequences: int = 1024  # of a request
+    max_unsent_bytes: int = 8 * 2**20  # of the events that a client has not read
+    request_timeout: float | None = None  # in seconds
+    drain_timeout: float = 300.0  # in seconds
+    allowed_hosts: tuple[str, ...] = ()
+    unknown_fields: Policy = "warn"
+    root_path: str = ""
+    allowed_origins: tuple[str, ...] = ()
+    created: int = 0  # when the model was made, in seconds of Unix time
+    logs_exchanges: bool = True  # one line per HTTP request
+    request_log_level: int | None = None  # --log-requests-level; None: requests are not logged
+
+    @property
+    def access(self) -> Access:
+        """Who may use the server."""
+        return Access(split_keys(self.api_key), self.allowed_hosts, self.allowed_origins)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +83,20 @@ class Serving:
 class Service:
     """Admits requests while the engine is ready and the server is not draining."""
 
-    def __init__(self, options: Options, engine: EngineClient) -> None:
+    def __init__(
+        self, options: Options, engine: EngineClient, observability: Observability | None = None
+    ) -> None:
         self.options = options
         self.engine = engine
+        self.observability = observability or Observability()
+        engine.on_heartbeat = self.observability.note_heartbeat
         self.is_draining = False
         self.num_active = 0
+        self.ignored_fields = IgnoredFieldsLog()
         self.pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="text")
+        self.response_store = ResponseStore(options.response_store)
         self._serving: Serving | None = None
+        self._num_failures = 0  # requests in a row that failed within the server
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -79,15 +114,39 @@ class Service:
             )
         return self._serving
 
+    @property
+    def max_body_bytes(self) -> int:
+        """The limit of a body's size. Raises ApiError (503) while the server starts."""
+        given = self.options.max_body_bytes
+        return body_limits.max_bytes(self.serving.limits.longest) if given is None else given
+
+    @property
+    def max_body_values(self) -> int:
+        """The limit of a body's values. Raises ApiError (503) while the server starts."""
+        given = self.options.max_body_values
+        return body_limits.max_cost(self.serving.limits.longest) if given is None else given
+
     def open(self, text: ModelText, ready: Ready) -> None:
         """Start to admit requests."""
         self._serving = Serving(text, ready)
 
-    def why_unhealthy(self) -> str | None:
+    def why_not_alive(self) -> str | None:
+        """Return why the process should be restarted, or None."""
+        if self.engine.state is State.STARTING:
+            return None
+        if self._num_failures >= MAX_FAILURES:
+            return f"the last {self._num_failures} requests failed within the server; see its log"
+        return self.engine.why_unhealthy()
+
+    def note_end(self, *, has_failed: bool) -> None:
+        """Count a request that was answered, or that failed within the server."""
+        self._num_failures = self._num_failures + 1 if has_failed else 0
+
+    def why_not_ready(self) -> str | None:
         """Return why requests should go elsewhere, or None."""
         if self.is_draining:
             return "the server is shutting down"
-        reason = self.engine.why_unhealthy()
+        reason = self.why_not_alive() or self.engine.why_unhealthy()
         if reason is None and self._serving is None:
             return "the server is starting"
         return reason
@@ -121,5 +180,6 @@ class Service:
         await self._idle.wait()
 
     def close(self) -> None:
-        """Stop the threads that parse and tokenise."""
+        """Stop the threads that parse and tokenise, and forget the stored responses."""
         self.pool.shutdown(wait=False, cancel_futures=True)
+        self.response_store.close()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from tokenspeed_core.commands.serving import EchoClient
+from tokenspeed_core.commands.serving import CheckpointError, EchoClient, Ready, TemplateError
+from tokenspeed_server import asgi
 from tokenspeed_server.app import create_app
 from tokenspeed_server.service import ModelText, Options, Service
+
+GREETING = "Hello!"
 
 log = logging.getLogger(__name__)
 
@@ -22,19 +25,23 @@ async def warm_up(options: Options, text: ModelText) -> None:
     level only: the same error will reach the client that causes it.
     """
     engine = EchoClient()
-    service = Service(replace(options, observers=(), api_key=None), engine)
+    service = Service(
+        replace(options, observers=(), api_key=None, logs_exchanges=False, request_log_level=None),
+        engine,
+    )
     service.open(text, engine.ready.result())
     app = create_app(service)
     requests: dict[str, dict[str, Any]] = {
-        "/v1/completions": {"prompt": [0] if text.tokenizer is None else "Hello!"}
+        "/v1/completions": {"prompt": [0] if text.tokenizer is None else GREETING}
     }
     if text.template is not None:
-        requests["/v1/chat/completions"] = {"messages": [{"role": "user", "content": "Hello!"}]}
+        requests["/v1/chat/completions"] = {"messages": [{"role": "user", "content": GREETING}]}
     try:
         for path, body in requests.items():
             for stream in (False, True):
                 try:
-                    await _post(app, path, {**body, "stream": stream})
+                    data = json.dumps({**body, "stream": stream}).encode()
+                    await asgi.post(app, path, data, log_level=logging.DEBUG)
                 except Exception:
                     log.debug("warm-up request to %s failed", path, exc_info=True)
     finally:
@@ -42,27 +49,20 @@ async def warm_up(options: Options, text: ModelText) -> None:
         engine.close()
 
 
-async def _post(app: Any, path: str, body: dict[str, Any]) -> None:
-    data = json.dumps(body).encode()
-    messages = [{"type": "http.request", "body": data, "more_body": False}]
-
-    async def receive() -> Any:
-        return messages.pop() if messages else await asyncio.Event().wait()
-
-    async def send(message: Any) -> None:
-        return None
-
-    scope = {
-        "type": "http",
-        "http_version": "1.1",
-        "method": "POST",
-        "path": path,
-        "raw_path": path.encode(),
-        "root_path": "",
-        "scheme": "http",
-        "query_string": b"",
-        "headers": [(b"content-type", b"application/json")],
-        "client": None,
-        "server": ("127.0.0.1", 80),
-    }
-    await app(scope, receive, send)
+def check_vocabulary(text: ModelText, ready: Ready) -> None:
+    """Raise CheckpointError if a plain prompt or chat has ids that the model lacks: all requests would fail."""
+    if text.tokenizer is None:
+        return
+    prompts = {"the tokenizer": GREETING}
+    if text.template is not None:
+        with suppress(TemplateError):  # an error of this chat may not be one of others
+            chat = [{"role": "user", "content": GREETING}]
+            prompts["the chat template"] = text.template.render(chat)
+    for name, prompt in prompts.items():
+        ids = text.tokenizer.encode(prompt, add_special_tokens=False)
+        highest = int(ids.max(initial=0))
+        if highest >= ready.vocab_size:
+            raise CheckpointError(
+                f"{name} makes the token id {highest} for a plain prompt, but the model's ids are 0 to "
+                f"{ready.vocab_size - 1}. The tokenizer is not the model's: see --tokenizer."
+            )

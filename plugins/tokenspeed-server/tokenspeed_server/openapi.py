@@ -1,0 +1,103 @@
+"""The OpenAPI description: request bodies and errors, which FastAPI cannot see in the routes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import Response
+from pydantic import BaseModel
+
+_ERRORS = {
+    400: "a field is wrong, unknown or not supported",
+    401: "missing or wrong API key",
+    404: "no such model",
+    413: "the body is too large",
+    429: "the queue is full; see Retry-After",
+    500: "the engine failed",
+    503: "the server is starting, draining, or its engine is dead",
+}
+
+
+class ErrorBody(BaseModel):
+    """What went wrong. `param` is the wrong field, if there is one."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    """An error in OpenAI's shape."""
+
+    error: ErrorBody
+
+
+class AnthropicErrorBody(BaseModel):
+    """What went wrong."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(BaseModel):
+    """An error in Anthropic's shape."""
+
+    type: str
+    error: AnthropicErrorBody
+
+
+def describe_errors(*statuses: int, model: str = "Error") -> dict[int | str, dict[str, Any]]:
+    """Return the descriptions of error responses."""
+    schema = {"$ref": f"#/components/schemas/{model}"}
+    return {
+        status: {
+            "description": _ERRORS[status],
+            "content": {"application/json": {"schema": schema}},
+        }
+        for status in statuses
+    }
+
+
+def describe_body(kind: type[BaseModel]) -> dict[str, Any]:
+    """Return the option of a route that describes the body that a dependency reads."""
+    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def describe_generation(
+    kind: type[BaseModel], *, ending: str = "ends with [DONE]", error: str = "Error"
+) -> dict[str, Any]:
+    """Return the options of a generation route. `ending` describes its stream."""
+    return {
+        "response_class": Response,
+        "openapi_extra": describe_body(kind),
+        "responses": {
+            200: {
+                "description": f"the answer, or a stream of events that {ending}",
+                "content": {"application/json": {}, "text/event-stream": {}},
+            },
+            **describe_errors(400, 401, 404, 413, 429, 500, 503, model=error),
+        },
+    }
+
+
+def openapi(app: FastAPI, models: tuple[type[BaseModel], ...]) -> dict[str, Any]:
+    """Return the description of the app's routes, with `models` for the bodies."""
+    if app.openapi_schema is None:
+        schema = get_openapi(
+            title=app.title, version=app.version, routes=app.routes, servers=app.servers
+        )
+        components = schema.setdefault("components", {}).setdefault("schemas", {})
+        described_models: tuple[type[BaseModel], ...] = (*models, Error, AnthropicError)
+        for model in described_models:
+            described = model.model_json_schema(ref_template="#/components/schemas/{model}")
+            components.update(described.pop("$defs", {}))
+            components[model.__name__] = described
+        bearer = {"type": "http", "scheme": "bearer"}
+        schema["components"]["securitySchemes"] = {"api_key": bearer}
+        schema["security"] = [{"api_key": []}, {}]
+        app.openapi_schema = schema
+    return app.openapi_schema

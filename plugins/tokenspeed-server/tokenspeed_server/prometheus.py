@@ -1,0 +1,138 @@
+"""The metrics in Prometheus's format. Names and units are vLLM's, with the prefix `tokenspeed:`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from tokenspeed_core.commands.serving import (
+    HOST_BOUNDS,
+    REQUEST_BOUNDS,
+    STEP_BOUNDS,
+    HistogramCounts,
+)
+from tokenspeed_server.metrics import HISTOGRAMS, OTHER_STATUS, MetricsMemory, merged
+from tokenspeed_server.statistics import EngineMonitor, Sample
+
+Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
+
+_REQUEST_HISTOGRAMS = (
+    ("time_to_first_token", "time_to_first_token_seconds", "Time to first token."),
+    ("inter_token_latency", "inter_token_latency_seconds", "Time between tokens of a sequence."),
+    (
+        "time_per_output_token",
+        "request_time_per_output_token_seconds",
+        "Mean time per output token of a request, without the first.",
+    ),
+    ("e2e_request_latency", "e2e_request_latency_seconds", "Duration of a request."),
+    ("decode_time", "request_decode_time_seconds", "Time from the first token to the last."),
+    ("prompt_tokens", "request_prompt_tokens", "Prompt tokens of a request."),
+    ("generation_tokens", "request_generation_tokens", "Generated tokens of a request."),
+)
+
+
+class Metrics(Collector):
+    """Collects what all API workers counted and what the engine last reported."""
+
+    def __init__(self, memory: MetricsMemory, monitor: EngineMonitor, model_name: str) -> None:
+        """Take the shared memory of the workers, and this worker's view of the engine."""
+        self._memory = memory
+        self._monitor = monitor
+        self._labels = {"model_name": model_name, "engine": "0"}
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def page(self) -> tuple[bytes, str]:
+        """Return the page and its content type.
+
+        The format is the classic one whatever a client accepts: in OpenMetrics the library writes the
+        colon of names as an underscore.
+        """
+        encode, content_type = choose_encoder("text/plain")
+        return encode(self._registry), content_type
+
+    def collect(self) -> Iterable[Family]:
+        """Yield all metrics."""
+        yield from self._of_requests()
+        last = self._monitor.last
+        if last is not None:
+            yield from self._of_engine(last)
+
+    def _of_requests(self) -> Iterator[Family]:
+        rows = self._memory.rows()
+        for name, shown, text in _REQUEST_HISTOGRAMS:
+            yield self._histogram(shown, text, HISTOGRAMS[name], merged(rows, name))
+        reasons: Counter[str] = Counter()
+        statuses: Counter[int] = Counter()
+        for row in rows:
+            reasons.update(row.finish_reasons())
+            statuses.update(row.statuses())
+        yield self._counters(
+            "request_success", "Finished requests by reason.", "finished_reason", reasons
+        )
+        yield self._counters(
+            "http_responses",
+            "HTTP responses by status, without those to probes.",
+            "status",
+            {"other" if key == OTHER_STATUS else str(key): n for key, n in statuses.items()},
+        )
+
+    def _of_engine(self, last: Sample) -> Iterator[Family]:
+        stats = last.stats
+        yield self._gauge("num_requests_running", "Sequences that run.", last.num_running)
+        yield self._gauge("num_requests_waiting", "Sequences that wait.", last.num_waiting)
+        yield self._gauge("kv_cache_usage_perc", "Used KV blocks, from 0 to 1.", stats.kv_usage)
+        blocks = GaugeMetricFamily(
+            "tokenspeed:kv_cache_blocks", "KV blocks by state.", labels=[*self._labels, "state"]
+        )
+        for state in ("free", "cached", "held", "pending"):
+            number = getattr(stats, f"num_{state}_blocks")
+            blocks.add_metric([*self._labels.values(), state], number)
+        yield blocks
+        for name, text, value in (
+            ("prefix_cache_queries", "Prompt tokens looked up.", stats.num_prefix_queries),
+            ("prefix_cache_hits", "Prompt tokens found in the cache.", stats.num_prefix_hits),
+            ("prompt_tokens", "Prompt tokens, cached ones included.", stats.num_prompt_tokens),
+            ("prefill_tokens", "Computed prompt tokens.", stats.num_prefill_tokens),
+            ("generation_tokens", "Generated tokens.", stats.num_output_tokens),
+            ("num_preemptions", "Preemptions of sequences.", stats.num_preemptions),
+            ("engine_steps", "Steps of the engine.", last.num_steps),
+        ):
+            family = CounterMetricFamily(f"tokenspeed:{name}", text, labels=list(self._labels))
+            family.add_metric(list(self._labels.values()), value)
+            yield family
+        for name, text, bounds, counts in (
+            ("request_queue_time", "From arrival to admission.", REQUEST_BOUNDS, stats.queue),
+            ("request_prefill_time", "To the first token.", REQUEST_BOUNDS, stats.prefill),
+            ("step_time", "Duration of a step.", STEP_BOUNDS, stats.step),
+            ("step_host_time", "Planning and bookkeeping of a step.", HOST_BOUNDS, stats.host),
+        ):
+            yield self._histogram(f"{name}_seconds", text, bounds, counts)
+
+    def _gauge(self, name: str, text: str, value: float) -> Family:
+        family = GaugeMetricFamily(f"tokenspeed:{name}", text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
+        return family
+
+    def _counters(self, name: str, text: str, label: str, values: Mapping[str, int]) -> Family:
+        labels = [*self._labels, label]
+        family = CounterMetricFamily(f"tokenspeed:{name}", text, labels=labels)
+        for key, value in values.items():
+            family.add_metric([*self._labels.values(), key], value)
+        return family
+
+    def _histogram(
+        self, name: str, text: str, bounds: Sequence[float], values: HistogramCounts
+    ) -> Family:
+        family = HistogramMetricFamily(f"tokenspeed:{name}", text, labels=list(self._labels))
+        buckets, total = [], 0
+        for bound, count in zip((*map(repr, bounds), "+Inf"), values.counts, strict=True):
+            total += count
+            buckets.append((bound, total))
+        family.add_metric(list(self._labels.values()), buckets, values.total)
+        return family

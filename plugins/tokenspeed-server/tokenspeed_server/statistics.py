@@ -1,0 +1,183 @@
+"""The engine's numbers over the last seconds: the JSON of /v1/stats, and the statistics line of the log."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tokenspeed_core.commands.serving import EngineStats, Heartbeat, HistogramCounts, log_fields
+
+WINDOW_SECONDS = 10.0  # of the rates in /v1/stats
+
+log = logging.getLogger("tokenspeed.statistics")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A heartbeat with statistics, and when it arrived on the monotonic clock."""
+
+    at: float
+    num_steps: int
+    num_running: int
+    num_waiting: int
+    stats: EngineStats
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """The work of the engine between two samples. Means are None without a step or a lookup."""
+
+    seconds: float
+    num_steps: int
+    prompt_tokens_per_s: float  # computed prompt tokens, without cached ones
+    output_tokens_per_s: float
+    step_seconds: float | None  # mean time of a step
+    host_seconds: float | None  # of it, planning and bookkeeping of the host
+    prefix_hit_rate: float | None  # of the prompt tokens that were looked up
+    num_preemptions: int
+
+    @classmethod
+    def between(cls, first: Sample, last: Sample) -> Rates:
+        """Return the rates from one sample to a later one."""
+        seconds = max(1e-9, last.at - first.at)
+        old, new = first.stats, last.stats
+        num_queries = new.num_prefix_queries - old.num_prefix_queries
+        num_hits = new.num_prefix_hits - old.num_prefix_hits
+        return cls(
+            seconds=seconds,
+            num_steps=last.num_steps - first.num_steps,
+            prompt_tokens_per_s=(new.num_prefill_tokens - old.num_prefill_tokens) / seconds,
+            output_tokens_per_s=(new.num_output_tokens - old.num_output_tokens) / seconds,
+            step_seconds=_mean(old.step, new.step),
+            host_seconds=_mean(old.host, new.host),
+            prefix_hit_rate=num_hits / num_queries if num_queries else None,
+            num_preemptions=new.num_preemptions - old.num_preemptions,
+        )
+
+
+def _mean(old: HistogramCounts, new: HistogramCounts) -> float | None:
+    count = sum(new.counts) - sum(old.counts)
+    return (new.total - old.total) / count if count else None
+
+
+class EngineMonitor:
+    """Keeps the engine's heartbeats of the last seconds. `add` is the client's `on_heartbeat`."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._samples: deque[Sample] = deque()
+        self._statistics_log: StatisticsLog | None = None
+
+    @property
+    def last(self) -> Sample | None:
+        """The newest sample."""
+        return self._samples[-1] if self._samples else None
+
+    def log_every(self, seconds: float) -> None:
+        """Log a line every so many seconds while requests run."""
+        self._statistics_log = StatisticsLog(seconds)
+
+    def add(self, heartbeat: Heartbeat) -> None:
+        """Keep a heartbeat, and forget those that left the window."""
+        if heartbeat.stats is None:
+            return
+        now = self._clock()
+        running, waiting = heartbeat.num_running, heartbeat.num_waiting
+        sample = Sample(now, heartbeat.num_steps, running, waiting, heartbeat.stats)
+        if self._samples and heartbeat.num_steps < self._samples[-1].num_steps:
+            self._samples.clear()  # the engine was restarted
+        self._samples.append(sample)
+        while len(self._samples) > 2 and self._samples[1].at <= now - WINDOW_SECONDS:
+            self._samples.popleft()
+        if self._statistics_log is not None:
+            self._statistics_log.add(sample)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the state and the rates for a dashboard, or an empty object before the first heartbeat.
+
+        The shape is documented at the route, `GET /v1/stats`.
+        """
+        last = self.last
+        if last is None:
+            return {}
+        stats, rates = last.stats, Rates.between(self._samples[0], last)
+        return {
+            "requests": {"running": last.num_running, "waiting": last.num_waiting},
+            "kv_cache": {
+                "usage": stats.kv_usage,
+                "blocks": {
+                    "free": stats.num_free_blocks,
+                    "cached": stats.num_cached_blocks,
+                    "held": stats.num_held_blocks,
+                    "pending": stats.num_pending_blocks,
+                },
+            },
+            "totals": {
+                "steps": last.num_steps,
+                "preemptions": stats.num_preemptions,
+                "prompt_tokens": stats.num_prompt_tokens,
+                "prefill_tokens": stats.num_prefill_tokens,
+                "output_tokens": stats.num_output_tokens,
+                "prefix_cache_queries": stats.num_prefix_queries,
+                "prefix_cache_hits": stats.num_prefix_hits,
+            },
+            "window": {
+                "seconds": rates.seconds,
+                "steps": rates.num_steps,
+                "prompt_tokens_per_s": rates.prompt_tokens_per_s,
+                "output_tokens_per_s": rates.output_tokens_per_s,
+                "step_seconds": rates.step_seconds,
+                "host_seconds": rates.host_seconds,
+                "prefix_hit_rate": rates.prefix_hit_rate,
+                "preemptions": rates.num_preemptions,
+            },
+        }
+
+
+class StatisticsLog:
+    """Logs one line per interval while requests run, and nothing while the engine is idle."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._since: Sample | None = None  # the start of the interval; None while idle
+
+    def add(self, sample: Sample) -> None:
+        """Take the newest sample, and log if the interval is over."""
+        if not sample.num_running + sample.num_waiting:
+            self._since = None
+        elif self._since is None:
+            self._since = sample
+        elif sample.at - self._since.at >= self._seconds:
+            _log_line(sample, Rates.between(self._since, sample))
+            self._since = sample
+
+
+def _log_line(sample: Sample, rates: Rates) -> None:
+    step, host = rates.step_seconds, rates.host_seconds
+    hits = rates.prefix_hit_rate
+    log.info(
+        "%d running, %d waiting; %.0f output and %.0f prompt tokens/s; KV cache %.1f %%%s%s%s",
+        sample.num_running,
+        sample.num_waiting,
+        rates.output_tokens_per_s,
+        rates.prompt_tokens_per_s,
+        100 * sample.stats.kv_usage,
+        "" if hits is None else f"; prefix hits {100 * hits:.0f} %",
+        "" if step is None else f"; step {step * 1e3:.2f} ms (host {(host or 0) * 1e3:.2f} ms)",
+        f"; {rates.num_preemptions} preemptions" if rates.num_preemptions else "",
+        extra=log_fields(
+            running=sample.num_running,
+            waiting=sample.num_waiting,
+            kv_usage=sample.stats.kv_usage,
+            output_tokens_per_s=rates.output_tokens_per_s,
+            prompt_tokens_per_s=rates.prompt_tokens_per_s,
+            prefix_hit_rate=hits,
+            step_seconds=step,
+            host_seconds=host,
+            preemptions=rates.num_preemptions,
+        ),
+    )
