@@ -1,7 +1,7 @@
 """Problems at the boundaries of what a spec leaves open.
 
-A spec claims every value that it does not exclude. A value has a meaning if the op's input
-generator and reference accept it.
+A spec claims every value that it does not exclude, if the op defines it: the op's input generator and
+reference raise ValueError for any other.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenspeed_core.api.kernels import Capability, KernelSpec
 from tokenspeed_core.api.ops import OpContract, Problem
-from tokenspeed_core.kernels.select import problem_refusals
+from tokenspeed_core.kernels.refusals import problem_refusals
 from tokenspeed_testing.cases import LARGEST, cases, is_sensible
 
 _SIZES = (1, 3, 17, 257, LARGEST + 1)

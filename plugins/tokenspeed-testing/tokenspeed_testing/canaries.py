@@ -18,7 +18,7 @@ class Canary:
     argument.
     """
 
-    memory: Tensor  # uint8 [elements, bytes of one]
+    memory: Tensor  # uint8 [elements, bytes per element]
     before: Tensor
     covered: Mapping[str, Tensor]  # bool [elements]
 

@@ -12,7 +12,7 @@ from unittest import SkipTest
 
 from tokenspeed_core.api.kernels import DTYPES, PHASES, AxisLimit, KernelSpec
 from tokenspeed_core.api.ops import OpContract, Problem
-from tokenspeed_core.kernels.select import problem_refusals
+from tokenspeed_core.kernels.refusals import problem_refusals
 from tokenspeed_testing.shapes import kv_dtypes, shapes_of
 
 LARGEST = 4096  # larger cases cost memory and time without finding more
@@ -21,7 +21,7 @@ _HEAD_SIZES, _BLOCK_SIZES, _WINDOW = (64, 32, 96, 128), (16, 64, 32, 8), 20
 
 
 class NotRun(SkipTest):
-    """Declared cases that this machine cannot run: their number, and what they need."""
+    """Declared cases that this machine cannot run: their number, and the missing requirements."""
 
     def __init__(self, num_cases: int, needs: str) -> None:
         """Store both."""

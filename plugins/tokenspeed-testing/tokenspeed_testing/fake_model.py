@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tokenspeed_core.api.cache_groups import CacheGroupSpec
-from tokenspeed_core.api.step import LateInputs, StepFailed, StepPlan, StepResult
+from tokenspeed_core.api.step import LateInputs, PromptLogprobs, StepFailed, StepPlan, StepResult
 
 _PRIME = 1_000_003
 _UNWRITTEN = -7
@@ -55,6 +55,13 @@ class FakeModel:
             window = tokens[max(0, len(tokens) - self.window) :]
             tokens.append(self.next_token(tokens if self.reads_all else [], window, mask))
         return tokens[len(prompt) :]
+
+    def expected_prompt_logprobs(self, prompt: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the value and the rank that `FakeRunner` gives each prompt token after the first."""
+        return [
+            (self.expected(prompt[:length], 1)[0], prompt[length])
+            for length in range(1, len(prompt))
+        ]
 
 
 class FakeRunner:
@@ -114,6 +121,7 @@ class FakeRunner:
                 np.asarray([len(r) for r in rows], np.int32),
                 np.asarray([token for r in rows for token in r], np.int32),
                 None,
+                self._prompt_logprobs(plan),
             )
         )
 
@@ -154,10 +162,26 @@ class FakeRunner:
         self.length[slot], self.last[slot] = end + 1, following
         return [following]
 
+    def _prompt_logprobs(self, plan: StepPlan) -> PromptLogprobs | None:
+        """Return, as values, the token that would be sampled before each target; ranks are the targets."""
+        targets = plan.prompt_targets
+        if targets is None:
+            return None
+        values = [
+            self._next(int(plan.slots[row]), int(plan.num_computed_tokens[row]) + at + 1, None)
+            for row, start, count in zip(targets.rows, targets.starts, targets.counts, strict=True)
+            for at in range(int(start), int(start + count))
+        ]
+        chosen = np.asarray(values, np.float32)
+        alternatives = np.repeat(chosen, targets.width)
+        return PromptLogprobs(
+            targets.width, chosen, targets.token_ids, alternatives.astype(np.int32), alternatives
+        )
+
     def _decode(self, plan: StepPlan, row: int, slot: int, mask: list[bool] | None) -> list[int]:
         num_query = int(plan.num_query_tokens[row])
         position, token = int(self.length[slot]) - 1, int(self.last[slot])
-        assert position <= plan.num_computed_tokens[row], "the plan's length is no upper bound"
+        assert position <= plan.num_computed_tokens[row], "the plan's length is not an upper bound"
         sampled: list[int] = []
         for i in range(num_query):
             self._write(slot, position, token)

@@ -81,7 +81,7 @@ def make_fixture(
                 random[1] += last_value
             filled.copy_(random)
     starts = (0, *accumulate(rows.num_queries))
-    # q is cut from a wider tensor, as a projection of q, k and v together gives it
+    # q is a slice of a wider tensor, as a joint projection of q, k and v returns it
     wide = torch.randn(
         (starts[-1], problem.num_heads + 2 * problem.num_kv_heads, problem.head_size),
         generator=generator,

@@ -50,7 +50,7 @@ def nothing_waits(case: str) -> Iterator[None]:
     assert not watch.seen, (
         f"{case}: it claims graph_safe, and asks on the host for what only the device knows: "
         f"{', '.join(dict.fromkeys(watch.seen))}; a device would be waited for, which ends a capture. Keep it on the "
-        "device; if only the CPU goes this way, write a spec of its own for cpu"
+        "device. If only the CPU does this, write a separate spec for cpu."
     )
 
 

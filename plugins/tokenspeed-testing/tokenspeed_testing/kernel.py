@@ -27,8 +27,8 @@ from tokenspeed_testing.shapes import contract_of
 _PREFILL = of_attention.Rows((1, 9, 4), (30, 9, 21))
 _DECODE = of_attention.Rows((1, 1, 1), (33, 7, 16))
 _LARGE_NUM_ROWS = (300, 2100)
-_FEW = 3  # rows of the small run that each cell gets
-_MANY = (33, 130)  # rows of the runs in which each is to have the bits that it has alone
+_FEW = 3  # rows in the run of each case
+_MANY = (33, 130)  # rows in the runs that check batch invariance
 
 
 class KernelConformance:
@@ -42,7 +42,7 @@ class KernelConformance:
         for device in self._devices():
             if self.spec.op == "attention":
                 assert of_attention.check_attention(self.spec, device), (
-                    "it declares no problem that the kit has"
+                    "the spec declares no problem that the kit has"
                 )
             else:
                 conformance.check(self.spec, device, contract=self._contract())
@@ -68,7 +68,7 @@ class KernelConformance:
         """More rows than the other tests have, for ops with independent rows."""
         contract = self._contract()
         if not contract.rows or {"max_rows", "min_rows"} & set(contract.axes):
-            raise SkipTest("the op has no unbounded number of rows")
+            raise SkipTest("the op has no independent rows, or limits their number")
         for device in self._devices():
             problem = next(cases(self.spec, contract, pairs_only=True))
             kernel = self.spec.factory()(problem)
@@ -78,13 +78,13 @@ class KernelConformance:
                 )
 
     def test_open_axes_hold_at_their_boundaries(self) -> None:
-        """What a spec does not exclude it claims: sizes of one, odd and large sizes, any scale, FP8
-        caches.
+        """The kernel works for all values that its spec does not exclude: size 1, odd and large
+        sizes, any scale, FP8 caches.
         """
         contract = self._contract()
         for device in self._devices():
             for problem in boundary_cases(self.spec, contract):
-                if contract.name == "attention" or conformance.has_meaning(
+                if contract.name == "attention" or conformance.is_defined(
                     contract, problem, _FEW, device
                 ):
                     self._computes(problem, device, "does not exclude")
@@ -125,16 +125,18 @@ class KernelConformance:
                     asked.refusals(inside, here, frozenset({feature})),
                 )
             )
-        for platform, said in self._other_platforms():
-            refusals.append((said, asked.refusals(inside, platform)))
-        for said, reasons in refusals:
+        for platform, expected in self._other_platforms():
+            refusals.append((expected, asked.refusals(inside, platform)))
+        for expected, reasons in refusals:
             why = "; ".join(reasons) or "nothing, and taken"
-            assert any(reason.startswith(said) for reason in reasons), (
-                f"not refused because '{said} …', but for {why}"
+            assert any(reason.startswith(expected) for reason in reasons), (
+                f"not refused because '{expected} …', but for {why}"
             )
         reasons = asked.refusals(inside, here)
         left = [each for each in reasons if not (each.startswith(DOES_NOT_LOAD) and self._lacks())]
-        assert not left, f"it declares {dict(inside)}, and is refused: {'; '.join(left)}"
+        assert not left, (
+            f"the spec declares {dict(inside)}, but selection refuses it: {'; '.join(left)}"
+        )
 
     def test_batch_invariance(self) -> None:
         """Rows have the same bits alone and among others, if declared."""
@@ -163,7 +165,7 @@ class KernelConformance:
         if "graph_safe" not in self.spec.capability.features:
             raise SkipTest("it does not claim graph_safe")
         if "cuda" not in self.spec.capability.platforms:
-            raise SkipTest("it declares no device that has graphs")
+            raise SkipTest("the spec declares no device with graphs")
         problems = list(cases(self.spec, self._contract(), pairs_only=True))
         devices = [] if self._missing_modules() else self._here()
         for device, problem in product(devices, problems):
@@ -236,7 +238,8 @@ class KernelConformance:
             raise
         except Exception as error:
             raise AssertionError(
-                f"it {says} {dict(problem)} and fails on {device}: {type(error).__name__}: {error}"
+                f"the spec {says} {dict(problem)}, but the kernel fails on {device}: "
+                f"{type(error).__name__}: {error}"
             ) from error
 
     def _runs(self, problem: Problem, device: torch.device) -> None:

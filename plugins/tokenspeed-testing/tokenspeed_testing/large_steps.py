@@ -14,7 +14,7 @@ import torch
 
 from tokenspeed_core.api.attention import AttentionProblem
 from tokenspeed_core.api.kernels import KernelSpec
-from tokenspeed_core.kernels.select import problem_refusals
+from tokenspeed_core.kernels.refusals import problem_refusals
 from tokenspeed_testing.attention import attend, attention_problems, compare
 from tokenspeed_testing.fixtures import Rows, limits_of, make_fixture
 

@@ -6,12 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from tokenspeed_core.api.grammars import GrammarSpec
 from tokenspeed_core.api.kernels import Capability
+from tokenspeed_core.api.logits_processors import LogitsProcessorSpec
 from tokenspeed_core.api.models import Checkpoint, LoadFormat, ModelSpec, Quantization
 from tokenspeed_core.api.parsers import ParserSpec
 from tokenspeed_core.errors import describe_error
 from tokenspeed_core.kernels.installed import installed_kernels, installed_ops, installed_rankings
-from tokenspeed_core.kernels.select import hardware_refusals, has_module
+from tokenspeed_core.kernels.refusals import hardware_refusals
+from tokenspeed_core.kernels.select import has_module
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.entry import Entry, Status, load_target
 from tokenspeed_core.plugins.hooks import Hooks
@@ -19,6 +22,8 @@ from tokenspeed_core.plugins.kinds import KERNELS_PREFIX
 
 # The type of an entry's value, for the kinds that are loaded on demand.
 _DESCRIPTORS: Mapping[str, type[Any]] = {
+    "grammars": GrammarSpec,
+    "logits_processors": LogitsProcessorSpec,
     "models": ModelSpec,
     "load_formats": LoadFormat,
     "quantization": Quantization,

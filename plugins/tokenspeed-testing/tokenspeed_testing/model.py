@@ -86,10 +86,10 @@ class ModelConformance:
         return info
 
     def _is_described_without(self, key: str) -> bool:
-        said = ""
+        message = ""
         try:
             self._describe({name: value for name, value in self.config.items() if name != key})
         except ValueError as error:
-            said = str(error) or "nothing"
-        assert not said or key in said, f"without {key} it says only: {said}"
-        return not said
+            message = str(error) or "nothing"
+        assert not message or key in message, f"without {key} it says only: {message}"
+        return not message

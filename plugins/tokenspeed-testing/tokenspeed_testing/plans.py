@@ -25,7 +25,7 @@ _DEFAULTS: dict[str, Any] = {
 
 @dataclass(slots=True, eq=False)
 class Tracked:
-    """A sequence as a test sees it: `tokens` are the prompt and what was sampled and collected."""
+    """A sequence as a test sees it: `tokens` are the prompt and the collected samples."""
 
     slot: int
     tokens: list[int]
@@ -36,6 +36,8 @@ class Tracked:
     bias: Mapping[int, float]
     is_new: bool = True
     num_sent: list[int] = field(default_factory=list)
+    num_endless: int = 0
+    end_ids: tuple[int, ...] = ()
 
     @property
     def output(self) -> list[int]:
@@ -62,9 +64,13 @@ class PlanMaker:
         *,
         bias: Mapping[int, float] | None = None,
         shared: tuple[str, int] | None = None,
+        endless: tuple[int, Sequence[int]] = (0, ()),
         **params: Any,
     ) -> Tracked:
-        """Add a sequence to a slot; `shared` (name, tokens) takes full blocks of another as its prefix."""
+        """Add a sequence to a slot; `shared` (name, tokens) takes full blocks of another as its prefix.
+
+        With `endless` (number, ids), none of the first `number` output tokens is one of the ids.
+        """
         blocks: list[list[int]] = [[] for _ in range(self.num_groups)]
         num_computed = 0
         if shared is not None:
@@ -81,6 +87,8 @@ class PlanMaker:
             {**_DEFAULTS, **params},
             dict(bias or {}),
             num_sent=[0] * self.num_groups,
+            num_endless=endless[0],
+            end_ids=tuple(endless[1]),
         )
         self.sequences[name] = sequence
         return sequence
@@ -160,7 +168,7 @@ class PlanMaker:
         if not rows:
             return None
         kinds = {"seed": np.int64, "top_k": np.int32, "logprobs": np.int32}
-        columns = {
+        columns: dict[str, Any] = {
             name: np.array([row.params[name] for row in rows], kinds.get(name, np.float32))
             for name in _DEFAULTS
         }
@@ -176,6 +184,9 @@ class PlanMaker:
             history_starts=_starts([len(history) for history in histories]),
             history_ids=_int(token for history in histories for token in history),
             history_num_prompt=_int(row.num_prompt for row in rows),
+            num_endless=_int(row.num_endless if row.end_ids else 0 for row in rows),
+            end_starts=_starts([len(row.end_ids) for row in rows]),
+            end_ids=_int(token for row in rows for token in row.end_ids),
         )
 
 

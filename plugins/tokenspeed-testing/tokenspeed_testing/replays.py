@@ -16,7 +16,7 @@ import torch
 from tokenspeed_core.api.attention import AttentionKernel, AttentionProblem, AttentionStep
 from tokenspeed_core.api.kernels import KernelSpec
 from tokenspeed_core.api.ops import common_ops
-from tokenspeed_core.kernels.select import problem_refusals
+from tokenspeed_core.kernels.refusals import problem_refusals
 from tokenspeed_core.worker.staged import BucketSize
 from tokenspeed_testing.conformance import labelled
 from tokenspeed_testing.fixtures import Fixture, Rows, limits_of, make_fixture
@@ -165,7 +165,7 @@ class _Step:
             self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graph: torch.cuda.CUDAGraph | None = None
         self._prepare()
-        self._forward()  # compiles, and allocates, what a capture must not
+        self._forward()  # compiles and allocates, which a capture must not do
         if is_cuda:
             torch.cuda.synchronize(device)
             self._graph = torch.cuda.CUDAGraph()

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 from unittest import SkipTest
 
+from tokenspeed_core.api.grammars import GrammarSpec
 from tokenspeed_core.api.kernels import KernelSpec
+from tokenspeed_core.api.logits_processors import LogitsProcessorSpec
 from tokenspeed_core.api.models import ModelSpec
 from tokenspeed_core.api.parsers import ParserSpec
 from tokenspeed_core.kernels.installed import installed_ops
@@ -79,6 +81,14 @@ def _suites_of(entry: Entry, catalog: Catalog) -> Iterator[tuple[str, object]]:
         from tokenspeed_testing.policy import PolicyConformance
 
         yield subject, _suite(PolicyConformance, make=staticmethod(value))
+    elif entry.kind == "grammars" and isinstance(value, GrammarSpec):
+        from tokenspeed_testing.grammar import GrammarConformance
+
+        yield subject, _suite(GrammarConformance, spec=value)
+    elif entry.kind == "logits_processors" and isinstance(value, LogitsProcessorSpec):
+        from tokenspeed_testing.logits_processor import LogitsProcessorConformance
+
+        yield subject, _suite(LogitsProcessorConformance, spec=value)
     elif entry.kind in ("tool_parsers", "reasoning_parsers") and isinstance(value, ParserSpec):
         from tokenspeed_testing.parser import ParserConformance
 

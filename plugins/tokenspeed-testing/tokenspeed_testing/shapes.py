@@ -8,7 +8,7 @@ from typing import Any
 from tokenspeed_core.api.kernels import KernelSpec
 from tokenspeed_core.api.ops import OpContract, Problem
 from tokenspeed_core.kernels.installed import installed_ops
-from tokenspeed_core.kernels.select import problem_refusals
+from tokenspeed_core.kernels.refusals import problem_refusals
 from tokenspeed_core.plugins.catalog import Catalog
 
 NUM_ROWS = (0, 1, 7, 33)
