@@ -15,7 +15,7 @@ from fake_site import Site
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    """Put a folder first on `sys.path`, and forget afterwards what was imported from it."""
+    """Put a folder first on `sys.path`; unload its modules afterwards."""
     monkeypatch.delenv("TOKENSPEED_PLUGINS", raising=False)
     folder = tmp_path / "site"
     folder.mkdir()

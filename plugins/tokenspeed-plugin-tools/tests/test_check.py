@@ -50,7 +50,7 @@ def test_sound_distribution_passes(checked: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "expected"),
     [
         ("import tokenspeed_no_such_module\n", "fails to import"),
         ("def run(:\n", "SyntaxError"),
@@ -62,14 +62,14 @@ def test_sound_distribution_passes(checked: Any) -> None:
     ],
     ids=["import error", "syntax error", "torch at top level", "slow"],
 )
-def test_bad_import_is_found(checked: Any, source: str, said: str) -> None:
+def test_bad_import_is_found(checked: Any, source: str, expected: str) -> None:
     status, verdicts = checked(source)
     assert status == 1
-    assert said in failures(verdicts)
+    assert expected in failures(verdicts)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "expected"),
     [
         ({"value": "acme:run"}, "[api1]"),
         ({"value": "acme:run [api7]"}, "needs api 7"),
@@ -78,10 +78,10 @@ def test_bad_import_is_found(checked: Any, source: str, said: str) -> None:
         ({"group": "comands"}, "did you mean commands?"),
     ],
 )
-def test_bad_metadata_is_found(checked: Any, wrong: dict[str, str], said: str) -> None:
+def test_bad_metadata_is_found(checked: Any, wrong: dict[str, str], expected: str) -> None:
     status, verdicts = checked("run = print\n", **wrong)
     assert status == 1
-    assert said in failures(verdicts)
+    assert expected in failures(verdicts)
 
 
 def test_kernel_of_an_unknown_op_fails(
@@ -233,14 +233,14 @@ def test_descriptor_of_the_wrong_type_fails(checked: Any, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "expected"),
     [
         ("()", "() is not a KernelSpec"),
         ("(1,)", "1 is not a KernelSpec"),
         ("None", "acme:X is a NoneType, not a object"),
     ],
 )
-def test_invalid_kernel_in_a_tuple_fails(checked: Any, value: str, said: str) -> None:
+def test_invalid_kernel_in_a_tuple_fails(checked: Any, value: str, expected: str) -> None:
     status, verdicts = checked(f"X = {value}\n", group="kernels.attention", value="acme:X [api1]")
     assert status == 1
-    assert said in verdicts["entries load"]["detail"]
+    assert expected in verdicts["entries load"]["detail"]

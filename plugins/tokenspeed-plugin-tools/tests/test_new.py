@@ -83,6 +83,6 @@ def test_used_name_is_refused(kind: str, refusal: Refusal, tmp_path: Path, site:
     group = RECIPES[kind].group
     name = fields_of(kind, "acme/own")["name"]
     site.install("other", {f"{group} {name}": "other:X [api1]"})
-    said = refusal("plugins", "new", kind, "acme/own", "--path", str(tmp_path / "made"))
-    assert "other 1.0" in said
+    message = refusal("plugins", "new", kind, "acme/own", "--path", str(tmp_path / "made"))
+    assert "other 1.0" in message
     assert not (tmp_path / "made").exists()

@@ -1,4 +1,4 @@
-"""The check before a start: what is left out, and what ends the start."""
+"""The check before a start: plugins to skip, and errors that end the start."""
 
 from __future__ import annotations
 

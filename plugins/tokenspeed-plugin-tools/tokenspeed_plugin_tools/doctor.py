@@ -163,7 +163,7 @@ def _distribution_findings(entries: Sequence[Entry]) -> Iterator[Finding]:
 
 
 def _unmet(line: str) -> str:
-    """Return what is wrong with a requirement, "" if it is met. The core checks its own range."""
+    """Return why a requirement is not met, "" if it is. The core checks its own range."""
     try:
         needed = Requirement(line)
     except InvalidRequirement:

@@ -48,8 +48,7 @@ def _write(path: Path, text: str) -> None:
                 file.flush()
                 part.chmod(0o644)
                 part.replace(path)
-            except BaseException:
-                part.unlink()
-                raise
+            finally:
+                part.unlink(missing_ok=True)  # if writing was interrupted
     except OSError as error:
         raise LockError(f"plugins freeze: {path}: {error.strerror}") from error

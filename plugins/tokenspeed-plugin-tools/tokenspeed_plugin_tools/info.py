@@ -1,4 +1,4 @@
-"""`tokenspeed plugins info`: what is known about one distribution."""
+"""`tokenspeed plugins info`: the properties of one distribution."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def info(
 
 
 def describe(entries: list[Entry]) -> dict[str, Any]:
-    """Return what is known about a distribution. Its plugins are imported in another process."""
+    """Return the properties of a distribution. Its plugins are imported in another process."""
     first = entries[0]
     probed = probe(entries)
     frozen = freeze(entries)

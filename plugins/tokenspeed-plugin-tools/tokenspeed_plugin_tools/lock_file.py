@@ -77,7 +77,9 @@ def _locked(name: str, table: object) -> Locked:
     points = table.pop("entry_points", None)
     texts = [*table.values(), *(points if isinstance(points, list) else [None])]
     if not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"[{name}] must contain strings and a list of strings, entry_points")
+        raise ValueError(
+            f"[{name}] must have strings as values, and a list of strings as entry_points"
+        )
     try:
         return Locked(**table, entry_points=tuple(points or ()))
     except TypeError as error:

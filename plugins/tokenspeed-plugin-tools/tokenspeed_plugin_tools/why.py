@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from tokenspeed_core.api import PlatformInfo
-from tokenspeed_core.commands import Catalog, Entry, Selection, Status
+from tokenspeed_core.commands import Catalog, Entry, Selection, Status, kind_of
 from tokenspeed_core.commands.planning import (
     KernelPlan,
     NothingFitsError,
@@ -114,6 +114,8 @@ def _not_in(plan: KernelPlan, op: str, layer: int | None) -> str:
     ops = sorted({planned.op for planned in plan.ops})
     near = get_close_matches(op, {*ops, *(planned.family for planned in plan.ops)}, n=1)
     there = f"{f'did you mean {near[0]}? ' if near else ''}its ops are {', '.join(ops)}"
+    if kind_of(op) is not None and not op.startswith("kernels"):
+        return f"why {op}: only kernels are explained; `plugins list` shows the installed {op}"
     return f"why {op}: this model uses no such op; {there}; `plugins list --ops` lists all ops"
 
 
