@@ -1,4 +1,4 @@
-"""Lets the tests of this folder import their helpers, which stand beside them."""
+"""Lets the tests of this folder import the helper modules in it."""
 
 from __future__ import annotations
 

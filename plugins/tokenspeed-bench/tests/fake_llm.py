@@ -1,4 +1,4 @@
-"""An engine that answers at once, with what a test wants of its vocabulary, context and speed."""
+"""A fake `LLM` that answers at once. Tests set its vocabulary, context length and speed."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Plan:
 
 @dataclass
 class FakeLLM:
-    """`slow` is what the first request takes, `raise_at` the number of the call that a Ctrl-C breaks off."""
+    """`slow` is the duration of the first request in seconds. Call number `raise_at` raises KeyboardInterrupt."""
 
     vocab_size: int = 100_000
-    longest: int = 10_000
+    max_len: int = 10_000
     slow: float = 0.0
     raise_at: int = -1
     calls: list[list[int]] = field(default_factory=list)  # lengths of the prompts of each
@@ -41,10 +41,10 @@ class FakeLLM:
         if any(max(each) >= self.vocab_size for each in ids):
             raise BadRequestError(f"ids must be below {self.vocab_size}", "prompt")
         if any(
-            len(each) + p.max_tokens > self.longest for each, p in zip(ids, params, strict=True)
+            len(each) + p.max_tokens > self.max_len for each, p in zip(ids, params, strict=True)
         ):
             raise BadRequestError(
-                f"the context is {self.longest}", "prompt", "context_length_exceeded"
+                f"the context is {self.max_len}", "prompt", "context_length_exceeded"
             )
         self.calls.append([len(each) for each in ids])
         if len(self.calls) - 1 == self.raise_at:

@@ -1,4 +1,4 @@
-"""A small OpenAI-like server that answers as a test tells it to, wrongly where that is the test."""
+"""A small OpenAI-like server. Tests provide the function that answers each request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Exchange:
     writer: asyncio.StreamWriter
     headers: dict[str, str]
     body: dict[str, Any]
-    number: int  # of requests before it
+    number: int  # 0 for the first request
 
     def chunk(self, data: bytes) -> None:
         self.writer.write(b"%x\r\n%s\r\n" % (len(data), data))
@@ -48,7 +48,7 @@ class Exchange:
 
 
 async def good(exchange: Exchange) -> None:
-    """Answer with as many tokens as were asked for, half of the prompt from a cache."""
+    """Answer with the requested number of tokens. Half of the prompt counts as cached."""
     num = exchange.body["max_tokens"]
     exchange.writer.write(STREAM)
     await exchange.tokens(num, 0.002)
@@ -57,7 +57,7 @@ async def good(exchange: Exchange) -> None:
 
 @dataclass
 class Fake:
-    """What a server was asked."""
+    """A running fake server and the requests that it received."""
 
     url: str = ""
     exchanges: list[Exchange] = field(default_factory=list)

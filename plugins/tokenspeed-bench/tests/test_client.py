@@ -1,4 +1,4 @@
-"""The client against a server that answers, and against one that misbehaves."""
+"""The client with correct and misbehaving servers."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def test_every_request_is_answered_and_counted() -> None:
     )
 
 
-def test_events_are_counted_however_reads_cut_them() -> None:
-    async def dribble(exchange: Exchange) -> None:
+def test_events_split_over_reads_are_counted() -> None:
+    async def one_byte_at_a_time(exchange: Exchange) -> None:
         exchange.writer.write(STREAM)
         event = b'data: {"choices":[{"index":0,"text":" a"}]}\n\n'
         data = b"%x\r\n%s\r\n" % (len(event), event)
@@ -58,15 +58,15 @@ def test_events_are_counted_however_reads_cut_them() -> None:
             await asyncio.sleep(0.0002)
         exchange.end(3)
 
-    with serving(dribble) as fake:
+    with serving(one_byte_at_a_time) as fake:
         (record,) = ask(fake.url).records
     assert len(record.events) == record.num_tokens == 3
 
 
-def test_an_event_has_the_time_at_which_it_came() -> None:
+def test_events_have_arrival_times() -> None:
     async def pauses(exchange: Exchange) -> None:
         exchange.writer.write(STREAM)
-        await exchange.tokens(2, 0.5)  # events that one read brings have one time
+        await exchange.tokens(2, 0.5)  # events of one read would share a time
         exchange.end(2)
 
     with serving(pauses) as fake:
@@ -90,8 +90,8 @@ def test_events_without_space_and_usage_on_last_event_count() -> None:
     assert record.num_cached is None
 
 
-def test_a_stream_that_ends_by_closing_is_an_answer() -> None:
-    async def old(exchange: Exchange) -> None:
+def test_stream_ended_by_closing_counts_as_answer() -> None:
+    async def closes_at_the_end(exchange: Exchange) -> None:
         exchange.writer.write(
             b"HTTP/1.0 200 OK\r\n\r\n" + b'data: {"choices":[{"text":"a"}]}\n\n' * 4
         )
@@ -99,7 +99,7 @@ def test_a_stream_that_ends_by_closing_is_an_answer() -> None:
         await exchange.writer.drain()
         exchange.writer.close()
 
-    with serving(old) as fake:
+    with serving(closes_at_the_end) as fake:
         answers = ask(fake.url, num=2)
     assert answers.failures == []
     assert [record.num_tokens for record in answers.records] == [4, 4]
@@ -132,14 +132,14 @@ def test_http_error_fails_the_request() -> None:
     assert answers.records == []
 
 
-def test_a_connection_that_closes_early_fails_the_request() -> None:
-    async def leaves(exchange: Exchange) -> None:
+def test_connection_closed_early_fails_the_request() -> None:
+    async def closes_early(exchange: Exchange) -> None:
         exchange.writer.write(STREAM)
         await exchange.tokens(2, 0.01)
         await exchange.writer.drain()
         exchange.writer.close()
 
-    with serving(leaves) as fake:
+    with serving(closes_early) as fake:
         assert ask(fake.url).failures == ["the server closed the connection after 2 events"]
 
 
@@ -152,14 +152,14 @@ def test_closed_connection_without_answer_is_reported() -> None:
 
 
 def test_closed_idle_connection_is_reopened() -> None:
-    async def once_each(exchange: Exchange) -> None:
+    async def closes_after_each_answer(exchange: Exchange) -> None:
         await good(exchange)
         await exchange.writer.drain()
         await asyncio.sleep(0.05)
         exchange.writer.close()
 
     turns = tuple(Turn(5 + i, 2, 0.2 * (i > 0)) for i in range(3))
-    with serving(once_each) as fake:
+    with serving(closes_after_each_answer) as fake:
         answers = run(Target(fake.url, "m"), [Session(list(range(1000, 1010)), turns)], ONE)
     assert answers.failures == []
     assert [record.turn for record in answers.records] == [0, 1, 2]
@@ -179,7 +179,7 @@ def test_hanging_server_times_out() -> None:
     assert time.monotonic() - begin < 55
 
 
-def test_a_stream_without_a_token_is_no_answer() -> None:
+def test_stream_without_tokens_fails_the_request() -> None:
     async def empty(exchange: Exchange) -> None:
         exchange.writer.write(STREAM)
         exchange.end(0)
@@ -188,21 +188,21 @@ def test_a_stream_without_a_token_is_no_answer() -> None:
         assert ask(fake.url).failures == ["the stream ended without a token"]
 
 
-def test_nobody_there_fails_every_request_and_hangs_none() -> None:
+def test_unreachable_server_fails_every_request() -> None:
     answers = ask("http://127.0.0.1:9", num=4, pace=LoadOptions(2, None, 2))
     assert len(answers.failures) == 4
     assert all("no connection to http://127.0.0.1:9" in failure for failure in answers.failures)
 
 
 def test_failed_turn_ends_its_session() -> None:
-    async def fails_at_the_second(exchange: Exchange) -> None:
+    async def fails_from_the_second_turn(exchange: Exchange) -> None:
         if len(exchange.body["prompt"]) > 50:
             exchange.refuse("400 Bad Request", "too long")
         else:
             await good(exchange)
 
     shape = AgentShape(1, 50, 10, 5, 2, min_turns=4, max_turns=4, pause_scale=0.001)
-    with serving(fails_at_the_second) as fake:
+    with serving(fails_from_the_second_turn) as fake:
         answers = run(Target(fake.url, "m"), agents(shape).sessions, ONE)
     assert len(answers.records) == 1
     assert (
@@ -211,20 +211,20 @@ def test_failed_turn_ends_its_session() -> None:
 
 
 def test_arrivals_do_not_wait_for_answers() -> None:
-    all_are_there = asyncio.Event()
+    all_arrived = asyncio.Event()
 
-    async def answers_none_before_the_last(exchange: Exchange) -> None:
+    async def waits_for_the_last_request(exchange: Exchange) -> None:
         if exchange.number == 11:
-            all_are_there.set()
-        await all_are_there.wait()
+            all_arrived.set()
+        await all_arrived.wait()
         await good(exchange)
 
-    with serving(answers_none_before_the_last) as fake:
+    with serving(waits_for_the_last_request) as fake:
         answers = ask(fake.url, num=12, pace=LoadOptions(1, 60.0, 2))
     assert (len(answers.records), answers.failures) == (12, [])
 
 
-def test_the_salt_is_sent_only_where_there_is_one() -> None:
+def test_salt_is_sent_only_if_set() -> None:
     with serving(good) as fake:
         run(Target(fake.url, "m"), load(1, 5, 2, is_fixed=True).sessions, ONE)
         run(Target(fake.url, "m", salt="x"), load(1, 5, 2, is_fixed=True).sessions, ONE)
@@ -233,7 +233,7 @@ def test_the_salt_is_sent_only_where_there_is_one() -> None:
     assert salted["cache_salt"] == "x"
 
 
-def test_the_clients_own_cost_is_that_of_a_beat() -> None:
+def test_client_cost_matches_the_mock_server() -> None:
     cost = client_cost(LoadOptions(4, None, 2))
     assert cost["users"] == 4
     assert cost["itl_p99_ms"] >= 4.0
@@ -241,7 +241,7 @@ def test_the_clients_own_cost_is_that_of_a_beat() -> None:
 
 
 @pytest.mark.parametrize("path", ["", "/prefix", "/prefix/"])
-def test_a_servers_path_is_kept(path: str) -> None:
+def test_path_of_the_url_is_kept(path: str) -> None:
     assert (
         Target(f"http://h:1{path}", "m")
         .head()
@@ -252,23 +252,25 @@ def test_a_servers_path_is_kept(path: str) -> None:
 def test_dead_client_loses_only_its_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole = Target.body
+    original_body = Target.body
 
     def body(target: Target, prompt: bytes, out_len: int) -> bytes:
         if prompt == ", ".join(map(str, fatal)).encode():
             os._exit(7)
-        return whole(target, prompt, out_len)
+        return original_body(target, prompt, out_len)
 
     fatal = load(4, 10, 4, is_fixed=True).sessions[1].ids
     monkeypatch.setattr(Target, "body", body)
     with serving(good) as fake:
         answers = ask(fake.url, num=4, pace=LoadOptions(2, None, 2))
     assert len(answers.records) == 2
-    assert answers.failures == ["a client process ended with 7"]
+    assert answers.failures == ["a client process ended with exit code 7"]
 
 
-def test_all_requests_that_a_dead_client_lost_are_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    half = Answers([Record(0.0, [0.1, 0.2], 2, 0.2)] * 2, ["a client process ended with 7"])
+def test_requests_lost_with_a_client_count_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = Answers(
+        [Record(0.0, [0.1, 0.2], 2, 0.2)] * 2, ["a client process ended with exit code 7"]
+    )
     monkeypatch.setattr(online, "run", lambda *given: half)
     result = results.new("serve", "m", None, {})
     plan = online.Online(

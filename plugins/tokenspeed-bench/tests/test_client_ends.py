@@ -1,4 +1,4 @@
-"""A load that is broken off, at whatever moment: what was answered is kept, and no client process is left."""
+"""Interrupted loads keep their answers and leave no client process."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ from tokenspeed_bench import client
 from tokenspeed_bench.connection import Target
 from tokenspeed_bench.traffic import load
 
-def killed(clients, shared, total, *others):
+def die_after_load(clients, shared, total, *others):
     while shared.num_done.value < total:
         time.sleep(0.05)
     time.sleep(0.5)
     print(*(each.pid for each in clients), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
-client._gather = killed
+client._gather = die_after_load
 client.run(Target(sys.argv[1], "m"), load(200, 10, 60, is_fixed=True).sessions, client.LoadOptions(4, None, 1))
 """
 
@@ -64,17 +64,17 @@ def test_clients_end_when_the_parent_is_killed(
     with (
         serving(at_once) as fake,
         (tmp_path / "pids").open("w+") as out,
-    ):  # a pipe would be held by those who stay
+    ):  # not a pipe: a client that survives would keep it open
         words = [sys.executable, "-P", "-c", KILLED, fake.url]
         assert (
             subprocess.run(words, stdout=out, check=False, timeout=60).returncode == -signal.SIGKILL
         )
     (pid,) = (tmp_path / "pids").read_text().split()
     try:
-        its_client = psutil.Process(int(pid))
+        client_process = psutil.Process(int(pid))
     except psutil.NoSuchProcess:
         return  # it has ended already
-    _, left = psutil.wait_procs([its_client], timeout=20)
+    _, left = psutil.wait_procs([client_process], timeout=20)
     for each in left:
         each.kill()
     assert left == []
@@ -113,16 +113,16 @@ def test_ctrl_c_during_progress_leaves_no_client() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupt_before_clients_start_is_no_failure(
+def test_interrupt_before_clients_start_counts_no_failures(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextmanager
-    def told_to_end(clients: Sequence[ForkProcess]) -> Iterator[None]:
+    def interrupted(clients: Sequence[ForkProcess]) -> Iterator[None]:
         with child_processes(clients):
             signal.raise_signal(number)
             yield
 
-    monkeypatch.setattr(client, "child_processes", told_to_end)
+    monkeypatch.setattr(client, "child_processes", interrupted)
     with serving(good) as fake, terminate_as_interrupt():
         answers = ask(fake.url, num=4000, pace=LoadOptions(2, None, 2))
     assert answers.is_interrupted
@@ -131,12 +131,12 @@ def test_interrupt_before_clients_start_is_no_failure(
     assert multiprocessing.active_children() == []
 
 
-def test_an_end_while_the_clients_are_killed_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_while_joining_clients_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def join(process: ForkProcess) -> None:
         signal.raise_signal(signal.SIGINT)
-        whole(process)
+        original_join(process)
 
-    whole = ForkProcess.join
+    original_join = ForkProcess.join
     monkeypatch.setattr(ForkProcess, "join", join)
     with serving(good) as fake:
         answers = ask(fake.url, num=2)
@@ -147,11 +147,11 @@ def test_an_end_while_the_clients_are_killed_is_heard(monkeypatch: pytest.Monkey
 def test_interrupt_after_last_answer_keeps_the_load(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def told_to_end(*given: Any) -> dict[str, Any]:
+    def interrupted(*given: Any) -> dict[str, Any]:
         signal.raise_signal(number)
         return of_records(*given)
 
-    monkeypatch.setattr(online, "of_records", told_to_end)
+    monkeypatch.setattr(online, "of_records", interrupted)
     result = results.new("serve", "m", None, {})
     plan = online.Online(
         [online.Load(load(2, 10, 2, is_fixed=True), ONE)] * 2, measures_client=False
@@ -164,46 +164,46 @@ def test_interrupt_after_last_answer_keeps_the_load(
     assert "is_part" not in result["runs"][-1]
 
 
-def test_late_client_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stands_still(*given: Any) -> None:
+def test_client_without_a_result_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never_returns(*given: Any) -> None:
         time.sleep(60)
 
-    monkeypatch.setattr(client, "_client", stands_still)
-    monkeypatch.setattr(client, "PATIENCE", 0.2)
+    monkeypatch.setattr(client, "_client", never_returns)
+    monkeypatch.setattr(client, "RESULT_SECONDS", 0.2)
     answers = run(
         Target("http://h", "m"), load(2, 10, 2, is_fixed=True).sessions, ONE, None, lambda: True
     )
-    assert answers.failures == ["a client process handed in nothing within 0 s"]
+    assert answers.failures == ["a client process returned no answers within 0 s"]
 
 
 def test_cancelled_user_sends_no_further_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Answered:
+    class FakeConnection:
         def __init__(self) -> None:
             self.answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def ask(self, data: bytes) -> asyncio.Future[None]:
             return self.answer
 
-    async def ended() -> None:
-        wire = Answered()
+    async def cancel_after_answer() -> None:
+        fake = FakeConnection()
 
-        async def connect(target: Target) -> Answered:
-            return wire
+        async def connect(target: Target) -> FakeConnection:
+            return fake
 
         monkeypatch.setattr(connection, "connect", connect)
         task = asyncio.ensure_future(connection.User(Target("http://h", "m")).ask(b""))
         await asyncio.sleep(0)
-        wire.answer.set_result(None)
+        fake.answer.set_result(None)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    asyncio.run(ended())
+    asyncio.run(cancel_after_answer())
 
 
-def test_a_report_that_fails_leaves_no_client() -> None:
+def test_failing_progress_callback_leaves_no_client() -> None:
     with serving(good) as fake, pytest.raises(ZeroDivisionError):
         run(
             Target(fake.url, "m"),
@@ -217,11 +217,11 @@ def test_a_report_that_fails_leaves_no_client() -> None:
 def test_ctrl_c_during_client_measurement_keeps_the_load(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def told_to_end(pace: LoadOptions) -> dict[str, Any]:
+    def interrupted(pace: LoadOptions) -> dict[str, Any]:
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         return client_cost(pace)
 
-    monkeypatch.setattr(online, "client_cost", told_to_end)
+    monkeypatch.setattr(online, "client_cost", interrupted)
     result = results.new("serve", "m", None, {})
     plan = online.Online([online.Load(load(2, 10, 2, is_fixed=True), ONE)] * 2)
     with serving(good) as fake:
@@ -234,14 +234,14 @@ def test_ctrl_c_during_client_measurement_keeps_the_load(
 
 @pytest.mark.parametrize("number", [0, 4])
 def test_ctrl_c_during_first_requests_reports_no_failures(number: int) -> None:
-    async def ended(exchange: Exchange) -> None:
+    async def interrupts(exchange: Exchange) -> None:
         if exchange.number >= number:
             os.kill(os.getpid(), signal.SIGINT)
             await asyncio.sleep(60)
         await good(exchange)
 
     result = results.new("serve", "m", None, {})
-    with serving(ended) as fake:
+    with serving(interrupts) as fake:
         online.measure(Target(fake.url, "m"), online.Online([]), result, lambda run: None)
     assert result["is_interrupted"]
     assert result["runs"] == []

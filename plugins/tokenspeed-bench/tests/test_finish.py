@@ -1,4 +1,4 @@
-"""What a measurement leaves: whole files, what was measured before it broke, and an exit status that says so."""
+"""Failures and interrupts: files stay complete, finished runs are kept, and the exit status is not 0."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from tokenspeed_bench.offline import NUM_FIRST
 
 import tokenspeed_core
 
-BEFORE = '{"what": "was there"}'
-FIRST_REPEAT = NUM_FIRST + 1  # the number of its call of the engine
+BEFORE = '{"an": "older result"}'
+FIRST_REPEAT = NUM_FIRST + 1  # index of the first repeat among the engine's calls
 
 
-def engine(monkeypatch: pytest.MonkeyPatch, **traits: Any) -> None:
-    """Have `LLM` be an engine of these traits."""
+def engine(monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+    """Replace `LLM` by a fake engine."""
     monkeypatch.setitem(
-        tokenspeed_core.__dict__, "LLM", lambda model=None, **settings: FakeLLM(**traits)
+        tokenspeed_core.__dict__, "LLM", lambda model=None, **settings: FakeLLM(**options)
     )
 
 
 class Full(io.StringIO):
-    """A standard output into a full disk."""
+    """A standard output on a full disk."""
 
     def write(self, text: str) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @contextmanager
-def room(num_bytes: int) -> Iterator[None]:
-    """Let no file grow beyond so many bytes, as a full disk does."""
+def max_file_size(num_bytes: int) -> Iterator[None]:
+    """Limit the size of every file, as a full disk does."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:
@@ -57,7 +57,7 @@ def test_full_disk_keeps_the_old_file(
 ) -> None:
     path = tmp_path / "x.json"
     path.write_text(BEFORE)
-    with room(4096), pytest.raises(BenchError, match=r"x\.json: File too large"):
+    with max_file_size(4096), pytest.raises(BenchError, match=r"x\.json: File too large"):
         files.write(str(path), "x" * 100_000)
     assert path.read_text() == BEFORE
     assert list(tmp_path.iterdir()) == [path]
@@ -94,11 +94,11 @@ def test_full_disk_for_plot_keeps_the_result(
     )
 
 
-def test_a_profile_that_fails_costs_no_figures(
+def test_failed_profile_keeps_the_figures(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fails(work: Any, path: str) -> None:
-        raise BenchError("there is no room")
+        raise BenchError("the disk is full")
 
     engine(monkeypatch)
     monkeypatch.setattr(trace, "record", fails)
@@ -115,7 +115,7 @@ def test_a_profile_that_fails_costs_no_figures(
     assert bench(words) == 1
     runs = json.loads(path.read_text())["runs"]
     assert [run["traffic"]["name"] for run in runs] == ["start", "latency", "throughput"]
-    assert "latency has no profile: there is no room" in capsys.readouterr().err
+    assert "latency has no profile: the disk is full" in capsys.readouterr().err
 
 
 def test_lost_console_still_writes_the_file(
@@ -126,32 +126,32 @@ def test_lost_console_still_writes_the_file(
     monkeypatch.setattr(sys, "stdout", Full())
     assert bench(["latency", "--json", str(path)]) == 1
     assert "latency" in path.read_text()
-    said = capsys.readouterr().err
-    assert said.count("tokenspeed:") == 1
-    assert "the figures cannot be shown (No space left on device); the measurement goes on" in said
+    printed = capsys.readouterr().err
+    assert printed.count("tokenspeed:") == 1
+    assert "cannot print the results (No space left on device)" in printed
     with pytest.raises(BenchError, match="the standard output: No space left on device"):
         bench(["latency"])
     assert bench(["latency", "--json", "-"]) == 2
     assert "the standard output: No space left on device" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("is_there", [True, False], ids=["a good file", "no file"])
+@pytest.mark.parametrize("exists", [True, False], ids=["a good file", "no file"])
 def test_result_without_traffic_replaces_no_file(
-    is_there: bool,
+    exists: bool,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    engine(monkeypatch, longest=1000)
+    engine(monkeypatch, max_len=1000)
     path, plot = tmp_path / "x.json", tmp_path / "x.svg"
-    if is_there:
+    if exists:
         path.write_text(BEFORE)
     assert bench(["prefill", "--json", str(path), "--plot", str(plot)]) == 1
-    said = capsys.readouterr().err
-    assert "prefill was left out: the context is 1000" in said
-    assert ("x.json: unchanged" in said) == is_there
-    assert "x.svg: not drawn" in said
-    assert is_there == (path.read_text() == BEFORE)
+    printed = capsys.readouterr().err
+    assert "prefill was left out: the context is 1000" in printed
+    assert ("x.json: unchanged" in printed) == exists
+    assert "x.svg: not drawn" in printed
+    assert exists == (path.read_text() == BEFORE)
     assert not plot.exists()
 
 
@@ -169,13 +169,13 @@ def test_ctrl_c_before_first_repeat_exits_130(
 def test_interrupt_while_writing_loses_nothing(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def told_to_end(path: str, text: str) -> None:
+    def interrupted(path: str, text: str) -> None:
         signal.raise_signal(number)
-        whole(path, text)
+        original_write(path, text)
 
-    whole, path = files.write, tmp_path / "x.json"
+    original_write, path = files.write, tmp_path / "x.json"
     engine(monkeypatch)
-    monkeypatch.setattr(files, "write", told_to_end)
+    monkeypatch.setattr(files, "write", interrupted)
     assert bench(["latency", "--json", str(path)]) == 0
     assert json.loads(path.read_text())["runs"][-1]["traffic"]["name"] == "latency"
 
@@ -193,13 +193,13 @@ def test_ctrl_c_during_engine_start_has_no_traceback(
 def test_unanswered_load_keeps_the_previous_load(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def dies(exchange: Exchange) -> None:
+    async def fails_later(exchange: Exchange) -> None:
         if exchange.number < NUM_FIRST + 2:
             return await good(exchange)
         return exchange.refuse("500 Oops", "the device is gone")
 
     path = tmp_path / "x.json"
-    with serving(dies) as fake:
+    with serving(fails_later) as fake:
         words = ["--users", "1,2", "--requests", "2,4", "--no-client-cost", "--json", str(path)]
         assert bench(["serve", "--url", fake.url, *words]) == 1
     assert (

@@ -1,4 +1,4 @@
-"""Figures of requests whose times are known."""
+"""Metrics of requests with known times."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def record(sent: float, first: float, gap: float, num: int, **more: int) -> Reco
 
 
 @pytest.mark.parametrize("num", [1, 2, 3, 10, 101, 1000])
-def test_percentiles_are_numpys(num: int) -> None:
+def test_percentiles_equal_numpys(num: int) -> None:
     rng = random.Random(num)
     values = sorted(rng.expovariate(1.0) for _ in range(num))
     for percent in (0, 1, 37.5, 50, 90, 99, 100):
@@ -32,13 +32,13 @@ def test_percentiles_are_numpys(num: int) -> None:
         )
 
 
-def test_a_percentile_of_nothing_is_refused() -> None:
+def test_percentile_of_no_values_is_refused() -> None:
     with pytest.raises(ValueError, match="no values"):
         percentile([], 50)
     assert spread("itl", []) == {}
 
 
-def test_figures_are_those_of_known_times() -> None:
+def test_metrics_of_known_times() -> None:
     records = [
         record(0.0, 0.1, 0.01, 11, num_prompt=100, num_cached=60),
         record(1.0, 0.3, 0.02, 11, num_prompt=50, num_cached=0),
@@ -77,16 +77,14 @@ def test_unreported_cached_tokens_are_omitted() -> None:
         ({"e2e": 250.0}, 0.5),
     ],
 )
-def test_goodput_counts_requests_that_keep_every_goal(
-    goals: dict[str, float], share: float
-) -> None:
+def test_goodput_counts_requests_that_meet_all_goals(goals: dict[str, float], share: float) -> None:
     records = [record(0.0, 0.1, 0.01, 11), record(0.0, 0.3, 0.02, 11)]
     figures = of_records(records, goals)
     assert figures["good_share"] == share
     assert figures["good_per_s"] == pytest.approx(share * 2 / 0.5, abs=1e-3)
 
 
-def test_a_request_without_an_answer_keeps_no_goal() -> None:
+def test_failed_request_meets_no_goal() -> None:
     records = [record(0.0, 0.1, 0.01, 11)] * 3
     figures = of_records(records, {"ttft": 150.0}, num_failed=1)
     assert (figures["answered"], figures["failed"]) == (3, 1)

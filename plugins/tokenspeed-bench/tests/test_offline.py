@@ -1,4 +1,4 @@
-"""Measuring in process, on an engine that answers at once."""
+"""Measuring in process, with a fake engine."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_result_holds_start_and_repeats() -> None:
     assert llm.is_shut_down
 
 
-def test_the_prefix_cache_is_reset_before_every_repeat() -> None:
+def test_prefix_cache_is_reset_before_every_repeat() -> None:
     llm = FakeLLM()
     measured(llm, "agentic", repeats=2)
     before = NUM_FIRST + 1
@@ -62,7 +62,7 @@ def test_result_holds_kernel_plan_and_backends() -> None:
     assert result["kernel_plan"]["ops"][0]["op"] == "attend"
 
 
-def test_a_slow_first_request_shows() -> None:
+def test_slow_first_request_is_visible() -> None:
     result, _ = measured(FakeLLM(slow=0.1), "latency")
     assert result["runs"][0]["figures"]["first_over_median"] > 5
     assert result["runs"][0]["figures"]["first_request_ms"] >= 100
@@ -73,7 +73,7 @@ def test_small_vocabulary_folds_ids() -> None:
     assert result["runs"][1]["traffic"]["end_id"] == 1_500
 
 
-def test_a_vocabulary_too_small_for_any_traffic_is_refused() -> None:
+def test_too_small_vocabulary_is_refused() -> None:
     with pytest.raises(BenchError, match="fewer than 200"):
         measured(FakeLLM(vocab_size=50), "latency")
 
@@ -81,7 +81,7 @@ def test_a_vocabulary_too_small_for_any_traffic_is_refused() -> None:
 def test_traffic_beyond_the_context_is_skipped() -> None:
     result = results.new("offline", "fake", None, {})
     traffics = [of_workload("prefill", num_requests=1, in_len=500, out_len=1), *short("latency")]
-    refused = measure(lambda: FakeLLM(longest=200), Offline(traffics, 1), result, lambda run: None)
+    refused = measure(lambda: FakeLLM(max_len=200), Offline(traffics, 1), result, lambda run: None)
     assert len(refused) == 1
     assert refused[0].startswith("prefill was left out: the context is 200")
     assert [run["traffic"]["name"] for run in result["runs"]] == ["start", "latency"]
@@ -89,10 +89,10 @@ def test_traffic_beyond_the_context_is_skipped() -> None:
 
 def test_model_with_tiny_context_is_refused() -> None:
     with pytest.raises(BenchError, match="takes no prompt of 128 tokens"):
-        measured(FakeLLM(longest=100), "latency")
+        measured(FakeLLM(max_len=100), "latency")
 
 
-def test_ctrl_c_keeps_the_repeats_that_ended() -> None:
+def test_ctrl_c_keeps_finished_repeats() -> None:
     llm = FakeLLM(raise_at=NUM_FIRST + 1 + 2)
     result, _ = measured(llm, "latency", "agentic")
     assert result["is_interrupted"]
@@ -101,7 +101,7 @@ def test_ctrl_c_keeps_the_repeats_that_ended() -> None:
     assert llm.is_shut_down
 
 
-def test_each_traffic_is_traced_once_more() -> None:
+def test_each_traffic_runs_once_more_for_the_trace() -> None:
     llm = FakeLLM()
     traced: list[tuple[str, int]] = []
 

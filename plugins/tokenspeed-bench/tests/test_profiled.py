@@ -1,4 +1,4 @@
-"""Profiles of a server: the recorder in its engine, and who orders what is recorded."""
+"""Profiles of a server: the recorder in the engine process, and the orders that start it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LOADS = [
 
 @pytest.fixture
 def hooks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hooks]:
-    """Yield what a process has that starts without our variable; the hooks of strangers are left out."""
+    """Yield the hooks of a process that starts without our variable, without third-party hooks."""
     monkeypatch.delenv(VARIABLE, raising=False)
     yield loaded()
     sys.modules.pop(HOOKS, None)
@@ -49,7 +49,7 @@ def loaded() -> Hooks:
 
 
 def steps(recorder: Recorder, num: int, first: int = 0) -> None:
-    """Be an engine that takes some steps."""
+    """Report `num` steps to the recorder, as an engine does."""
     torch = pytest.importorskip("torch")
     for i in range(first, first + num):
         torch.ones(4) + 1
@@ -90,7 +90,7 @@ def test_recorder_skips_then_names_steps(tmp_path: Path) -> None:
     assert {each.name for each in tmp_path.iterdir()} == {"trace.json", "mine.json"}
 
 
-def test_an_order_ends_the_recording_of_the_one_before(tmp_path: Path) -> None:
+def test_new_order_ends_the_previous_recording(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     recorder, first, second = (
         Recorder(tmp_path),
@@ -140,7 +140,7 @@ def test_short_load_has_a_smaller_window(words: tuple[str, ...], expected: tuple
     assert window(one) == expected
 
 
-def test_several_loads_have_files_with_their_number_and_users() -> None:
+def test_files_of_several_loads_are_numbered() -> None:
     assert [(name, path) for name, path, _ in Profile(LOADS, "/x/t.json", 1.0).each()] == [
         ("load, 4 users", "/x/t-1-users-4.json"),
         ("load, 1 user", "/x/t-2-users-1.json"),
@@ -159,7 +159,7 @@ def entry(**more: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("plugins", "said"),
+    ("plugins", "message"),
     [
         (None, "hooks of tokenspeed-bench"),
         ([entry(kind="commands")], "pip install --force-reinstall --no-deps tokenspeed-bench"),
@@ -169,13 +169,13 @@ def entry(**more: str) -> dict[str, str]:
         ),
     ],
 )
-def test_server_without_recorder_is_refused(plugins: Any, said: str) -> None:
-    with pytest.raises(BenchError, match=said):
+def test_server_without_recorder_is_refused(plugins: Any, message: str) -> None:
+    with pytest.raises(BenchError, match=message):
         check_recorder(plugins)
     check_recorder([entry(kind="commands"), entry()])
 
 
-def test_a_load_ends_when_it_is_enough() -> None:
+def test_load_ends_when_enough_is_recorded() -> None:
     async def slow(exchange: Exchange) -> None:
         if exchange.number < 2:
             return await good(exchange)
@@ -196,23 +196,23 @@ def test_failed_server_start_is_reported(tmp_path: Path) -> None:
         ["--max-num-sex", "3"],
         None,
         Profile(LOADS, str(tmp_path / "x.json"), 1.0),
-        lambda *told: None,
+        lambda *given: None,
     )
     assert problem.startswith("no profile: the server ended with status 2")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("answer", "failure", "said"),
+    ("answer", "failure", "message"),
     [
-        (good, None, "hooks of tokenspeed-bench"),
+        (good, None, "recorder of tokenspeed-bench"),
         (good, "", "room on the disk"),
         (good, "RuntimeError: no counters", "RuntimeError: no counters"),
         ("refuses", None, "the load failed: 500 Oops: the device is gone"),
     ],
 )
-def test_a_load_without_a_trace_has_the_reason(
-    answer: Any, failure: str | None, said: str, tmp_path: Path
+def test_missing_trace_is_explained(
+    answer: Any, failure: str | None, message: str, tmp_path: Path
 ) -> None:
     async def refuses(exchange: Exchange) -> None:
         exchange.refuse("500 Oops", "the device is gone")
@@ -221,18 +221,18 @@ def test_a_load_without_a_trace_has_the_reason(
         (tmp_path / "x.json.failure").write_text(failure)
     with (
         serving(refuses if answer == "refuses" else answer) as fake,
-        pytest.raises(BenchError, match=said),
+        pytest.raises(BenchError, match=message),
     ):
         profiled._record(Target(fake.url, "m", salt="s"), LOADS[1], "load", "/y/x.json", tmp_path)
 
 
 def test_too_short_load_is_reported(tmp_path: Path) -> None:
-    def takes() -> None:
+    def take_order() -> None:
         while not (tmp_path / "order.json").exists():
             pass
         (tmp_path / "order.json").unlink()
 
-    taker = threading.Thread(target=takes)
+    taker = threading.Thread(target=take_order)
     taker.start()
     with (
         serving(good) as fake,

@@ -1,4 +1,4 @@
-"""How far a measurement is said to be."""
+"""Progress of a measurement on a terminal and in a log."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Terminal(io.StringIO):
         return True
 
 
-class Gone(Terminal):
+class ClosedTerminal(Terminal):
     def write(self, text: str) -> int:
         raise OSError(5, "Input/output error")
 
 
-def said(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> str:
+def printed(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> str:
     now = 1000.0
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stderr", stream)
@@ -35,7 +35,7 @@ def said(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_terminal_progress_is_in_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert said(Terminal(), monkeypatch) == "".join(
+    assert printed(Terminal(), monkeypatch) == "".join(
         CLEAR + text for text in ("0", "1", "2", "3", "")
     )
 
@@ -43,8 +43,8 @@ def test_terminal_progress_is_in_place(
 def test_log_progress_is_occasional_lines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert said(io.StringIO(), monkeypatch) == "... 0\n... 2\n"
+    assert printed(io.StringIO(), monkeypatch) == "... 0\n... 2\n"
 
 
-def test_a_terminal_that_was_closed_costs_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert said(Gone(), monkeypatch) == ""
+def test_closed_terminal_does_not_fail_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert printed(ClosedTerminal(), monkeypatch) == ""

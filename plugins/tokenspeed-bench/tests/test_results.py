@@ -1,4 +1,4 @@
-"""What a result holds, how two are compared, and how they are drawn."""
+"""Results: their content, comparison and plots."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RED = "#d1495b"  # of the second curve
 PLAN = {"platform": "NVIDIA H200", "ops": [{"family": "attention", "backend": "triton"}]}
 
 
-def served(scale: float = 1.0, users: int = 2) -> dict[str, Any]:
+def serve_result(scale: float = 1.0, users: int = 2) -> dict[str, Any]:
     records = [
         Record(
             i * 0.1,
@@ -52,7 +52,7 @@ def served(scale: float = 1.0, users: int = 2) -> dict[str, Any]:
     return result
 
 
-def offline(
+def offline_result(
     seconds: float = 2.0, shape: str | None = "qwen3-8b", **settings: Any
 ) -> dict[str, Any]:
     result = results.new("offline", "m", shape, settings)
@@ -75,7 +75,7 @@ def offline(
 
 
 def test_result_has_context_but_no_key() -> None:
-    result = json.loads(json.dumps(served()))
+    result = json.loads(json.dumps(serve_result()))
     assert result["schema"] == results.SCHEMA
     assert set(result) == {
         "schema",
@@ -126,14 +126,14 @@ def test_versions_cover_plugins_and_libraries(
     }
 
 
-def test_a_fused_op_whose_parts_run_adds_no_backend() -> None:
+def test_unfused_op_adds_no_backend() -> None:
     result = results.new("offline", "m", None, {})
     parts = [{"family": "cache", "backend": name} for name in ("", "torch")]
     results.add_plan(result, {**PLAN, "ops": parts})
     assert result["backends"] == {"cache": ["torch"]}
 
 
-def test_the_key_is_masked_in_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_api_key_is_masked_in_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "sys.argv",
         ["x", "bench", "serve", "--api-key", "secret", "--api-key=secret", "--users", "2"],
@@ -153,8 +153,8 @@ def test_the_key_is_masked_in_the_command(monkeypatch: pytest.MonkeyPatch) -> No
     assert "secret" not in json.dumps(result)
 
 
-def test_a_known_row_gets_its_floor_and_ratio() -> None:
-    run = offline(seconds=1.28)["runs"][1]
+def test_known_row_has_floor_and_ratio() -> None:
+    run = offline_result(seconds=1.28)["runs"][1]
     assert run["floors"] == {"ms_per_output": {"floor": 3.37, "ratio": round(5.0 / 3.37, 3)}}
     assert "floor of ms_per_output: 3.37, 1.48 times" in of_run(run)
 
@@ -164,12 +164,12 @@ def test_a_known_row_gets_its_floor_and_ratio() -> None:
     [{"shape": "qwen3-0.6b"}, {"shape": None}, {"quantization": "fp4"}],
     ids=lambda changed: str(changed),
 )
-def test_another_model_has_no_floor_of_that_row(changed: dict[str, Any]) -> None:
-    assert offline(**changed)["runs"][1]["floors"] == {}
+def test_other_models_have_no_floor(changed: dict[str, Any]) -> None:
+    assert offline_result(**changed)["runs"][1]["floors"] == {}
 
 
-def test_another_device_or_other_lengths_have_no_floor() -> None:
-    result = offline()
+def test_other_devices_and_lengths_have_no_floor() -> None:
+    result = offline_result()
     (row,) = rows_of(result, result["runs"][1])
     assert row.name() == "qwen3-8b latency"
     assert rows_of({**result, "device": "CPU (2 threads)"}, result["runs"][1]) == ()
@@ -205,7 +205,7 @@ def test_http_rows_match_the_default_loads() -> None:
 
 
 def test_comparison_shows_changes_and_differences() -> None:
-    before, after = offline(2.0), offline(1.5, seed="3")
+    before, after = offline_result(2.0), offline_result(1.5, seed="3")
     after["versions"] = {**after["versions"], "torch": "99"}
     text = compare(before, after, ("a.json", "b.json"))
     assert re.search(r"latency +s +2 +1\.5 +-25\.0 % +better", text)
@@ -216,50 +216,50 @@ def test_comparison_shows_changes_and_differences() -> None:
 
 
 def test_different_traffic_is_refused_in_one_line() -> None:
-    other = copy.deepcopy(offline())
+    other = copy.deepcopy(offline_result())
     other["runs"][1]["traffic"]["in_len"] = 999
     with pytest.raises(
-        BenchError, match=r"different traffic: latency \(in_len 128, out_len 256\) there, .*999"
+        BenchError, match=r"different traffic: latency \(in_len 128, out_len 256\) and .*999"
     ) as got:
-        compare(offline(), other, ("a.json", "b.json"))
+        compare(offline_result(), other, ("a.json", "b.json"))
     assert "\n" not in str(got.value)
 
 
-def test_other_users_are_other_traffic() -> None:
+def test_other_number_of_users_is_other_traffic() -> None:
     with pytest.raises(BenchError, match="different traffic"):
-        compare(served(users=2), served(users=3), ("a", "b"))
+        compare(serve_result(users=2), serve_result(users=3), ("a", "b"))
 
 
 def test_different_goals_skip_goodput() -> None:
-    with_goals, without = served(), served(scale=2.0)
+    with_goals, without = serve_result(), serve_result(scale=2.0)
     without["runs"][0]["goals"] = {}
     for name in ("good_share", "good_per_s"):
         del without["runs"][0]["figures"][name]
     text = compare(with_goals, without, ("a", "b"))
     assert "ttft_p50_ms" in text
     assert 'users 2): {"ttft": 55.0} -> {}' in text
-    other = served()
+    other = serve_result()
     other["runs"][0]["goals"] = {"ttft": 60.0}
     assert "good_share" not in compare(with_goals, other, ("a", "b"))
-    assert "good_share" in compare(with_goals, served(), ("a", "b"))
+    assert "good_share" in compare(with_goals, serve_result(), ("a", "b"))
 
 
 def test_unmatched_runs_are_named() -> None:
-    more = offline()
+    more = offline_result()
     results.add_run(more, of_workload("prefill").describe(), {"s": 3.0})
-    text = compare(more, offline(), ("a.json", "b.json"))
+    text = compare(more, offline_result(), ("a.json", "b.json"))
     assert "only in a.json: prefill (in_len 4096, num_requests 64, out_len 1)" in text
 
 
-def test_a_load_that_was_broken_off_is_not_compared() -> None:
-    part = served()
+def test_interrupted_load_is_not_compared() -> None:
+    part = serve_result()
     part["runs"][0]["is_part"] = True
     with pytest.raises(BenchError, match="different traffic"):
-        compare(part, served(), ("a", "b"))
+        compare(part, serve_result(), ("a", "b"))
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "named"),
     [
         ("", "not JSON"),
         ("[]", r"x\.json"),
@@ -284,9 +284,9 @@ def test_a_load_that_was_broken_off_is_not_compared() -> None:
         ('{"schema": 1, "results": [{"kind": "serve", "runs": [3]}]}', r"runs\[0\]"),
     ],
 )
-def test_a_file_that_is_no_result_is_refused(tmp_path: Path, text: str, said: str) -> None:
+def test_invalid_result_file_is_refused(tmp_path: Path, text: str, named: str) -> None:
     (tmp_path / "x.json").write_text(text)
-    with pytest.raises(BenchError, match=said):
+    with pytest.raises(BenchError, match=named):
         files.read(str(tmp_path / "x.json"))
 
 
@@ -297,18 +297,22 @@ def test_unwritable_file_is_refused_early(tmp_path: Path) -> None:
     files.check_writable(None, "-", str(tmp_path / "x.json"))
 
 
-def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
-    result, path = served(), str(tmp_path / "x.json")
+def test_result_survives_writing_and_reading(tmp_path: Path) -> None:
+    result, path = serve_result(), str(tmp_path / "x.json")
     files.write_result(result, path)
     assert files.read(path) == json.loads(json.dumps(result))
 
 
 @pytest.mark.parametrize(
     "result",
-    [served(), offline(), {"schema": 1, "results": [served(), offline()]}],
-    ids=["served", "offline", "anchors"],
+    [
+        serve_result(),
+        offline_result(),
+        {"schema": 1, "results": [serve_result(), offline_result()]},
+    ],
+    ids=["serve", "offline", "anchors"],
 )
-def test_a_plot_is_svg_with_every_panel_inside(result: dict[str, Any]) -> None:
+def test_plot_is_svg_with_panels_inside(result: dict[str, Any]) -> None:
     root = ElementTree.fromstring(draw(result))
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     width, height = float(root.attrib["width"]), float(root.attrib["height"])
@@ -328,7 +332,7 @@ def test_a_plot_is_svg_with_every_panel_inside(result: dict[str, Any]) -> None:
 
 
 def test_isolated_gap_is_drawn() -> None:
-    result = served()
+    result = serve_result()
     series = result["runs"][0]["series"]
     series["itl_p99_ms"] = [None, 73.3, None, 5.0, 6.0, *[None] * 115]
     root = ElementTree.fromstring(draw(result))
@@ -343,11 +347,11 @@ def test_isolated_gap_is_drawn() -> None:
         if each.tag.endswith("}circle") and each.get("fill") == RED
     ]
     assert len(heights) == 1
-    assert heights[0] < 60, "near the top of the axis, which it sets"
+    assert heights[0] < 60, "the gap sets the top of the axis"
 
 
-def test_the_names_of_curves_do_not_touch() -> None:
-    root = ElementTree.fromstring(draw(served()))
+def test_curve_names_do_not_overlap() -> None:
+    root = ElementTree.fromstring(draw(serve_result()))
     panel = next(
         each for each in root.iter() if any("percentiles" in (child.text or "") for child in each)
     )
@@ -357,21 +361,21 @@ def test_the_names_of_curves_do_not_touch() -> None:
     assert second - first > len("between tokens") * 6
 
 
-def test_a_plot_escapes_what_it_did_not_write() -> None:
-    result = offline(shape=None)
+def test_plot_escapes_the_model_name() -> None:
+    result = offline_result(shape=None)
     result["model"] = "<script>&"
     ElementTree.fromstring(draw(result))
     assert "<script>" not in draw(result)
 
 
-def test_a_result_without_traffic_is_not_drawn() -> None:
+def test_result_without_traffic_is_not_plotted() -> None:
     result = results.new("offline", "m", None, {})
     with pytest.raises(BenchError, match="nothing to plot"):
         draw(result)
 
 
 def test_text_shows_all_figures() -> None:
-    text = of_run(served()["runs"][0])
+    text = of_run(serve_result()["runs"][0])
     for part in (
         "2 users",
         "tokens/s",

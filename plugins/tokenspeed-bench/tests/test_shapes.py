@@ -1,4 +1,4 @@
-"""The models of known shapes that a measurement writes itself."""
+"""The dummy models that `--shape` writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGHUP, and what they reach."""
+"""Handling of SIGTERM and SIGHUP."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from tokenspeed_bench.targets import _wait
 
 
 @pytest.fixture
-def nothing_ignored() -> Iterator[None]:
-    """Not even what the tests' own caller ignores, as nohup does."""
+def default_signal_handlers() -> Iterator[None]:
+    """Reset signals that the caller of the tests ignores, as nohup does."""
     before = {number: signal.signal(number, signal.SIG_DFL) for number in ENDINGS}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-@pytest.mark.usefixtures("nothing_ignored")
+@pytest.mark.usefixtures("default_signal_handlers")
 @pytest.mark.parametrize("number", ENDINGS)
 def test_second_signal_is_ignored(
     number: signal.Signals,
@@ -44,58 +44,58 @@ def test_second_signal_is_ignored(
     assert [signal.getsignal(each) for each in ENDINGS] == before
 
 
-def test_an_end_goes_where_a_ctrl_c_goes() -> None:
-    come: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: come.append(number))
+def test_sigterm_calls_the_sigint_handler() -> None:
+    received: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
     try:
         with terminate_as_interrupt():
             signal.raise_signal(signal.SIGTERM)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert come == [signal.SIGTERM]
+    assert received == [signal.SIGTERM]
 
 
-@pytest.mark.usefixtures("nothing_ignored")
+@pytest.mark.usefixtures("default_signal_handlers")
 @pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN])
 @pytest.mark.parametrize("number", ENDINGS)
-def test_an_end_that_is_noted_breaks_nothing_off(number: signal.Signals, handler: Any) -> None:
+def test_deferred_signal_does_not_interrupt(number: signal.Signals, handler: Any) -> None:
     before = signal.signal(signal.SIGINT, handler)
     try:
-        with terminate_as_interrupt(), deferred_interrupts() as has_come:
-            assert not has_come()
+        with terminate_as_interrupt(), deferred_interrupts() as is_interrupted:
+            assert not is_interrupted()
             signal.raise_signal(number)
-            assert has_come()
+            assert is_interrupted()
             signal.raise_signal(number)
         assert signal.getsignal(signal.SIGINT) is handler
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def test_a_ctrl_c_is_noted_unless_it_is_ignored() -> None:
+def test_ctrl_c_is_deferred_unless_it_is_ignored() -> None:
     before = signal.getsignal(signal.SIGINT)
     try:
         for handler in (signal.default_int_handler, signal.SIG_IGN):
             signal.signal(signal.SIGINT, handler)
-            with deferred_interrupts() as has_come:
+            with deferred_interrupts() as is_interrupted:
                 signal.raise_signal(signal.SIGINT)
-                assert has_come() is (handler is signal.default_int_handler)
+                assert is_interrupted() is (handler is signal.default_int_handler)
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def test_blocks_within_each_other_share_their_notes() -> None:
-    with deferred_interrupts() as has_come:
-        with deferred_interrupts() as has_come_within:
+def test_nested_deferrals_share_interrupts() -> None:
+    with deferred_interrupts() as is_interrupted:
+        with deferred_interrupts() as is_inner_interrupted:
             signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
-    assert has_come()
-    assert has_come_within()
+    assert is_interrupted()
+    assert is_inner_interrupted()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_ctrl_c_while_a_server_ends_kills_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
-    child = subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE)
+def test_ctrl_c_during_server_shutdown_kills_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    ignores_sigterm = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+    child = subprocess.Popen([sys.executable, "-c", ignores_sigterm], stdout=subprocess.PIPE)
     assert child.stdout is not None
     child.stdout.readline()
 
@@ -109,7 +109,7 @@ def test_a_ctrl_c_while_a_server_ends_kills_it(monkeypatch: pytest.MonkeyPatch) 
     assert child.returncode == -signal.SIGKILL
 
 
-def test_what_is_ignored_as_under_nohup_stays_so() -> None:
+def test_ignored_sighup_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with terminate_as_interrupt():
@@ -119,7 +119,7 @@ def test_what_is_ignored_as_under_nohup_stays_so() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_group_gets_the_signal_it_missed() -> None:
+def test_signal_is_forwarded_to_the_child() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     with terminate_as_interrupt():
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()

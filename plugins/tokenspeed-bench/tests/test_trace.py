@@ -1,4 +1,4 @@
-"""What is read out of a trace of known events."""
+"""Timelines read from traces of known events."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EVENTS = [
 ]
 
 
-def test_busy_share_and_gaps_are_those_of_known_kernels() -> None:
+def test_busy_share_and_gaps_of_known_kernels() -> None:
     timeline = read(EVENTS)
     assert timeline.where == "device"
     assert timeline.span == 200.0
@@ -54,7 +54,7 @@ def test_cpu_trace_uses_operators() -> None:
     assert timeline.busy == timeline.span == 1000.0
 
 
-def test_track_has_launches_and_gaps() -> None:
+def test_track_shows_launches_and_gaps() -> None:
     bars = [event for event in _track(EVENTS, read(EVENTS)) if event["ph"] == "X"]
     assert all(bar["pid"] == OUR_TRACK for bar in bars)
     assert [(bar["tid"], bar["ts"], bar["dur"]) for bar in bars] == [

@@ -1,4 +1,4 @@
-"""The traffic stays, to the token, what the compared engines were measured with."""
+"""Traffic: its tokens never change, because other engines were measured with them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def digest(value: Any) -> str:
         ("agentic", "eddf52fa85028dff"),
     ],
 )
-def test_a_workload_is_the_same_tokens_as_ever(name: str, expected: str) -> None:
+def test_tokens_of_workloads_never_change(name: str, expected: str) -> None:
     assert digest(WORKLOADS[name]()) == expected
 
 
@@ -44,9 +44,7 @@ def test_a_workload_is_the_same_tokens_as_ever(name: str, expected: str) -> None
         ((64, 256, 128, True), "39c2779aff790ec7"),
     ],
 )
-def test_a_load_is_the_same_tokens_as_ever(
-    numbers: tuple[int, int, int, bool], expected: str
-) -> None:
+def test_tokens_of_loads_never_change(numbers: tuple[int, int, int, bool], expected: str) -> None:
     jobs = [(session.ids, session.turns[0].out_len) for session in load(*numbers).sessions]
     assert digest(jobs) == expected
 
@@ -56,7 +54,7 @@ def test_sessions_and_waves_are_the_same_requests(name: str) -> None:
     assert of_workload(name).waves() == WORKLOADS[name]()
 
 
-def test_agents_keep_to_their_shape() -> None:
+def test_agent_sessions_have_the_given_shape() -> None:
     shape = AgentShape(
         num_sessions=6, first_len=500, shared_len=100, turn_len=40, out_len=8, pause_scale=0.5
     )
@@ -77,7 +75,7 @@ def test_agents_keep_to_their_shape() -> None:
         assert all(turn.pause > 0 for turn in session.turns[1:])
 
 
-def test_agents_are_by_default_what_coding_agents_send() -> None:
+def test_default_agents_resemble_coding_agents() -> None:
     traffic = agents(AgentShape())
     assert {session.turns[0].end for session in traffic.sessions} == {50_000}
     grown = [
@@ -88,7 +86,9 @@ def test_agents_are_by_default_what_coding_agents_send() -> None:
     assert set(grown) == {800}
     assert {len(session.turns) for session in traffic.sessions} <= set(range(10, 16))
     pauses = sorted(turn.pause for session in traffic.sessions for turn in session.turns[1:])
-    assert pauses[len(pauses) // 2] < 5 < 30 < pauses[-1], "most are a tool's, some a person's"
+    assert pauses[len(pauses) // 2] < 5 < 30 < pauses[-1], (
+        "most pauses are a tool's, some a person's"
+    )
 
 
 def test_pause_scale_changes_only_pauses() -> None:
@@ -108,7 +108,7 @@ def test_folded_ids_are_recorded(
     assert len({tuple(session.ids) for session in folded.sessions}) == 4
 
 
-def test_a_large_vocabulary_changes_nothing() -> None:
+def test_large_vocabulary_keeps_the_ids() -> None:
     traffic = load(4, 50, 5, is_fixed=False)
     assert below(traffic, END_ID) is traffic
     assert isinstance(traffic.sessions[0], Session)
@@ -121,6 +121,6 @@ def test_a_large_vocabulary_changes_nothing() -> None:
     }
 
 
-def test_every_request_asks_for_a_token() -> None:
+def test_every_request_has_a_token() -> None:
     turns = [turn for session in load(50, 1, 1, is_fixed=False).sessions for turn in session.turns]
     assert {(turn.end, turn.out_len) for turn in turns} == {(1, 1)}

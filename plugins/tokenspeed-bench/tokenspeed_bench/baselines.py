@@ -15,7 +15,7 @@ from typing import Any
 
 from tokenspeed_bench.traffic import parameters_of
 
-DEVICE = "H200"  # what a device's name must contain for its floors to be these
+DEVICE = "H200"  # the targets apply to devices with this in their name
 START = {"name": "start"}
 
 

@@ -25,9 +25,9 @@ from tokenspeed_bench.signals import child_processes, deferred_interrupts, ignor
 from tokenspeed_bench.traffic import Session
 
 SEED_OF_ARRIVALS = 7
-START_SECONDS = 0.5  # for the client processes to be there
-LOOK = 0.1  # seconds between looks at how far the clients are
-PATIENCE = 10.0  # seconds that a client has to hand in what it measured
+START_SECONDS = 0.5  # for the client processes to start
+POLL_SECONDS = 0.1  # between checks of the clients' progress
+RESULT_SECONDS = 10.0  # that a stopped client has to return its answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def run(
         for i in range(num_procs)
     ]
     total = sum(len(session.turns) for session in sessions)
-    with deferred_interrupts() as is_told_to_end, child_processes(clients):
+    with deferred_interrupts() as was_interrupted, child_processes(clients):
         time.sleep(START_SECONDS)
         shared.go.set()
         answers = _gather(
@@ -102,9 +102,9 @@ def run(
             shared,
             total,
             report or (lambda done, total: None),
-            lambda: is_told_to_end() or (is_enough is not None and is_enough()),
+            lambda: was_interrupted() or (is_enough is not None and is_enough()),
         )
-    answers.is_interrupted = is_told_to_end()
+    answers.is_interrupted = was_interrupted()
     return answers
 
 
@@ -130,12 +130,12 @@ def _gather(
     """Collect the answers of every client process."""
     answers, num_parts, deadline = Answers(), 0, float("inf")
     while (
-        num_late := len(clients)
+        num_missing := len(clients)
         - num_parts
         - sum(each.exitcode not in (None, 0) for each in clients)
     ) > 0:
         try:
-            part = shared.out.get(timeout=LOOK)
+            part = shared.out.get(timeout=POLL_SECONDS)
         except Empty:
             report(shared.num_done.value, total)
             if time.monotonic() > deadline:
@@ -146,13 +146,15 @@ def _gather(
             answers.failures += part.failures
         if not shared.stop.is_set() and is_enough():
             shared.stop.set()
-            deadline = time.monotonic() + PATIENCE
+            deadline = time.monotonic() + RESULT_SECONDS
     answers.failures += [
-        f"a client process ended with {each.exitcode}" for each in clients if each.exitcode
+        f"a client process ended with exit code {each.exitcode}"
+        for each in clients
+        if each.exitcode
     ]
-    answers.failures += [f"a client process handed in nothing within {PATIENCE:.0f} s"] * max(
-        0, num_late
-    )
+    answers.failures += [
+        f"a client process returned no answers within {RESULT_SECONDS:.0f} s"
+    ] * max(0, num_missing)
     report(shared.num_done.value, total)
     return answers
 
@@ -165,11 +167,12 @@ def _client(
     shared: _Shared,
 ) -> None:
     """Run one client process until the parent has its answers and kills it."""
-    ignore_signals()  # which asks for what was measured
-    shared.out.cancel_join_thread()  # which would wait for ever on a parent that was killed, and hold its server's pipe
+    ignore_signals()  # the parent handles them
+    # Otherwise a client of a killed parent would wait for ever, and keep the server's output pipe open.
+    shared.out.cancel_join_thread()
     shared.out.put(asyncio.run(_until_stopped(target, sessions, arrivals, num_users, shared)))
     while os.getppid() == shared.parent:
-        time.sleep(LOOK)
+        time.sleep(POLL_SECONDS)
 
 
 async def _until_stopped(
@@ -181,7 +184,7 @@ async def _until_stopped(
 ) -> Answers:
     answers = Answers()
     requests = [_requests(target, session) for session in sessions]
-    while not shared.go.wait(LOOK) and os.getppid() == shared.parent:
+    while not shared.go.wait(POLL_SECONDS) and os.getppid() == shared.parent:
         pass
     begin = time.perf_counter()
     waiting = iter(requests)
@@ -204,7 +207,7 @@ async def _until_stopped(
     tasks = [asyncio.ensure_future(each) for each in timed or (closed() for _ in range(num_users))]
     pending = set(tasks)
     while pending and not shared.stop.is_set() and os.getppid() == shared.parent:
-        _, pending = await asyncio.wait(pending, timeout=LOOK)
+        _, pending = await asyncio.wait(pending, timeout=POLL_SECONDS)
     for task in pending:
         task.cancel()
     for end in await asyncio.gather(*tasks, return_exceptions=True):

@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
 HELP = """Usage: tokenspeed bench COMMAND [MODEL] [OPTIONS] [any flag of tokenspeed serve]
 
-Measure MODEL (a path or Hugging Face repo id; none: the bundled demo) or, with --shape, dummy weights of a known one.
+Measure MODEL: a path or a Hugging Face repo id; default: the bundled demo. --shape uses dummy weights of a known model.
 
 In process:
-  latency      one user: milliseconds a token
-  throughput   256 prompts of 512 tokens, 256 tokens each: output tokens a second
-  prefill      64 prompts of 4096 tokens: prompt tokens a second
+  latency      one user: milliseconds per token
+  throughput   256 prompts of 512 tokens, 256 output tokens each: output tokens per second
+  prefill      64 prompts of 4096 tokens: prompt tokens per second
   agentic      32 agents of 6 turns with a shared prompt of 4096 tokens
-  agents       agents as they are: 50,000 tokens, then 10 to 15 turns of 800
+  agents       coding agents: 10 to 15 turns, the first with 50,000 tokens, each later one with 800 more
   all          the first four, in one engine
 
 Over HTTP:
-  serve        a server that runs (--url), or one started for the measurement
+  serve        a running server (--url), or one started for the measurement
 
-  anchors      every row of the tables of figures to reach, on one H200
-  compare      A.json B.json: two results, figure by figure
+  anchors      all rows of the result tables, with targets for one H200
+  compare      A.json B.json: compare two results
 
 `tokenspeed bench COMMAND --help` shows a command's options, `tokenspeed serve --help` the flags of serve.
 """
@@ -57,8 +57,8 @@ def bench(words: Sequence[str]) -> int:
         from difflib import get_close_matches
 
         near = get_close_matches(verb, VERBS, n=1)
-        meant = f"did you mean `{near[0]}`?" if near else f"there is {', '.join(VERBS)}"
-        raise BenchError(f"bench {verb}: no such command; {meant}")
+        hint = f"Did you mean `{near[0]}`?" if near else f"Available: {', '.join(VERBS)}."
+        raise BenchError(f"bench {verb}: unknown command. {hint}")
     if verb == "compare":
         return _compare(rest)
     if any(word in ("--help", "-h") for word in rest):
@@ -115,12 +115,12 @@ def _offline(verb: str, words: Sequence[str]) -> int:
         console.say(f"profile of {name}: {path}\n{timeline.text()}")
 
     if "config" in settings:
-        raise BenchError("--config: goes with `tokenspeed bench serve`; in process give settings")
+        raise BenchError("--config: only for `tokenspeed bench serve`. Give the settings as flags.")
     given.model = _the_model(given, settings.pop("model", None))
     settings = ({"load_format": "dummy"} if given.shape else {}) | settings
     result = results.new("offline", given.model or given.shape or "demo", given.shape, settings)
     problems: list[str] = []
-    with _model(given, max(_longest(each) for each in traffics)) as model:
+    with _model(given, max(_max_tokens(each) for each in traffics)) as model:
 
         def make() -> offline.Engine:
             from tokenspeed_core import LLM
@@ -130,10 +130,10 @@ def _offline(verb: str, words: Sequence[str]) -> int:
         with keep_partial_result(result, problems):
             plan = offline.Offline(traffics, given.repeats)
             problems += offline.measure(
-                make, plan, result, _teller(console), record if profile else None
+                make, plan, result, _printer(console), record if profile else None
             )
     with deferred_interrupts():
-        _say_where(result, console)
+        _print_device(result, console)
         return finish(result, given.json, given.plot, problems, has_failed=console.is_lost)
 
 
@@ -171,15 +171,15 @@ def _serve(words: Sequence[str]) -> int:
             results.add_plan(result, report["kernel_plan"])
             result["plugins"] = report.get("plugins")
         if seconds is not None:
-            _teller(console)(results.add_run(result, {"name": "start"}, {"s": round(seconds, 2)}))
-        online.measure(Target(api.url, name, key, given.timeout), plan, result, _teller(console))
+            _printer(console)(results.add_run(result, {"name": "start"}, {"s": round(seconds, 2)}))
+        online.measure(Target(api.url, name, key, given.timeout), plan, result, _printer(console))
 
     problems: list[str] = []
     with keep_partial_result(result, problems):
         if given.url:
             measure(Api(given.url, key), None)
         else:
-            with _model(given, max(_longest(each.traffic) for each in loads)) as model:
+            with _model(given, max(_max_tokens(each.traffic) for each in loads)) as model:
                 dummy = (
                     ["--load-format", "dummy"]
                     if given.shape and "load_format" not in settings
@@ -193,7 +193,7 @@ def _serve(words: Sequence[str]) -> int:
                 if given.profile and not result["is_interrupted"]:
                     problems += _profile(arguments, key, given, loads, result, console)
     with deferred_interrupts():
-        _say_where(result, console)
+        _print_device(result, console)
         failed = any(run.get("failures") for run in result["runs"])
         return finish(
             result, given.json, given.plot, problems, has_failed=failed or console.is_lost
@@ -228,7 +228,7 @@ def _profile(
     """Profile the loads on a separate server; return a message for each load without a trace."""
     from tokenspeed_bench import profiled
 
-    def tell(name: str, path: str, timeline: Timeline) -> None:
+    def report(name: str, path: str, timeline: Timeline) -> None:
         console.say(f"profile of {name}: {path}\n{timeline.text()}")
 
     try:
@@ -236,7 +236,7 @@ def _profile(
     except BenchError as error:
         return [f"no profile: {error}"]
     return profiled.take(
-        arguments, key, profiled.Profile(loads, given.profile, given.timeout), tell
+        arguments, key, profiled.Profile(loads, given.profile, given.timeout), report
     )
 
 
@@ -246,7 +246,7 @@ def _the_model(given: Any, flag: str | None) -> str | None:
     """
     if flag is not None and (given.model or given.shape):
         raise BenchError(
-            f"--model {flag}: the model was given too, as {given.model or given.shape}; give one"
+            f"--model {flag}: the model is also given as {given.model or given.shape}. Give only one."
         )
     return flag or given.model
 
@@ -266,17 +266,17 @@ def _model(given: Any, longest: int) -> Iterator[str | None]:
         yield str(write(given.shape, Path(folder), longest))
 
 
-def _longest(traffic: Traffic) -> int:
+def _max_tokens(traffic: Traffic) -> int:
     return max(turn.end + turn.out_len for session in traffic.sessions for turn in session.turns)
 
 
-def _teller(console: Console) -> Callable[[Mapping[str, Any]], None]:
+def _printer(console: Console) -> Callable[[Mapping[str, Any]], None]:
     from tokenspeed_bench.table import of_run
 
     return lambda run: console.say(of_run(run))
 
 
-def _say_where(result: Mapping[str, Any], console: Console) -> None:
+def _print_device(result: Mapping[str, Any], console: Console) -> None:
     """Print the device and the kernels that ran."""
     if result["runs"]:
         used = "; ".join(

@@ -52,8 +52,8 @@ def compare(before: Result, after: Result, names: tuple[str, str]) -> str:
     common = [key for key in first if key in second]
     if not any(is_traffic(first[key]) for key in common):
         raise BenchError(
-            f"{names[0]} and {names[1]} measured different traffic: {_shown(first)} there, {_shown(second)} here; "
-            "measure both with the same options"
+            f"{names[0]} and {names[1]} measured different traffic: {_shown(first)} and {_shown(second)}. "
+            "Measure both with the same options."
         )
     cells = [("traffic", "figure", names[0], names[1], "change", "")]
     for key in common:
@@ -76,7 +76,7 @@ def _keyed(result: Result) -> Iterator[tuple[str, Run]]:
     seen: dict[str, int] = {}
     for part, run in runs_of(result):
         if run.get("is_part"):
-            continue  # a load that was broken off ran a part of its traffic
+            continue  # an interrupted load sent only a part of its traffic
         pace = {name: value for name, value in run.get("pace", {}).items() if name != "procs"}
         key = json.dumps([part["kind"], run["traffic"], pace], sort_keys=True)
         seen[key] = seen.get(key, 0) + 1
@@ -95,7 +95,7 @@ def _name(key: str) -> str:
 
 def _shown(runs: Mapping[str, Run]) -> str:
     return (
-        ", ".join(_name(key) for key, run in runs.items() if is_traffic(run)) or "none to its end"
+        ", ".join(_name(key) for key, run in runs.items() if is_traffic(run)) or "nothing complete"
     )
 
 

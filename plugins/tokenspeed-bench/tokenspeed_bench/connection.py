@@ -26,7 +26,7 @@ COUNTS = {
     name: re.compile(rb'"%s": ?(\d+)' % name.encode())
     for name in ("completion_tokens", "prompt_tokens", "cached_tokens")
 }
-KEEP = 1500  # bytes of the stream's end that are kept, for its usage
+KEEP = 1500  # last bytes of the stream to keep, which contain its usage
 SEAM = len(EVENTS[0]) - 1
 MAX_OF_A_REFUSAL = 2000
 
@@ -63,7 +63,7 @@ class Target:
 
     def body(self, prompt: bytes, out_len: int) -> bytes:
         """Return a request body for `out_len` tokens after a prompt, given as JSON token ids."""
-        wishes = json.dumps(
+        fields = json.dumps(
             {
                 "model": self.model,
                 "max_tokens": out_len,
@@ -74,7 +74,7 @@ class Target:
                 **({"cache_salt": self.salt} if self.salt else {}),
             }
         ).encode()
-        return wishes[:-1] + b', "prompt": [' + prompt + b"]}"
+        return fields[:-1] + b', "prompt": [' + prompt + b"]}"
 
 
 @dataclass(eq=False)
@@ -98,7 +98,7 @@ class Wire(asyncio.Protocol):
         """Return whether another request can be sent."""
         return self.transport is not None and not self.transport.is_closing()
 
-    def has_heard(self) -> bool:
+    def has_answer_bytes(self) -> bool:
         """Return whether any part of the answer arrived."""
         return self.is_stream or bool(self.head)
 
@@ -219,7 +219,7 @@ class User:
         try:
             async with asyncio.timeout(
                 self._target.timeout
-            ):  # wait_for may lose the end of a load in 3.11
+            ):  # in 3.11, wait_for may lose a cancellation
                 return await wire.ask(data)
         except TimeoutError as error:
             self.close()
@@ -227,7 +227,7 @@ class User:
             raise RequestFailed(f"timeout after {self._target.timeout:g} s; {so_far}") from error
         except RequestFailed:
             self.close()
-            if wire.num_asked == 1 or wire.has_heard():
+            if wire.num_asked == 1 or wire.has_answer_bytes():
                 raise
         return await self.ask(data)  # the server had closed a connection that was idle
 
@@ -249,10 +249,10 @@ def _refusal(answer: bytes) -> RequestFailed:
     head, _, body = answer.partition(b"\r\n\r\n")
     status = head.partition(b"\r\n")[0].decode(errors="replace").partition(" ")[2] or "no status"
     try:
-        said = message_of(json.loads(body))
+        message = message_of(json.loads(body))
     except ValueError:
-        said = None
-    return RequestFailed(f"{status}: {said or body[:300].decode(errors='replace').strip()}")
+        message = None
+    return RequestFailed(f"{status}: {message or body[:300].decode(errors='replace').strip()}")
 
 
 def _message(body: bytes) -> str:

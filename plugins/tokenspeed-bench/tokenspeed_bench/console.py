@@ -39,9 +39,9 @@ class Console:
                 if isinstance(error, BrokenPipeError):
                     raise
                 raise BenchError(
-                    f"the standard output: {error.strerror}; --json FILE takes the result"
+                    f"the standard output: {error.strerror}. Use --json FILE to keep the result."
                 ) from error
             self.is_lost = True
             warn(
-                f"the figures cannot be shown ({error.strerror}); the measurement goes on, for --json {self._file}"
+                f"cannot print the results ({error.strerror}); the measurement continues for --json {self._file}"
             )

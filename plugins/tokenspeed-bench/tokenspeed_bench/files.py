@@ -83,7 +83,7 @@ def read(path: str) -> dict[str, Any]:
 
 
 def _flaws(data: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is missing or malformed in a result."""
+    """Yield each missing or malformed part of a result."""
     parts = data.get("results", [data])
     if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
         yield "results is not a list of results"
@@ -113,7 +113,7 @@ def _is_run(run: object) -> bool:
 
 
 def _target(path: str) -> Path:
-    return Path(os.path.realpath(path))  # a link stays, and what it points to is replaced
+    return Path(os.path.realpath(path))  # a link is kept, and its target is replaced
 
 
 def _is_special(target: Path) -> bool:

@@ -21,7 +21,7 @@ from tokenspeed_bench.signals import deferred_interrupts
 from tokenspeed_bench.traffic import Traffic, below, load
 
 FIRST_OUT_LEN = 8
-MAX_MESSAGES = 3  # of different failures that are shown
+MAX_MESSAGES = 3  # different failures to show
 
 Run = dict[str, Any]
 
@@ -39,7 +39,7 @@ class Online:
     """What to measure. `goals` are milliseconds by name. `measures_client` also measures the
     client.
 
-    With `salts`, every load starts with an empty prefix cache, by a salt of its own.
+    With `salts`, every load has a different cache salt, so it starts with an empty prefix cache.
     """
 
     loads: Sequence[Load]
@@ -49,31 +49,37 @@ class Online:
 
 
 def measure(
-    target: Target, plan: Online, result: dict[str, Any], tell: Callable[[Run], None]
+    target: Target, plan: Online, result: dict[str, Any], report_run: Callable[[Run], None]
 ) -> None:
-    """Run every load and add it to `result`; `tell` is called with each run. Ctrl-C keeps the runs
+    """Run every load and add it to `result`; `report_run` is called with each run. Ctrl-C keeps the runs
     so far.
 
     Raises BenchError if no request was answered.
     """
     salt = f"bench-{time.time_ns()}" if plan.salts else None
     try:
-        with deferred_interrupts() as is_told_to_end:
+        with deferred_interrupts() as was_interrupted:
             end_id, first = first_tokens(replace(target, salt=salt))
-            tell(results.add_run(result, {"name": "first"}, first))
+            report_run(results.add_run(result, {"name": "first"}, first))
             for i, each in enumerate(plan.loads):
-                if is_told_to_end():
+                if was_interrupted():
                     break
                 salted = replace(target, salt=f"{salt}-{i}") if plan.salts else target
-                _send(salted, Load(below(each.traffic, end_id), each.pace), plan, result, tell)
+                _send(
+                    salted, Load(below(each.traffic, end_id), each.pace), plan, result, report_run
+                )
     except KeyboardInterrupt:
         result["is_interrupted"] = True
     else:
-        result["is_interrupted"] |= is_told_to_end()
+        result["is_interrupted"] |= was_interrupted()
 
 
 def _send(
-    target: Target, each: Load, plan: Online, result: dict[str, Any], tell: Callable[[Run], None]
+    target: Target,
+    each: Load,
+    plan: Online,
+    result: dict[str, Any],
+    report_run: Callable[[Run], None],
 ) -> None:
     """Run a load and add its run to `result`. Raises BenchError if no request was answered."""
     pace, name, client = each.pace, each.traffic.name, {}
@@ -94,7 +100,7 @@ def _send(
         is_part = (
             answers.is_interrupted and len(answers.records) + len(answers.failures) < num_requests
         )
-        # of a load that ran to its end, all that have no answer failed, whoever lost them
+        # In a complete load, every request without an answer failed, also those lost with a client process.
         num_failed = len(answers.failures) if is_part else num_requests - len(answers.records)
         figures = of_records(answers.records, plan.goals, num_failed)
         figures |= first_turns_apart(answers.records)
@@ -102,7 +108,7 @@ def _send(
             progress.say("the client alone")
             with suppress(KeyboardInterrupt):
                 client = {"client": client_cost(pace)}
-    tell(
+    report_run(
         results.add_run(
             result,
             each.traffic.describe(),

@@ -16,8 +16,8 @@ from tokenspeed_bench.shapes import SHAPES
 from tokenspeed_bench.traffic import WORKLOADS, AgentShape, Traffic, agents, load, of_workload
 
 OFFLINE = (*WORKLOADS, "agents")
-SERVES_TOO = ("--api-key", "--help")  # options that are flags of `tokenspeed serve` as well
-NUMBERS = {  # options of lengths and counts, by the parameter that each kind of traffic calls so
+ALSO_SERVE_FLAGS = ("--api-key", "--help")  # options that are flags of `tokenspeed serve` as well
+NUMBERS = {  # options for lengths and counts, with the parameter's name for each kind of traffic
     "requests": {"throughput": "num_requests", "prefill": "num_requests", "load": "num_requests"},
     "input_len": {
         "latency": "in_len",
@@ -85,7 +85,7 @@ def goal(text: str) -> tuple[str, float]:
 
 
 for _read, _name in ((whole, "number"), (numbers, "list of numbers"), (positive, "number")):
-    _read.__name__ = _name  # what argparse calls it in a refusal
+    _read.__name__ = _name  # argparse's error messages use it
 
 
 def parser_of(verb: str) -> Parser:
@@ -109,16 +109,15 @@ def parser_of(verb: str) -> Parser:
         files.add_argument(
             "--profile",
             metavar="FILE",
-            help="run once more and write a Chrome trace of it; of several "
-            "kinds of traffic, one each: FILE with the kind's name in it",
+            help="run once more and write a Chrome trace; with several kinds of "
+            "traffic, one file each, with the kind in its name",
         )
     if verb == "serve":
         files.add_argument(
             "--profile",
             metavar="FILE",
-            help="send each load once more, to a server started for that, "
-            "and write a Chrome trace of some of its steps; of several loads, one each: FILE with the "
-            "load's number and users in its name",
+            help="send each load again to another server, and write a Chrome trace "
+            "of some steps; with several loads, one file each, with the load's number and users in its name",
         )
     if verb == "anchors":
         files.add_argument("--profiles", metavar="FOLDER", help="write Chrome traces of all groups")
@@ -127,7 +126,9 @@ def parser_of(verb: str) -> Parser:
         )
     if verb == "all":
         parser.add_argument(
-            "--traffic", default=",".join(WORKLOADS), help=f"of {','.join(OFFLINE)}"
+            "--traffic",
+            default=",".join(WORKLOADS),
+            help=f"kinds of traffic, from {','.join(OFFLINE)}",
         )
     if verb == "serve":
         _add_serving(parser)
@@ -215,7 +216,7 @@ def _check_flag(flag: str, verb: str) -> None:
     if flag.startswith("--") and name in NUMBERS and verb in OFFLINE:
         raise _no_such(name, verb)
     takers = [each for each in (*OFFLINE, "all", "serve", "anchors") if flag in _flags_of(each)]
-    if takers and flag not in SERVES_TOO:
+    if takers and flag not in ALSO_SERVE_FLAGS:
         raise BenchError(
             f"{flag}: not an option of `tokenspeed bench {verb}`; it belongs to {', '.join(takers)}"
         )
@@ -304,7 +305,7 @@ def loads_of(options: argparse.Namespace) -> list[Load]:
     for name, values in lists.items():
         if len(values) not in (1, count):
             raise BenchError(
-                f"{name}: {len(values)} numbers, but another option has {count}; give 1 or {count}"
+                f"{name}: {len(values)} numbers, but another option has {count}. Give 1 or {count}."
             )
     full = {
         name: list(values) * (count if len(values) == 1 else 1) for name, values in lists.items()
@@ -324,12 +325,12 @@ def _load_of(options: argparse.Namespace, kind: str) -> Load:
     given = {}
     for name, value in given_numbers(options).items():
         if isinstance(value, list) and len(value) > 1:
-            raise BenchError(f"{_flag(name)}: several numbers need --traffic load")
+            raise BenchError(f"{_flag(name)}: give one number, or use --traffic load")
         given[name] = value[0] if isinstance(value, list) else value
     if options.fixed:
         raise BenchError(f"--fixed: not available for {kind}, which has fixed lengths")
     if options.users and len(options.users) > 1:
-        raise BenchError("--users: several numbers need --traffic load")
+        raise BenchError("--users: give one number, or use --traffic load")
     traffic = traffic_of(kind, given)
     users = options.users[0] if options.users else len(traffic.sessions)
     return Load(traffic, LoadOptions(users, options.request_rate, options.procs))

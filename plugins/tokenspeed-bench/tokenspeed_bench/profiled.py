@@ -19,7 +19,7 @@ from tokenspeed_bench.trace import Timeline, finished, folder_beside, named
 from tokenspeed_bench.traffic import below
 from tokenspeed_core import TokenSpeedError
 
-US, KIND = "tokenspeed-bench", "hooks"
+DISTRIBUTION, KIND = "tokenspeed-bench", "hooks"
 MAX_WAIT, MAX_STEPS = (
     256,
     64,
@@ -59,16 +59,16 @@ def check_recorder(plugins: object) -> None:
         [each for each in plugins if isinstance(each, Mapping)] if isinstance(plugins, list) else []
     )
     for entry in entries:
-        if (entry.get("distribution"), entry.get("kind")) == (US, KIND):
+        if (entry.get("distribution"), entry.get("kind")) == (DISTRIBUTION, KIND):
             if entry.get("status") == "ok":
                 return
             why = f"are {entry.get('status')}: {entry.get('reason')}"
             raise BenchError(
-                f"the hooks of {US}, which record the steps, {why}; `tokenspeed plugins list` shows them"
+                f"the hooks of {DISTRIBUTION}, which record the steps, {why}; `tokenspeed plugins list` shows them"
             )
     raise BenchError(
-        f"the server does not load the hooks of {US}. Reinstall it: pip install "
-        f"--force-reinstall --no-deps {US}"
+        f"the server does not load the hooks of {DISTRIBUTION}. Reinstall it: pip install "
+        f"--force-reinstall --no-deps {DISTRIBUTION}"
     )
 
 
@@ -128,7 +128,7 @@ def _record(target: Target, load: Load, name: str, path: str, folder: Path) -> T
     if answers.failures:
         raise BenchError(f"the load failed: {most_common(answers.failures)}")
     if not order.is_taken(folder):
-        raise BenchError(f"the hooks of {US} saw no step; see the server log")
+        raise BenchError(f"the recorder of {DISTRIBUTION} received no step. See the server log.")
     raise BenchError(
         f"the load had fewer than {1 + order.wait + order.steps} steps. Use more requests or longer "
         "answers (--requests, --output-len)."

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Self
 
 CLEAR = "\r\x1b[2K"
-SPARSE = 30.0  # seconds between lines where stderr is no terminal
+SPARSE = 30.0  # seconds between lines if stderr is not a terminal
 
 
 class Progress:

@@ -138,11 +138,11 @@ def _gpus() -> str | None:
     """Return the GPUs that the driver reports, or None without a driver."""
     if shutil.which("nvidia-smi") is None:
         return None
-    said = _ask("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    output = _ask("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
     return (
         "; ".join(
             f"{name} (driver {driver})"
-            for name, _, driver in (line.partition(", ") for line in (said or "").splitlines())
+            for name, _, driver in (line.partition(", ") for line in (output or "").splitlines())
         )
         or None
     )

@@ -21,11 +21,11 @@ from tokenspeed_bench.console import warn
 from tokenspeed_bench.errors import BenchError
 from tokenspeed_bench.progress import Progress
 
-MAX_SECONDS = 600.0  # from the command to /health
-PATIENCE = 60.0  # seconds that a server has to end
-POLL = 0.05
-NUM_LINES = 15  # of what a server said that are shown when it ends
-OUR_POLL = '"GET /health '
+MAX_SECONDS = 600.0  # from the command to /ready
+STOP_SECONDS = 60.0  # that a server has to stop
+POLL_SECONDS = 0.05
+NUM_LINES = 15  # last lines of a server's output to show when it fails
+OUR_POLL = '"GET /ready '
 
 
 class Api:
@@ -39,7 +39,7 @@ class Api:
         self.key = key
         self._direct = urllib.request.build_opener(
             urllib.request.ProxyHandler({})
-        )  # as the load goes
+        )  # the load bypasses proxies too
 
     def get(self, path: str, timeout: float = 30.0) -> Any:
         """Return a route's JSON. Raises BenchError."""
@@ -51,7 +51,9 @@ class Api:
                 return json.load(got)
         except urllib.error.HTTPError as error:
             with error:
-                raise BenchError(f"{self.url}{path}: {error.code} {_said(error.read())}") from error
+                raise BenchError(
+                    f"{self.url}{path}: {error.code} {_error_message(error.read())}"
+                ) from error
         except (OSError, HTTPException, ValueError) as error:
             reason = getattr(error, "reason", error)
             raise BenchError(
@@ -80,9 +82,9 @@ class Api:
         return answer if isinstance(answer, dict) else {}
 
     def is_healthy(self) -> bool:
-        """Return whether `/health` answers with 200."""
+        """Return whether `/ready` answers with 200."""
         try:
-            with self._direct.open(f"{self.url}/health", timeout=5):
+            with self._direct.open(f"{self.url}/ready", timeout=5):
                 return True
         except (OSError, HTTPException):
             return False
@@ -92,7 +94,7 @@ class Api:
 def started(
     arguments: Sequence[str], key: str | None, environ: Mapping[str, str] | None = None
 ) -> Iterator[tuple[Api, float]]:
-    """Start `tokenspeed serve` on a free port; yield it and the seconds until `/health`; stop it at
+    """Start `tokenspeed serve` on a free port; yield it and the seconds until `/ready`; stop it at
     the end.
 
     `environ` is added to the environment. Raises BenchError with the server's last lines if it
@@ -101,9 +103,7 @@ def started(
     api = Api(f"http://127.0.0.1:{_free_port()}", key)
     words = ["serve", *arguments, "--port", api.url.rpartition(":")[2]]
     more = {**(environ or {}), **({"TOKENSPEED_API_KEY": key} if key else {})}
-    with (
-        tempfile.TemporaryFile() as log
-    ):  # without a name: nothing is left of it, however this process ends
+    with tempfile.TemporaryFile() as log:  # has no name, so it never stays behind
         begin = time.perf_counter()
         server = supervised.start(
             words,
@@ -135,18 +135,18 @@ def _await(server: subprocess.Popen[bytes], api: Api, log: IO[bytes]) -> None:
                     f"the server did not become healthy in {MAX_SECONDS:g} s. Its output:\n{_last_lines(log)}"
                 )
             progress.say(f"starting the server: {seconds:.0f} of at most {MAX_SECONDS:.0f} s")
-            time.sleep(POLL)
+            time.sleep(POLL_SECONDS)
 
 
 def _ended(server: subprocess.Popen[bytes], log: IO[bytes]) -> str:
-    return f"ended with status {server.returncode}; it said:\n{_last_lines(log)}"
+    return f"ended with status {server.returncode}. Its output:\n{_last_lines(log)}"
 
 
 def _last_lines(log: IO[bytes]) -> str:
-    said = os.pread(
+    text = os.pread(
         log.fileno(), os.fstat(log.fileno()).st_size, 0
-    )  # where the server goes on writing stays
-    lines = said.decode(errors="replace").strip().splitlines()
+    )  # does not move the server's write position
+    lines = text.decode(errors="replace").strip().splitlines()
     return "\n".join([line for line in lines if OUR_POLL not in line][-NUM_LINES:])
 
 
@@ -154,8 +154,8 @@ def _stop(server: subprocess.Popen[bytes]) -> None:
     server.terminate()
     try:
         with suppress(subprocess.TimeoutExpired):
-            server.wait(PATIENCE)
-    finally:  # after a Ctrl-C too; to one that has ended it does nothing
+            server.wait(STOP_SECONDS)
+    finally:  # also after Ctrl-C; kill has no effect on a server that has ended
         server.kill()
         server.communicate()
 
@@ -166,9 +166,9 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _said(body: bytes) -> str:
+def _error_message(body: bytes) -> str:
     try:
-        said = message_of(json.loads(body))
+        text = message_of(json.loads(body))
     except ValueError:
-        said = None
-    return said or body[:200].decode(errors="replace").strip()
+        text = None
+    return text or body[:200].decode(errors="replace").strip()

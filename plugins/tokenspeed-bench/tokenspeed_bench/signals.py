@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from multiprocessing.context import ForkProcess
 from types import FrameType
 
-ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # of a service manager, and of a terminal that closes
+ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # sent by service managers, and by closing terminals
 
 
 @contextmanager
@@ -33,10 +33,8 @@ def terminate_as_interrupt() -> Iterator[None]:
         for each in before:
             signal.signal(each, signal.SIG_IGN)
         handler = signal.getsignal(signal.SIGINT)
-        if (
-            callable(handler) and handler is not signal.default_int_handler
-        ):  # a step that must not be broken in two
-            handler(number, frame)
+        if callable(handler) and handler is not signal.default_int_handler:
+            handler(number, frame)  # such as the one of deferred_interrupts
         else:
             raise KeyboardInterrupt(signal.Signals(number))
 
@@ -53,35 +51,35 @@ def terminate_as_interrupt() -> Iterator[None]:
 def deferred_interrupts() -> Iterator[Callable[[], bool]]:
     """Record Ctrl-C in the block instead of raising it.
 
-    Yields a function that returns whether it came; nested blocks share the record. A SIGINT that is
-    ignored stays ignored. It has no effect outside the main thread.
+    Yields a function that returns whether Ctrl-C was pressed; nested blocks share the record. A SIGINT
+    that is ignored stays ignored. It has no effect outside the main thread.
     """
     before = signal.getsignal(signal.SIGINT)
     if before is None or threading.current_thread() is not threading.main_thread():
         yield lambda: False
-    elif isinstance(before, _Notes):
-        yield before.has_come
+    elif isinstance(before, _InterruptRecord):
+        yield before.was_interrupted
     else:
-        notes = _Notes(is_deaf=before is signal.SIG_IGN)
-        signal.signal(signal.SIGINT, notes)
+        record = _InterruptRecord(ignores_sigint=before is signal.SIG_IGN)
+        signal.signal(signal.SIGINT, record)
         try:
-            yield notes.has_come
+            yield record.was_interrupted
         finally:
             signal.signal(signal.SIGINT, before)
 
 
-class _Notes:
-    """A signal handler that counts signals; with `is_deaf` it ignores SIGINT."""
+class _InterruptRecord:
+    """A signal handler that counts signals, except SIGINT if `ignores_sigint`."""
 
-    def __init__(self, is_deaf: bool) -> None:
-        self._is_deaf = is_deaf
+    def __init__(self, ignores_sigint: bool) -> None:
+        self._ignores_sigint = ignores_sigint
         self._num = 0
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self._num += number != signal.SIGINT or not self._is_deaf
+        self._num += number != signal.SIGINT or not self._ignores_sigint
 
-    def has_come(self) -> bool:
-        """Return whether a signal came."""
+    def was_interrupted(self) -> bool:
+        """Return whether a signal was counted."""
         return self._num > 0
 
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from importlib.metadata import distribution
 from typing import Any
 
-PATIENCE = 90.0  # seconds that the command has to stop
+STOP_SECONDS = 90.0  # that the command has to stop
 
 
 def start(words: Sequence[str], **more: Any) -> subprocess.Popen[bytes]:
@@ -26,16 +26,16 @@ def start(words: Sequence[str], **more: Any) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, **more)
 
 
-def _end_with_the_starter() -> None:
+def _stop_with_the_parent() -> None:
     while os.read(sys.stdin.fileno(), 1):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(PATIENCE)
+    time.sleep(STOP_SECONDS)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    threading.Thread(target=_end_with_the_starter, daemon=True).start()
+    threading.Thread(target=_stop_with_the_parent, daemon=True).start()
     (tokenspeed,) = distribution("tokenspeed-core").entry_points.select(
         group="console_scripts", name="tokenspeed"
     )

@@ -78,7 +78,7 @@ def _served(run: Run) -> list[str]:
     )
     lines = [
         f"  {figures['s']:.2f} s, {figures['answered']:,} answered, {figures['failed']:,} failed"
-        + (" (broken off)" if run.get("is_part") else ""),
+        + (" (interrupted)" if run.get("is_part") else ""),
         f"  {figures['out_per_s']:,.1f} tokens/s, {figures['events_per_s']:,.1f} events/s{share}",
     ]
     for metric, text in (

@@ -48,7 +48,7 @@ def measure(words: Sequence[str]) -> int:
     """Measure the chosen groups, print the table and failed conditions; return the exit status."""
     options, others = parse("anchors", words)
     if options.model is not None:
-        raise BenchError(f"{options.model}: anchors measures fixed models; leave the model out")
+        raise BenchError(f"{options.model}: anchors measures fixed models. Leave the model out.")
     groups = options.groups.split(",")
     for group in groups:
         if group not in GROUPS:
@@ -59,8 +59,8 @@ def measure(words: Sequence[str]) -> int:
     whole = results.new("anchors", "", None, {})
     if DEVICE not in str(whole["gpus"]):
         warn(
-            f"no {DEVICE} is here ({whole['gpus'] or 'nor any GPU that nvidia-smi knows'}): the figures to reach are "
-            "its, and the models have billions of weights; Ctrl-C stops, and `tokenspeed bench all` measures any model"
+            f"the targets were measured on one {DEVICE}, but this machine has {whole['gpus'] or 'no GPU'}. The models "
+            "have billions of weights. Press Ctrl-C to stop; `tokenspeed bench all` measures any model."
         )
     del whole["runs"]
     whole["results"] = parts = []
@@ -84,7 +84,7 @@ def measure(words: Sequence[str]) -> int:
     found = [_value(row, parts, failures) for row in ROWS if row.group in groups]
     whole["rows"] = [_described(*each) for each in found]
     with deferred_interrupts():
-        console.say("\n".join((of_rows(found), *broken(whole))))
+        console.say("\n".join((of_rows(found), *failed_conditions(whole))))
         return finish(
             whole, options.json, options.plot, (), has_failed=bool(failures) or console.is_lost
         )
@@ -113,11 +113,11 @@ def measure_group(
 
 
 def _wait(child: subprocess.Popen[bytes]) -> int:
-    """Wait for a child that gets the same Ctrl-C and returns its results."""
+    """Wait for a child. It receives Ctrl-C as well, and then writes its results."""
     try:
         return child.wait()
     except KeyboardInterrupt as end:
-        with deferred_interrupts():  # the child hears a second one too
+        with deferred_interrupts():  # a second Ctrl-C reaches the child too
             for number in end.args:
                 child.send_signal(number)
             child.wait()
@@ -156,16 +156,16 @@ def _described(row: Row, value: float | None, why: str) -> dict[str, Any]:
     }
 
 
-def broken(whole: Mapping[str, Any]) -> Iterator[str]:
+def failed_conditions(whole: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each condition that failed."""
     if DEVICE not in str(whole["device"]):
-        yield f"not kept: measured on {whole['device']}; peer, must, aim and floor are an {DEVICE}'s"
+        yield f"condition not met: measured on {whole['device']}, but the targets are for one {DEVICE}"
     for part, run in runs_of(whole):
         figures, name = run["figures"], f"{part['shape']} {run['traffic']['name']}"
         share, ratio = figures.get("event_share"), figures.get("first_over_median")
         if share is not None and share < MIN_EVENT_SHARE:
-            yield f"not kept: {name}: events for {100 * share:.1f} % of tokens, must be 99 %"
+            yield f"condition not met: {name}: {100 * share:.1f} % of tokens had their own event, need 99 %"
         if ratio is not None and ratio > MAX_FIRST_OVER_MEDIAN:
-            yield f"not kept: {name}: the first request's token took {ratio:.2f} times the median, must be 1.5"
+            yield f"condition not met: {name}: the first request took {ratio:.2f} times the median to its first token, limit 1.5"
         if figures.get("failed"):
-            yield f"not kept: {name}: {figures['failed']} requests failed"
+            yield f"condition not met: {name}: {figures['failed']} requests failed"
