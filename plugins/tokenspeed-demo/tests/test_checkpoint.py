@@ -16,7 +16,7 @@ pytest.importorskip("transformers", reason="the reference is transformers'")
 FOLDER = Path(CHECKPOINT.path)
 
 
-def test_the_weights_are_bf16_and_tied() -> None:
+def test_weights_are_bf16_and_tied() -> None:
     from safetensors.torch import load_file
 
     weights = load_file(FOLDER / "model.safetensors")
@@ -27,7 +27,7 @@ def test_the_weights_are_bf16_and_tied() -> None:
     assert config["tie_word_embeddings"]
 
 
-def test_most_held_out_items_of_every_task_are_answered_exactly() -> None:
+def test_most_held_out_items_are_answered_exactly() -> None:
     items = [item for task in REQUIRED for item in held_out_set(task, 6)]
     texts = with_transformers(FOLDER, "cpu", len(items))(items)
     wrong = [
@@ -36,7 +36,7 @@ def test_most_held_out_items_of_every_task_are_answered_exactly() -> None:
     assert len(wrong) <= 3, [(item.task, item.answer, text) for item, text in wrong]
 
 
-def test_digits_are_tokens_of_their_own_and_words_never_carry_a_space() -> None:
+def test_digits_are_tokens_and_words_have_no_space() -> None:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))

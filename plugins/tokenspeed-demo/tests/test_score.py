@@ -1,4 +1,4 @@
-"""How answers are compared, and how a server is asked."""
+"""Comparison of answers, and scores of a server."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1, "b": "x"}}\n</tool_call
         (CALL, '<tool_call>{"arguments": {"b": "x", "a": 1}, "name": "f"}</tool_call>'),
     ],
 )
-def test_an_answer_is_right_when_it_says_the_same(answer: str, text: str) -> None:
+def test_equal_answers_are_right(answer: str, text: str) -> None:
     assert is_right(item(answer), text)
 
 
@@ -45,11 +45,11 @@ def test_an_answer_is_right_when_it_says_the_same(answer: str, text: str) -> Non
         (CALL, CALL.replace("}}", "}")),
     ],
 )
-def test_an_answer_is_wrong_when_it_says_anything_else(answer: str, text: str) -> None:
+def test_different_answers_are_wrong(answer: str, text: str) -> None:
     assert not is_right(item(answer), text)
 
 
-def test_parsed_tool_calls_count_like_written_ones() -> None:
+def test_parsed_and_written_tool_calls_are_equal() -> None:
     function = {"name": "f", "arguments": '{"a": 1, "b": "x"}'}
     message = {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
     assert is_right(item(CALL), message_text(message))
@@ -57,7 +57,7 @@ def test_parsed_tool_calls_count_like_written_ones() -> None:
 
 @pytest.fixture
 def server() -> Iterator[str]:
-    """A server that knows the held-out copies by heart and nothing else."""
+    """Yield the URL of a server that answers only the held-out copies."""
     known = {it.messages[-1]["content"]: it.answer for it in held_out_set("copy", 20)}
 
     class Handler(BaseHTTPRequestHandler):
@@ -69,16 +69,16 @@ def server() -> Iterator[str]:
             self.wfile.write(data)
 
         def do_GET(self) -> None:
-            self.reply({"data": [{"id": "by-heart"}]})
+            self.reply({"data": [{"id": "memorized"}]})
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            assert (body["model"], body["temperature"]) == ("by-heart", 0)
+            assert (body["model"], body["temperature"]) == ("memorized", 0)
             answer = known.get(body["messages"][-1]["content"], "I do not know.")
             self.reply({"choices": [{"message": {"role": "assistant", "content": answer}}]})
 
         def log_request(self, code: object = "-", size: object = "-") -> None:
-            """Keep the log of requests out of the test's output."""
+            """Print nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as httpd:
         threading.Thread(target=httpd.serve_forever, daemon=True).start()
@@ -86,14 +86,14 @@ def server() -> Iterator[str]:
         httpd.shutdown()
 
 
-def test_a_server_is_asked_and_scored(server: str) -> None:
+def test_server_is_scored(server: str) -> None:
     results = score(over_http(server, "", "none", 4), ["copy", "extract"], 20, 0)
     assert results["copy"]["exact"] == 1
     assert results["extract"]["exact"] == 0
     assert results["extract"]["items"] == 20
 
 
-def test_a_server_that_is_not_there_is_an_error() -> None:
+def test_unreachable_server_is_an_error() -> None:
     httpx = pytest.importorskip("httpx")
     with pytest.raises(httpx.ConnectError):
         over_http("http://127.0.0.1:9/v1", "m", "none", 1)(held_out_set("copy", 1))

@@ -27,7 +27,7 @@ def prompt(
     return Renderer(Path(CHECKPOINT.path) / "chat_template.jinja").prompt(item)
 
 
-def test_a_question_alone_opens_the_assistants_turn() -> None:
+def test_question_opens_the_assistants_turn() -> None:
     assert (
         prompt({"role": "user", "content": "hi"})
         == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
@@ -41,7 +41,7 @@ def test_the_system_prompt_comes_first() -> None:
     )
 
 
-def test_tools_are_written_as_json_into_the_system_turn() -> None:
+def test_tools_are_json_in_the_system_turn() -> None:
     text = prompt({"role": "system", "content": "Be brief."}, QUESTION, tools=(WEATHER,))
     assert text.startswith(
         '<|im_start|>system\nBe brief.\n\nTools:\n{"type": "function", "function": {"name": "get_w'
@@ -50,7 +50,7 @@ def test_tools_are_written_as_json_into_the_system_turn() -> None:
     assert prompt(QUESTION, tools=(WEATHER,)).startswith("<|im_start|>system\nTools:\n")
 
 
-def test_without_thinking_the_turn_opens_with_an_empty_thought() -> None:
+def test_disabled_thinking_adds_an_empty_thought() -> None:
     assert prompt(QUESTION, enable_thinking=False).endswith(
         "<|im_start|>assistant\n<think>\n\n</think>\n\n"
     )
@@ -81,7 +81,7 @@ def test_calls_and_results_are_rendered_as_in_training(
     )
 
 
-def test_thoughts_of_earlier_turns_are_left_out() -> None:
+def test_thoughts_of_earlier_turns_are_removed() -> None:
     answer = {"role": "assistant", "content": "<think>\n2+2+0=4 carry 0\n</think>\n\n2 + 2 = 4"}
     text = prompt({"role": "user", "content": "2+2"}, answer, {"role": "user", "content": "thanks"})
     assert "<|im_start|>assistant\n2 + 2 = 4<|im_end|>" in text
@@ -92,7 +92,7 @@ def test_content_in_parts_is_joined() -> None:
     assert "user\n2 + 2<|im_end|>" in prompt({"role": "user", "content": parts})
 
 
-def test_transformers_renders_and_encodes_the_same_prompts() -> None:
+def test_prompts_equal_those_of_transformers() -> None:
     transformers = pytest.importorskip(
         "transformers", reason="the reference rendering is transformers'"
     )

@@ -24,21 +24,21 @@ from .items import NUM_HELD_OUT, REQUIRED, Item, held_out_set
 from .render import Renderer
 
 CHECKPOINT = Path(__file__).resolve().parent / "checkpoint"
-MAX_TOKENS = 320  # the longest held-out answer is well below
+MAX_TOKENS = 320  # more than the longest held-out answer has
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 Answerer = Callable[[list[Item]], list[str]]
 
 
 def without_thinking(text: str) -> str:
-    """The answer in what the model wrote; an unfinished thought has none."""
+    """Return the answer in a model's text, "" if its reasoning is unfinished."""
     if "<think>" in text and "</think>" not in text:
         return ""
     return text.rpartition("</think>")[2].replace("<|im_end|>", "").strip()
 
 
 def normalized(text: str) -> object:
-    """What two equal answers have in common: the calls as data where there are calls, else the text."""
+    """Return an answer's tool calls as data, or its text without calls. Equal answers give equal values."""
     answer = without_thinking(text)
     bodies = _CALL.findall(answer)
     if not bodies or _CALL.sub("", answer).strip():
@@ -55,7 +55,7 @@ def is_right(item: Item, text: str) -> bool:
 
 
 def message_text(message: dict[str, Any]) -> str:
-    """A chat message as the text that a server without parsers would have sent."""
+    """Return a chat message as text, as a server without parsers sends it."""
     calls = [
         {"name": call["function"]["name"], "arguments": json.loads(call["function"]["arguments"])}
         for call in message.get("tool_calls") or ()
@@ -65,7 +65,7 @@ def message_text(message: dict[str, Any]) -> str:
 
 
 def over_http(base_url: str, model: str, api_key: str, concurrency: int) -> Answerer:
-    """Ask a server, `concurrency` requests at a time."""
+    """Send the items to a server, `concurrency` requests at a time."""
     import asyncio
 
     import httpx
@@ -100,7 +100,7 @@ def over_http(base_url: str, model: str, api_key: str, concurrency: int) -> Answ
 
 
 def in_process(path: Path, keywords: dict[str, Any]) -> Answerer:
-    """Ask `tokenspeed_core.LLM`, prompts as token ids."""
+    """Run the items on `tokenspeed_core.LLM`, with prompts as token ids."""
     from tokenizers import Tokenizer
 
     from tokenspeed_core import LLM, SamplingParams
@@ -125,7 +125,7 @@ def in_process(path: Path, keywords: dict[str, Any]) -> Answerer:
 
 
 def with_transformers(path: Path, device: str, batch_size: int) -> Answerer:
-    """Ask transformers in batches padded on the left."""
+    """Run the items on transformers, in batches padded on the left."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -158,7 +158,7 @@ def with_transformers(path: Path, device: str, batch_size: int) -> Answerer:
         return [text.partition("<|im_end|>")[0] for text in tokenizer.batch_decode(new)]
 
     def answer(items: list[Item]) -> list[str]:
-        # Prompts of like length share a batch, so that little is padded.
+        # Prompts of similar length share a batch to save padding.
         order = sorted(
             range(len(items)), key=lambda i: len(str(items[i].messages)) + len(str(items[i].tools))
         )
@@ -175,7 +175,7 @@ def with_transformers(path: Path, device: str, batch_size: int) -> Answerer:
 def score(
     answer: Answerer, tasks: list[str], num_items: int, show_wrong: int
 ) -> dict[str, dict[str, Any]]:
-    """Exact answers by task, with the seconds each set took; prints a line a task."""
+    """Return the share of exact answers and the seconds of each task; print a line per task."""
     results: dict[str, dict[str, Any]] = {}
     print(f"{'task':26} {'exact':>7} {'needed':>7} {'items':>6} {'seconds':>8}")
     for task in tasks:
@@ -207,25 +207,25 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Score the demo model on its held-out sets.")
     ways = parser.add_mutually_exclusive_group(required=True)
     ways.add_argument(
-        "--base-url", help="of an OpenAI-compatible server, such as http://127.0.0.1:8000/v1"
+        "--base-url", help="URL of an OpenAI-compatible server, such as http://127.0.0.1:8000/v1"
     )
     ways.add_argument("--engine", action="store_true", help="tokenspeed_core.LLM in this process")
     ways.add_argument("--transformers", action="store_true", help="transformers in this process")
     parser.add_argument(
-        "--path", type=Path, default=CHECKPOINT, help="checkpoint, for the ways in process"
+        "--path", type=Path, default=CHECKPOINT, help="checkpoint, for --engine and --transformers"
     )
     parser.add_argument(
         "--engine-options", type=json.loads, default={}, help="keywords for LLM, as JSON"
     )
     parser.add_argument(
-        "--model", default="", help="name to ask the server for; the first it lists when omitted"
+        "--model", default="", help="model name to request; default: the first one listed"
     )
     parser.add_argument("--api-key", default="none")
-    parser.add_argument("--concurrency", type=int, default=32, help="requests at a time")
+    parser.add_argument("--concurrency", type=int, default=32, help="concurrent requests")
     parser.add_argument("--device", default="cpu", help="for --transformers")
     parser.add_argument("--batch-size", type=int, default=128, help="for --transformers")
     parser.add_argument("--tasks", nargs="+", choices=list(REQUIRED), default=list(REQUIRED))
-    parser.add_argument("--num-items", type=int, default=NUM_HELD_OUT, help="of each task")
+    parser.add_argument("--num-items", type=int, default=NUM_HELD_OUT, help="items per task")
     parser.add_argument(
         "--show-wrong", type=int, default=0, help="wrong answers to print for each task"
     )
@@ -248,7 +248,7 @@ def main() -> None:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     missed = [task for task, result in results.items() if result["exact"] < result["required"]]
     if missed:
-        print(f"below what is required: {', '.join(missed)}")
+        print(f"below the required share: {', '.join(missed)}")
         sys.exit(1)
 
 

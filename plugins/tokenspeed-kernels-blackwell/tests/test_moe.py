@@ -48,7 +48,7 @@ SIZES = {
     "dtype": "float32",
 }
 
-Again = Callable[[Tensor], Tensor]
+Quantize = Callable[[Tensor], Tensor]
 
 
 @pytest.mark.parametrize("spec", TORCH_MOE, ids=lambda spec: spec.op)
@@ -57,7 +57,7 @@ def test_reference_conforms(spec: KernelSpec) -> None:
 
 
 def by_token(
-    given: Mapping[str, Tensor], gate_up: Tensor, down: Tensor, first: Again, second: Again
+    given: Mapping[str, Tensor], gate_up: Tensor, down: Tensor, first: Quantize, second: Quantize
 ) -> Tensor:
     """Compute experts token by token with dequantized weights; `first` and `second` round activations."""
     x, y = first(given["x"]), torch.zeros(given["x"].shape)
@@ -97,8 +97,8 @@ def test_mxfp8_reference_matches_dequantized_experts() -> None:
 def test_nvfp4_reference_matches_dequantized_experts() -> None:
     given = make_inputs(contract_of(TORCH_MOE[1]), SIZES, 9, CPU, strided=True)
 
-    def rounded(over_all: Tensor) -> Again:
-        return lambda x: nvfp4_values(*nvfp4_rows(x, over_all)) * over_all
+    def rounded(tensor_scale: Tensor) -> Quantize:
+        return lambda x: nvfp4_values(*nvfp4_rows(x, tensor_scale)) * tensor_scale
 
     expected = by_token(
         given, *widened(given), rounded(given["x_scale"]), rounded(given["hidden_scale"])

@@ -38,7 +38,7 @@ def problem(phase: str, block_size: int = 64, dtype: str = "bfloat16") -> Attent
 
 
 @pytest.mark.parametrize("capability", [(10, 0), (10, 1), (10, 3)])
-def test_blackwell_uses_it_for_prefill_and_triton_for_decode(
+def test_auto_uses_blackwell_for_prefill_triton_for_decode(
     capability: tuple[int, int],
 ) -> None:
     chosen = selector(capability)
@@ -65,10 +65,10 @@ def test_block_size_is_chosen_for_prefill() -> None:
         "sm100",
         "--json",
     ]
-    said = json.loads(subprocess.run(why, capture_output=True, check=True, timeout=120).stdout)
+    message = json.loads(subprocess.run(why, capture_output=True, check=True, timeout=120).stdout)
     chosen = {
         each["problem"]["phase"]: (each["backend"], each["problem"]["block_size"])
-        for each in said["ops"]
+        for each in message["ops"]
     }
     assert chosen == {"prefill": ("blackwell", 64), "decode": ("triton", 64)}
 
@@ -80,8 +80,8 @@ def test_other_devices_get_the_reason(
     chosen = selector(capability)
     assert chosen.select_attention(problem("prefill")).spec.backend == "triton"
     major, minor = capability
-    said = f"blackwell: compute capability {major}.{minor} is not supported"
-    assert said in kernel_table(chosen.plan())
+    message = f"blackwell: compute capability {major}.{minor} is not supported"
+    assert message in kernel_table(chosen.plan())
 
 
 def test_unsupported_problems_use_triton() -> None:
@@ -96,9 +96,9 @@ def test_unsupported_problems_use_triton() -> None:
 
 def test_dry_run_without_gpu_gives_the_reason() -> None:
     lines = dry_run(Config.from_keywords(device="cpu")).splitlines()
-    (said,) = [line for line in lines if "blackwell: " in line]
-    assert said.endswith("(attention)")
-    assert "blackwell: device cpu is not supported" in said
+    (message,) = [line for line in lines if "blackwell: " in line]
+    assert message.endswith("(attention)")
+    assert "blackwell: device cpu is not supported" in message
 
 
 def test_naming_it_without_gpu_is_an_error() -> None:

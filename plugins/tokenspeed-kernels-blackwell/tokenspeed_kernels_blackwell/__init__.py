@@ -190,6 +190,7 @@ TORCH_MLA = KernelSpec(
     capability=Capability(
         platforms=("cpu", "cuda"),
         dtypes=("float32", *_HALVES),
+        kv_dtypes=("float32", *_HALVES),
         features=frozenset({"graph_safe"}),
     ),
     load="tokenspeed_kernels_blackwell.mla.reference:mla_decode",

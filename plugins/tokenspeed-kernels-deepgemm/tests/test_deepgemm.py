@@ -130,11 +130,11 @@ def test_it_is_selected_by_name_only() -> None:
 def test_plan_gives_the_reason_and_how_to_install_it() -> None:
     chosen = selector((10, 0), module_exists=lambda name: name != "deep_gemm")
     assert chosen.select("linear_fp8_block", PROBLEM).spec.backend == "triton"
-    said = explain(chosen.plan(), "linear_fp8_block")
-    assert "compute capability 10.0 is not supported" in said
+    message = explain(chosen.plan(), "linear_fp8_block")
+    assert "compute capability 10.0 is not supported" in message
     assert (
         "module 'deep_gemm' is not installed -> pip install 'tokenspeed-kernels-deepgemm[deepgemm]'"
-        in said
+        in message
     )
 
 

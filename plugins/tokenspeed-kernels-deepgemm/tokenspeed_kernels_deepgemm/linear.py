@@ -45,7 +45,7 @@ def linear_fp8_block(problem: Problem) -> Linear:
 
 
 def compile_all(linear: Linear, in_size: int, out_size: int, device: torch.device) -> None:
-    """Call `linear` for every number of rows that may need a kernel of its own, so that no request waits for one.
+    """Call `linear` for every number of rows that may need another kernel, so that no request waits for one.
 
     The library compiles a kernel in seconds at its first call and caches it on disk; with a full cache this takes a
     few tenths of a second. Needs memory for one step of MAX_ROWS rows and one weight.

@@ -234,30 +234,30 @@ def test_backend_conforms_over_a_stand_in() -> None:
     assert check_attention(small, torch.device("cpu")) > 20
 
 
-def without_host(scene: Fixture) -> Fixture:
-    """Return a scene without host-side lengths, as in a captured step."""
-    return replace(scene, step=replace(scene.step, host_query_start=None, host_seq_lens=None))
+def without_host(fixture: Fixture) -> Fixture:
+    """Return a fixture without host-side lengths, as in a captured step."""
+    return replace(fixture, step=replace(fixture.step, host_query_start=None, host_seq_lens=None))
 
 
 @ON_CPU
 def test_shared_prefix_is_read_once(
     stand_in: type[Wrapper],
 ) -> None:
-    scene = make_fixture(HALVES, SHARING, torch.device("cpu"), seed=0)
-    kernel = ATTENTION[-1].factory()(HALVES, limits_of(scene), torch.device("cpu"))
-    found = attend(kernel, without_host(scene))
+    fixture = make_fixture(HALVES, SHARING, torch.device("cpu"), seed=0)
+    kernel = ATTENTION[-1].factory()(HALVES, limits_of(fixture), torch.device("cpu"))
+    found = attend(kernel, without_host(fixture))
     own, common = stand_in.made
     assert common.given[1].tolist() == [0, 20] and not common.named["causal"]
     assert own.given[1].diff().tolist() == [5, 1, 2, 24, 1, 1, 1, 2, 5, 1, 0]
-    torch.testing.assert_close(found[:10].float(), scene.expected[:10], rtol=3e-2, atol=3e-2)
+    torch.testing.assert_close(found[:10].float(), fixture.expected[:10], rtol=3e-2, atol=3e-2)
     assert not found.isnan().any()
 
 
 @ON_CPU
 def test_option_disables_sharing(stand_in: type[Wrapper]) -> None:
-    scene = make_fixture(HALVES, SHARING, torch.device("cpu"), seed=0)
+    fixture = make_fixture(HALVES, SHARING, torch.device("cpu"), seed=0)
     factory = ATTENTION[-1].factory(FlashInferOptions(shared_prefix=False))
-    attend(factory(HALVES, limits_of(scene), torch.device("cpu")), scene)
+    attend(factory(HALVES, limits_of(fixture), torch.device("cpu")), fixture)
     (own,) = stand_in.made
     assert own.given[1].diff().tolist() == [25, 21, 22, 44, 21, 21, 21, 22, 25, 21, 0]
 
@@ -272,10 +272,10 @@ def test_captured_step_is_replanned_in_the_same_buffers(
         for seed, rows in enumerate((Rows((9, 5, 2), (20, 5, 40)), Rows((1, 12, 3), (200, 90, 3))))
     ]
     kernel = ATTENTION[-1].factory()(problem, limits_of(scenes[0]), torch.device("cpu"))
-    for scene in map(without_host, scenes):
-        step = replace(scene.step, max_num_query=16)
-        found = attend(kernel, replace(scene, step=step))
-        torch.testing.assert_close(found.float(), scene.expected, rtol=3e-2, atol=3e-2)
+    for fixture in map(without_host, scenes):
+        step = replace(fixture.step, max_num_query=16)
+        found = attend(kernel, replace(fixture, step=step))
+        torch.testing.assert_close(found.float(), fixture.expected, rtol=3e-2, atol=3e-2)
     (own,) = stand_in.made
     assert own.num_plans == 2 and own.is_fixed
 
@@ -283,12 +283,14 @@ def test_captured_step_is_replanned_in_the_same_buffers(
 @ON_CPU
 def test_padding_tokens_get_zeros(stand_in: type[Wrapper]) -> None:
     problem = replace(HALVES, phase="prefill")
-    scene = without_host(make_fixture(problem, Rows((9, 5), (20, 5)), torch.device("cpu"), seed=0))
-    kernel = ATTENTION[-1].factory()(problem, limits_of(scene), torch.device("cpu"))
-    scene.step.query_start.copy_(torch.tensor([0, 9, 9], dtype=torch.int32))
-    scene.step.seq_lens[1] = 0
-    found = attend(kernel, scene)
-    torch.testing.assert_close(found[:9].float(), scene.expected[:9], rtol=3e-2, atol=3e-2)
+    fixture = without_host(
+        make_fixture(problem, Rows((9, 5), (20, 5)), torch.device("cpu"), seed=0)
+    )
+    kernel = ATTENTION[-1].factory()(problem, limits_of(fixture), torch.device("cpu"))
+    fixture.step.query_start.copy_(torch.tensor([0, 9, 9], dtype=torch.int32))
+    fixture.step.seq_lens[1] = 0
+    found = attend(kernel, fixture)
+    torch.testing.assert_close(found[:9].float(), fixture.expected[:9], rtol=3e-2, atol=3e-2)
     assert not found[9:].any()
     assert len(stand_in.made) == 1
 

@@ -97,13 +97,13 @@ def test_ranked_backends_come_first_on_hopper(tmp_path: Path) -> None:
     assert {
         chosen.select_attention(problem(phase)).spec.backend for phase in ("prefill", "decode")
     } == {"triton"}
-    said = explain(chosen.plan(), "attention")
+    message = explain(chosen.plan(), "attention")
     assert (
         f"not flashinfer from {OURS}: triton comes first -> --attention-backend.prefill flashinfer,auto"
-        in said
+        in message
     )
-    assert f"another kernel of this name, from {OURS}, comes first" in said
-    assert "must be compiled" not in said
+    assert f"another kernel of this name, from {OURS}, comes first" in message
+    assert "must be compiled" not in message
 
 
 @pytest.mark.parametrize(

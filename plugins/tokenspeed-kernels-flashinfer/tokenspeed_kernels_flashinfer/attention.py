@@ -124,7 +124,7 @@ class FlashInferAttention:
         self._num_tokens = 0
 
     def prepare(self, step: AttentionStep) -> None:
-        """Read the step's lengths back and plan it. A step that may be captured has a plan of its own."""
+        """Read the step's lengths back and plan it. A step that may be captured has a separate plan."""
         num_rows = step.num_rows
         shares = self._can_share and step.max_num_query == 1 and num_rows >= MIN_ROWS
         lengths = [step.query_start[: num_rows + 1], step.seq_lens[:num_rows]]

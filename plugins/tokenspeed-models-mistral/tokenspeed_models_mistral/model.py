@@ -6,51 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokenspeed_core.api import BuildContext
-from tokenspeed_models.layers import (
-    MLP,
-    Attention,
-    CausalLM,
-    DecoderLayer,
-    build_for_module,
-    rotary_table,
-)
+from tokenspeed_models.layers import RotaryDecoder
 from tokenspeed_models_mistral.describe import read_mistral
 
 
-class MistralForCausalLM(CausalLM):
+class MistralForCausalLM(RotaryDecoder):
     """`MistralForCausalLM` checkpoints."""
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext) -> None:
-        c = read_mistral(config)
-        cos_sin = rotary_table(c.rope, build.device)
-        layers = [
-            DecoderLayer(
-                build,
-                c.hidden_size,
-                c.norm_eps,
-                Attention(
-                    build_for_module(build, config, layer, "self_attn"),
-                    layer=layer,
-                    hidden_size=c.hidden_size,
-                    num_heads=c.num_heads,
-                    num_kv_heads=c.num_kv_heads,
-                    head_size=c.head_size,
-                    cos_sin=cos_sin,
-                    window=c.windows[layer],
-                ),
-                MLP(
-                    build_for_module(build, config, layer, "mlp"),
-                    c.hidden_size,
-                    c.intermediate_size,
-                ),
-            )
-            for layer in build.each_layer(c.num_layers)
-        ]
-        super().__init__(
-            build,
-            layers,
-            vocab_size=c.vocab_size,
-            hidden_size=c.hidden_size,
-            norm_eps=c.norm_eps,
-            tie_embeddings=c.tie_embeddings,
-        )
+        super().__init__(read_mistral(config), config, build)

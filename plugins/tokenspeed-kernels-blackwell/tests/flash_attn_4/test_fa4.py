@@ -128,13 +128,15 @@ def test_it_is_selected_by_name_on_blackwell(capability: tuple[int, int], phase:
     assert selector(capability, "fa4").select_attention(problem(phase)).spec.backend == "fa4"
 
 
-def test_auto_skips_it_because_it_compiles() -> None:
+def test_auto_skips_fa4_because_it_compiles() -> None:
     chosen = selector((10, 0), "auto")
     assert chosen.select_attention(problem()).spec.backend == "blackwell"
-    (said,) = [line for line in explain(chosen.plan(), "attention").splitlines() if "fa4" in line]
+    (message,) = [
+        line for line in explain(chosen.plan(), "attention").splitlines() if "fa4" in line
+    ]
     assert (
-        "must be compiled before the first call" in said
-        and "--attention-backend.prefill fa4" in said
+        "must be compiled before the first call" in message
+        and "--attention-backend.prefill fa4" in message
     )
 
 
@@ -147,7 +149,7 @@ def test_auto_skips_it_because_it_compiles() -> None:
         ((10, 0), problem(head_size=72), "head_size 72 is not supported"),
     ],
 )
-def test_naming_it_for_unsupported_problems_is_an_error(
+def test_naming_fa4_for_unsupported_problems_fails(
     capability: tuple[int, int], asked: AttentionProblem, reason: str
 ) -> None:
     with pytest.raises(SelectionError, match=reason):
