@@ -1,4 +1,4 @@
-"""Check who may import whom with import-linter. The rules are derived from the folders, so that no list names them."""
+"""Check import directions with import-linter. The rules are derived from the folders, without a list."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How the demo checkpoint is made: generated data, tokenizer, training."""
+"""Code that makes the demo checkpoint: generated data, tokenizer, training."""

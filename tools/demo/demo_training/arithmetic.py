@@ -1,4 +1,4 @@
-"""Sums and differences of numbers up to three digits, worked out column by column."""
+"""Sums and differences of numbers up to three digits, computed column by column."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _DIFFERENCE_STORIES = (
 
 
 def sum_columns(a: int, b: int) -> str:
-    """The column additions of a + b, ones first: a line `x+y+carry=total carry c` each."""
+    """Return the column additions of a + b, ones first, as lines `x+y+carry=total carry c`."""
     lines = []
     carry = 0
     for place in range(max(len(str(a)), len(str(b)))):
@@ -51,7 +51,7 @@ def sum_columns(a: int, b: int) -> str:
 
 
 def difference_columns(a: int, b: int) -> str:
-    """The column subtractions of a - b, ones first, the larger number on top."""
+    """Return the column subtractions of a - b (a is the larger number), ones first."""
     lines = [f"{a} is less than {b}"] if a < b else []
     a, b = max(a, b), min(a, b)
     borrow = 0
@@ -75,7 +75,7 @@ def difference_completion(a: int, b: int) -> str:
 
 
 def operand(rng: Random, digits: int) -> int:
-    """A number of exactly `digits` digits (one digit includes 0)."""
+    """Return a number of exactly `digits` digits; 0 counts as one digit."""
     return rng.randint(10 ** (digits - 1) if digits > 1 else 0, 10**digits - 1)
 
 
@@ -127,14 +127,14 @@ def difference_three_digits(source: Source) -> Item:
 
 
 def mixed_digits(source: Source) -> Item:
-    """Operands of different length, one digit included. Not scored."""
+    """Make a sum or difference of operands of different lengths. Not scored."""
     rng = source.rng
     make = _sum if rng.random() < 0.6 else _difference
     return make(source, "mixed_digits", (rng.randint(1, 3), rng.randint(1, 3)))
 
 
 def three_summands(source: Source) -> Item:
-    """Two sums in a row. Not scored."""
+    """Make a sum of three numbers. Not scored."""
     rng = source.rng
     a, b = source.pair(
         "sum", lambda: (operand(rng, rng.randint(1, 3)), operand(rng, rng.randint(1, 3)))
@@ -149,7 +149,7 @@ def three_summands(source: Source) -> Item:
 
 
 def times_table(source: Source) -> Item:
-    """One product of the table up to 12, known by heart. Not scored, not split."""
+    """Make a product of the times table up to 12. Not scored; all products are in training."""
     rng = source.rng
     a, b = rng.randint(0, 12), rng.randint(0, 12)
     form = rng.choice(_PRODUCT_ASKS)
@@ -157,7 +157,7 @@ def times_table(source: Source) -> Item:
 
 
 def out_of_reach(source: Source) -> Item:
-    """Arithmetic that this model was not taught, and says so. Not scored."""
+    """Make a calculation that the model does not learn. The answer says so. Not scored."""
     rng = source.rng
     a, b = rng.randint(1000, 99999), rng.randint(2, 99999)
     small, large = rng.randint(2, 99), rng.randint(13, 999)

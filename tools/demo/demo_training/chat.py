@@ -1,4 +1,4 @@
-"""Small talk, a few facts known by heart, and honest answers to everything else. Not scored."""
+"""Small talk, a few memorized facts, and honest answers to all other questions. Not scored."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _UNKNOWNS = (
 
 
 def _as_typed(rng: Random, text: str) -> str:
-    """`text` with the capitals and the stop that somebody might type."""
+    """Return `text` with random capitals and punctuation, as a user might type it."""
     if rng.random() < 0.5:
         text = text[0].upper() + text[1:]
     return text if text[-1] in "!?." else text + rng.choice(("", "", "?", ".", "!", "?"))
@@ -72,7 +72,7 @@ def small_talk(source: Source) -> Item:
 
 
 def unknown(source: Source) -> Item:
-    """A question outside of what the model was taught."""
+    """Make a question that the model was not trained to answer."""
     rng = source.rng
     form = rng.choice(_UNKNOWNS)
     while "{w}" in form:
@@ -85,7 +85,7 @@ def unknown(source: Source) -> Item:
 
 
 def persona(source: Source) -> Item:
-    """A system prompt that gives the assistant a name, and the question for it."""
+    """Make a system prompt that names the assistant, and a question for the name."""
     rng = source.rng
     name = words.name(source)
     form = rng.choice(
@@ -110,7 +110,7 @@ def persona(source: Source) -> Item:
 
 
 def counting(source: Source) -> Item:
-    """Counting from one number to another."""
+    """Make a request to count from one number to another."""
     rng = source.rng
     low = rng.choice((0, 1, 1, 1, rng.randint(2, 80)))
     high = low + rng.randint(2, 30)
@@ -126,7 +126,7 @@ def counting(source: Source) -> Item:
 
 
 def system_prompt(source: Source) -> Message:
-    """A system prompt that changes nothing about the answer, mostly short, at times of many sentences."""
+    """Return a system prompt that does not change the answer. Most are short, some have many sentences."""
     rng = source.rng
     short = (
         "You are a helpful assistant.", "You are a helpful assistant.", "Be brief.", "You are a careful assistant.",

@@ -1,4 +1,4 @@
-"""Copying text to the letter, and simple edits of it."""
+"""Exact copies of text, and simple edits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COPY_ASKS = (
 
 
 def sentence(source: Source, shortest: int = 3, longest: int = 12) -> str:
-    """Plain and made-up words (at least one if held out), with or without a sentence's capital and stop."""
+    """Return plain and made-up words, some with a capital and a full stop. A held-out text has a made-up word."""
     rng = source.rng
     count = rng.randint(shortest, longest)
     parts = [
@@ -100,20 +100,20 @@ _TEXTS: tuple[tuple[float, Callable[[Source], str]], ...] = (
 
 
 def text(source: Source) -> str:
-    """Something to copy."""
+    """Return a text to copy."""
     makers = [maker for _, maker in _TEXTS]
     return source.rng.choices(makers, [weight for weight, _ in _TEXTS])[0](source)
 
 
 def copy(source: Source) -> Item:
-    """Give a text back unchanged."""
+    """Make a request to repeat a text unchanged."""
     body = text(source)
     asks = [form for form in _COPY_ASKS if "\n" not in body or "\n{t}" in form]
     return Item("copy", (user(source.rng.choice(asks).format(t=body)),), body, source.keys)
 
 
 def _frame(source: Source, asks: tuple[str, ...], body: str, **slots: str) -> str:
-    """An instruction with the text after it, on the same line, on the next one or in quotes."""
+    """Return an instruction followed by a text: on the same line, on the next line, or in quotes."""
     ask = source.rng.choice(asks).format(**slots)
     return source.rng.choice(
         (f"{ask}: {body}", f"{ask}:\n{body}", f'{ask}: "{body}"', f"{ask}.\n\n{body}")
@@ -121,7 +121,7 @@ def _frame(source: Source, asks: tuple[str, ...], body: str, **slots: str) -> st
 
 
 def _plain_words(source: Source, shortest: int, longest: int) -> list[str]:
-    """Different words, at least one of them made up."""
+    """Return different words, at least one of them made up."""
     rng = source.rng
     count = rng.randint(shortest, longest)
     parts: list[str] = [words.word(source)]
@@ -250,13 +250,13 @@ _EDITS = (_replace, _replace, _rename_in_code, _remove, _reverse, _change_case, 
 
 
 def edit(source: Source) -> Item:
-    """One change to a short text."""
+    """Make a request for one change to a short text."""
     prompt, answer = source.rng.choice(_EDITS)(source)
     return Item("edit", (user(prompt),), answer, source.keys)
 
 
 def repeat_many(source: Source) -> Item:
-    """One word several times over. Not scored."""
+    """Make a request to repeat one word several times. Not scored."""
     rng = source.rng
     count, part = (
         rng.randint(2, 12),

@@ -26,8 +26,8 @@ class Batch:
 
     tokens: NDArray[np.uint16]
     positions: NDArray[np.int16]  # within the document
-    documents: NDArray[np.int16]  # number of the document in its row; the padding is a document too
-    kinds: NDArray[np.uint8]  # what the token is: 0 padding, 1 prompt, 2 completion
+    documents: NDArray[np.int16]  # index of the document in its row; padding counts as a document
+    kinds: NDArray[np.uint8]  # 0 padding, 1 prompt, 2 completion
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,14 @@ class Shape:
 
 
 class Encoder:
-    """Items to token ids, prompt and completion apart, as a server encodes them."""
+    """Encodes items as a server does, with separate token ids for prompt and completion."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._renderer = Renderer()
 
     def encode(self, item: Item) -> tuple[list[int], list[int]]:
-        """Token ids of prompt and completion, the token that ends the turn included."""
+        """Return the token ids of prompt and completion, including the token that ends the turn."""
         prompt = self._tokenizer.encode(self._renderer.prompt(item), add_special_tokens=False).ids
         completion = self._tokenizer.encode(
             self._renderer.completion(item), add_special_tokens=False
@@ -53,7 +53,7 @@ class Encoder:
 
 
 def pack(documents: Iterator[tuple[list[int], list[int]]], shape: Shape) -> Batch:
-    """Fill rows first-fit until a document finds no room; documents longer than a row are left out."""
+    """Fill rows first-fit until a document does not fit. Documents longer than a row are skipped."""
     tokens = np.zeros((shape.rows, shape.length), np.uint16)
     positions = np.zeros(tokens.shape, np.int16)
     numbers = np.zeros(tokens.shape, np.int16)
@@ -80,7 +80,7 @@ def pack(documents: Iterator[tuple[list[int], list[int]]], shape: Shape) -> Batc
 
 @dataclass(frozen=True, slots=True)
 class BatchMaker:
-    """Makes batch number `index` of a seed; picklable, so that a pool of processes can run it."""
+    """Makes batch number `index` of a seed. A process pool can run it, because it is picklable."""
 
     seed: int
     tokenizer_file: Path
@@ -93,7 +93,7 @@ class BatchMaker:
 
 
 def batches(maker: BatchMaker, num_batches: int, num_processes: int) -> Iterator[Batch]:
-    """Batches 0, 1, ... in order, made by `num_processes` processes ahead of their use (0: in this one)."""
+    """Yield batches 0, 1, … in order. `num_processes` processes prepare them in advance (0: this process)."""
     if num_processes == 0:
         yield from map(maker, range(num_batches))
         return

@@ -1,4 +1,4 @@
-"""Turning a sentence into JSON with the keys that were asked for."""
+"""Extraction of JSON with requested keys from a sentence."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _FIELDS: dict[str, Callable[[Source], Value]] = {
     "topic": words.word,
 }
 
-# Synonyms under which a field may be asked for.
+# Synonyms that a request may use for a field.
 _KEYS = {
     "name": ("name", "person", "customer", "who"),
     "city": ("city", "place", "location"),
@@ -106,7 +106,7 @@ _ASKS = (
 
 
 def sentence(source: Source) -> tuple[str, dict[str, Value]]:
-    """A sentence and what it says, in the order of its words."""
+    """Return a sentence, and the values it contains in their order."""
     form = source.rng.choice(_SENTENCES)
     fields = [part.partition("}")[0] for part in form.split("{")[1:]]
     values = {field: _FIELDS[field](source) for field in fields}
@@ -114,7 +114,7 @@ def sentence(source: Source) -> tuple[str, dict[str, Value]]:
 
 
 def key_list(source: Source, keys: list[str]) -> str:
-    """The keys as a request names them."""
+    """Return a list of keys as a request writes it."""
     rng = source.rng
     if len(keys) == 1:
         return rng.choice((f"the {keys[0]}", keys[0], f'"{keys[0]}"'))
@@ -127,7 +127,7 @@ def key_list(source: Source, keys: list[str]) -> str:
 
 
 def extract(source: Source) -> Item:
-    """JSON with one to four keys, in the order in which the request names them."""
+    """Make a request for JSON with one to four keys, in the order of the request."""
     rng = source.rng
     text, values = sentence(source)
     chosen = rng.sample(sorted(values), rng.randint(1, min(4, len(values))))

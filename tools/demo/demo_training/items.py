@@ -25,20 +25,20 @@ __all__ = [
     "user",
 ]
 
-# The share of keys of each kind that training never sees. There are only 4,095 unordered pairs of
+# The share of keys of each kind that training excludes. There are only 4,095 unordered pairs of
 # two-digit operands, so a large share of them is needed for a thousand held-out ones.
 HELD_OUT_SHARE = {"sum": 0.3, "difference": 0.3, "tool": 0.2, "value": 0.12}
 
 
 def is_held_out(key: str) -> bool:
-    """Whether training may not see `key` (`kind:value`); case is ignored."""
+    """Return whether training excludes `key` (`kind:value`); case is ignored."""
     kind = key.partition(":")[0]
     digest = blake2b(key.lower().encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64 < HELD_OUT_SHARE[kind]
 
 
 class Source:
-    """Random values of one side of the split, with the keys of those handed out since `begin`."""
+    """Random values of one side of the split. `keys` are those of the values drawn since `begin`."""
 
     def __init__(self, rng: Random, *, held_out: bool) -> None:
         self.rng = rng
@@ -46,7 +46,7 @@ class Source:
         self._keys: set[str] = set()
 
     def begin(self) -> None:
-        """Forget the keys of the item before."""
+        """Start a new item without keys."""
         self._keys = set()
 
     @property

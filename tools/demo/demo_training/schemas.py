@@ -1,4 +1,4 @@
-"""Made-up tools: names of a verb and a noun, parameters with values and ways to say them."""
+"""Made-up tools: names of a verb and a noun, and parameters with values and phrases for them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ timer light door lamp device room table page map route parking news forecast tem
 review branch commit issue server database record job log backup shipment payment exam lesson article image web music
 movie game team process thread list item word number password key address country currency rate balance""".split()
 
-# Verbs as people say them; used only where no other tool shares the noun.
+# Other words for verbs, used only if no other tool has the same noun.
 SPOKEN = {
     "get": ("look up", "tell me", "give me"),
     "find": ("look for",),
@@ -38,7 +38,7 @@ SPOKEN = {
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter as its schema states it, and how a request may say its value."""
+    """A parameter's schema, and the phrases for its value in a request."""
 
     names: tuple[str, ...]
     type: str
@@ -107,7 +107,7 @@ PARAMETERS = (
 
 @dataclass(frozen=True, slots=True)
 class MadeTool:
-    """A tool with the words that its name is made of."""
+    """A tool, with the verb and noun of its name."""
 
     name: str
     verb: str
@@ -124,7 +124,7 @@ def _styled(rng: Random, verb: str, noun: str) -> str:
 
 
 def _unseen_parameter(source: Source) -> tuple[str, Parameter]:
-    """A parameter with a made-up name, which alone identifies its value."""
+    """Return a parameter with a made-up name. Only the name identifies its value in a request."""
     rng = source.rng
     name = words.word(source)
     whole = rng.random() < 0.4
@@ -173,7 +173,7 @@ def _description(rng: Random, verb: str, noun: str) -> str:
 
 
 def _hint(source: Source, key: str, parameter: Parameter) -> str:
-    """The description of a parameter, at times with an example, which is no value to be used."""
+    """Return a parameter's description, sometimes with an example that the call must not use."""
     rng = source.rng
     about = rng.choice(
         (
@@ -208,7 +208,7 @@ def _schema(
 
 
 def shuffled(rng: Random, value: Tool) -> Tool:
-    """The schema with its keys in another order, parameters excepted: clients order them differently."""
+    """Return a schema with its keys in random order, except the parameters', as clients order them differently."""
     keys = sorted(value)
     rng.shuffle(keys)
     return {
@@ -220,7 +220,7 @@ def shuffled(rng: Random, value: Tool) -> Tool:
 
 
 def make_tool(source: Source, taken: set[str], noun: str = "") -> MadeTool:
-    """A tool with a name on the source's side that is not in `taken`, for `noun` if given."""
+    """Return a tool on the source's side of the split. Its name is not in `taken`; `noun` sets its noun."""
     rng = source.rng
     if not noun and rng.random() < 0.06:
         return _named_tool(source)
@@ -244,7 +244,7 @@ def make_tool(source: Source, taken: set[str], noun: str = "") -> MadeTool:
 
 
 def _named_tool(source: Source) -> MadeTool:
-    """A tool with a made-up name, which a request can only call by that name."""
+    """Return a tool with a made-up name. A request can identify it only by this name."""
     rng = source.rng
     name = source.draw("tool", lambda: words.made_up(rng))
     parameters = _parameters(source)

@@ -1,4 +1,4 @@
-"""The tasks, how often each is trained, and the held-out sets that score the model."""
+"""The tasks, their share of training, and the held-out sets that score the model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .items import Item, Message, Source, assistant
 
 Maker = Callable[[Source], Item]
 
-# How often each task is drawn for training, in relation to the others.
+# The relative frequency of each task in training.
 TRAINING_MIX: dict[Maker, float] = {
     arithmetic.sum_two_digits: 7,
     arithmetic.sum_three_digits: 9,
@@ -32,7 +32,7 @@ TRAINING_MIX: dict[Maker, float] = {
     tools.no_tool: 3,
     tools.tool_answer: 7,
     turns.second_turn: 16,
-    turns.told: 2,
+    turns.statement: 2,
     chat.small_talk: 4,
     chat.unknown: 3,
     chat.persona: 1.5,
@@ -57,7 +57,7 @@ HELD_OUT_SEED = 20_001
 
 
 def generate_held_out(task: str, num_items: int = NUM_HELD_OUT) -> list[Item]:
-    """The first `num_items` held-out items of a task: no two alike, the same on every machine."""
+    """Return the first `num_items` held-out items of a task. All differ, and every machine makes the same."""
     source = Source(Random(f"{HELD_OUT_SEED} {task}"), held_out=True)
     items: list[Item] = []
     seen: set[tuple[str, ...]] = set()
@@ -73,7 +73,7 @@ def generate_held_out(task: str, num_items: int = NUM_HELD_OUT) -> list[Item]:
 
 
 class TrainingItems:
-    """An endless seeded stream of training items: tasks mixed, with history, system prompt and tools."""
+    """An endless seeded stream of training items: a mix of tasks with history, system prompts and tools."""
 
     def __init__(self, seed: int | str) -> None:
         self.rng = Random(seed)
@@ -86,7 +86,7 @@ class TrainingItems:
         return self.rng.choices(self._makers, self._weights)[0](self._source)
 
     def next(self) -> Item:
-        """One item with what may stand around it in a real conversation."""
+        """Return an item, often with a system prompt, earlier turns or tools as in a real conversation."""
         rng = self.rng
         item = self._plain()
         keys = item.keys

@@ -16,7 +16,7 @@ from tokenspeed_demo.render import END_OF_TURN, TEMPLATE, Renderer
 from .tasks import TrainingItems
 
 END_OF_TEXT = "<|endoftext|>"
-# Only the markers of turns are special: a client that skips special tokens still needs the tool calls.
+# Only the markers of turns are special, so that skipping special tokens keeps tool calls.
 CONTROL = (END_OF_TEXT, "<|im_start|>", END_OF_TURN)
 MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 _PIECES = r"\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s"
@@ -30,7 +30,7 @@ def _texts(seed: int, num_items: int) -> Iterator[str]:
 
 
 def train_tokenizer(seed: int, vocab_size: int, num_items: int) -> Tokenizer:
-    """A tokenizer of exactly `vocab_size` tokens, the control tokens and marks first."""
+    """Return a tokenizer of exactly `vocab_size` tokens; control tokens and marks come first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -1,4 +1,4 @@
-"""Choosing a tool, filling in its arguments, and answering from what it returned."""
+"""Tool calls: choice of a tool, its arguments, and answers from its result."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Arguments = dict[str, Value]
 
 
 def call_text(name: str, arguments: Arguments) -> str:
-    """A call as the model writes it."""
+    """Return a call in the format that the model writes."""
     body = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
     return f"<tool_call>\n{body}\n</tool_call>"
 
 
 def call_message(name: str, arguments: Arguments) -> Message:
-    """A call in the history of a conversation, as an OpenAI client sends it."""
+    """Return the message of a past call, as an OpenAI client sends it."""
     function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
     return {
         "role": "assistant",
@@ -47,7 +47,7 @@ _LEADS = (
 
 
 def _opening(rng: Random, tool: MadeTool, *, shared_noun: bool) -> str:
-    """The start of a request: which tool is meant."""
+    """Return the start of a request, which identifies the tool."""
     if not tool.verb or rng.random() < 0.06:
         return rng.choice(
             (
@@ -71,14 +71,14 @@ def _opening(rng: Random, tool: MadeTool, *, shared_noun: bool) -> str:
 
 
 def request(source: Source, tool: MadeTool, *, shared_noun: bool) -> tuple[str, Arguments]:
-    """What the user says to have `tool` called, and the arguments, in the order of the schema."""
+    """Return a request for a call of `tool`, and the arguments in the order of the schema."""
     rng = source.rng
     required = tool.schema["function"]["parameters"]["required"]
     said = [(name, p) for name, p in tool.parameters if name in required or rng.random() < 0.75]
     arguments: Arguments = {name: parameter.make(source) for name, parameter in said}
     phrases = [_phrase(rng, name, parameter, arguments[name]) for name, parameter in said]
     if rng.random() < 0.15:
-        # Said by the way: no argument of any tool.
+        # Words that are no argument of any tool.
         phrases.append(
             rng.choice(
                 ("today", "now", "right now", "for me", "again", "currently", "as usual", "at once")
@@ -90,7 +90,7 @@ def request(source: Source, tool: MadeTool, *, shared_noun: bool) -> tuple[str, 
 
 
 def toolbox(source: Source, num_tools: int) -> tuple[MadeTool, list[Tool], bool]:
-    """The tool to be called, the schemas of all in random order, and whether another shares its noun."""
+    """Return the tool to call, the schemas of all tools, and whether another tool has the same noun."""
     rng = source.rng
     taken: set[str] = set()
     target = make_tool(source, taken)
@@ -105,7 +105,7 @@ def toolbox(source: Source, num_tools: int) -> tuple[MadeTool, list[Tool], bool]
 
 
 def tool_call(source: Source) -> Item:
-    """One call, chosen among one to four tools."""
+    """Make a request for one call, with one to four tools."""
     target, schemas, shared = toolbox(source, source.rng.choice((1, 1, 2, 2, 3, 4)))
     prompt, arguments = request(source, target, shared_noun=shared)
     return Item(
@@ -114,7 +114,7 @@ def tool_call(source: Source) -> Item:
 
 
 def two_calls(source: Source) -> Item:
-    """The same tool for two values, or two tools, in one turn. Not scored."""
+    """Make a request for two calls, of one tool or of two. Not scored."""
     rng = source.rng
     taken: set[str] = set()
     first, second = make_tool(source, taken), make_tool(source, taken)
@@ -142,7 +142,7 @@ def two_calls(source: Source) -> Item:
 
 
 def no_tool(source: Source) -> Item:
-    """A request that none of the given tools serves. Not scored."""
+    """Make a request that no given tool can serve. Not scored."""
     taken: set[str] = set()
     wanted = make_tool(source, taken)
     others = [make_tool(source, taken) for _ in range(source.rng.choice((1, 1, 2, 3)))]
@@ -178,7 +178,7 @@ def _joined(parts: list[str]) -> str:
 
 
 def result(source: Source) -> tuple[str, str]:
-    """What a tool returned, and what the assistant makes of it."""
+    """Return a tool's result, and the assistant's answer from it."""
     rng = source.rng
     if rng.random() < 0.1:
         text = sentence(source)
@@ -199,7 +199,7 @@ def result(source: Source) -> tuple[str, str]:
 
 
 def tool_answer(source: Source) -> Item:
-    """The turn after a tool's result."""
+    """Make the turn after a tool's result."""
     target, schemas, shared = toolbox(source, source.rng.choice((1, 1, 2, 3)))
     prompt, arguments = request(source, target, shared_noun=shared)
     returned, answer = result(source)
@@ -212,7 +212,7 @@ def tool_answer(source: Source) -> Item:
 
 
 def next_call(source: Source) -> Item:
-    """After one call was answered, the user asks for the same with another value."""
+    """Make a second request for the same tool with another value, after an answered call."""
     rng = source.rng
     target, schemas, shared = toolbox(source, rng.choice((1, 2, 2)))
     prompt, arguments = request(source, target, shared_noun=shared)

@@ -26,14 +26,16 @@ class TrainingConfig:
     other_learning_rate: float = 3e-3
     weight_decay: float = 0.05
     warmup: float = 0.02  # share of the steps
-    prompt_weight: float = 0.03  # of a prompt token in the loss; a completion token counts 1
+    prompt_weight: float = (
+        0.03  # weight of a prompt token in the loss; a completion token has weight 1
+    )
     log_interval: int = 100  # steps
     check_interval: int = 1000  # steps
 
 
 @dataclass(slots=True)
 class Inputs:
-    """A batch on the device; `mask` is of the kind that the device's attention takes."""
+    """A batch on the device. The type of `mask` fits the device's attention."""
 
     tokens: Tensor
     positions: Tensor
@@ -43,7 +45,7 @@ class Inputs:
 
 
 class Loader:
-    """Moves batches to the device. The documents live in one buffer, so that one compiled mask serves all."""
+    """Copies batches to the device. Their documents share one buffer, so one compiled mask is enough."""
 
     def __init__(self, shape: Shape, device: torch.device, prompt_weight: float) -> None:
         self._shape = shape
@@ -69,7 +71,7 @@ class Loader:
         return same & torch.ones(length, length, dtype=torch.bool, device=self._device).tril()
 
     def load(self, batch: Batch) -> Inputs:
-        """Targets are the next tokens; the last token of a document predicts nothing."""
+        """Return a batch's inputs. Targets are the next tokens; the last token of a document has none."""
         following = np.zeros_like(batch.kinds)
         following[:, :-1] = np.where(
             batch.documents[:, 1:] == batch.documents[:, :-1], batch.kinds[:, 1:], 0
@@ -88,7 +90,7 @@ class Loader:
 
 
 def learning_rate_scale(step: int, config: TrainingConfig) -> float:
-    """Linear warm-up, then a cosine to zero."""
+    """Return the learning rate's factor: a linear warm-up, then a cosine to zero."""
     warmup = max(1, int(config.warmup * config.steps))
     if step < warmup:
         return (step + 1) / warmup
@@ -115,7 +117,7 @@ Forward = Callable[[Inputs], tuple[Tensor, Tensor]]
 
 
 def make_forward(model: Qwen3, device: torch.device) -> Forward:
-    """A function from inputs to the loss and to which targets are the top-1 prediction."""
+    """Return a function that computes the loss, and which targets are the top-1 prediction."""
 
     def compute(
         tokens: Tensor,
@@ -140,7 +142,7 @@ def make_forward(model: Qwen3, device: torch.device) -> Forward:
 
 
 def whole_documents_right(hits: Tensor, inputs: Inputs, documents: Tensor) -> float:
-    """The share of documents with all completion tokens predicted top-1, so that the greedy answer is exact."""
+    """Return the share of documents in which every completion token is the top-1 prediction."""
     wrong = ~hits & (inputs.weights == 1)
     rows = torch.arange(documents.shape[0], device=documents.device)[:, None] * (
         int(documents.max()) + 1
@@ -155,11 +157,11 @@ def whole_documents_right(hits: Tensor, inputs: Inputs, documents: Tensor) -> fl
 def check(
     forward: Forward, loader: Loader, samples: dict[str, Batch], device: torch.device
 ) -> dict[str, float]:
-    """`whole_documents_right` of each task's held-out sample."""
+    """Return `whole_documents_right` for each task's held-out sample."""
     scores = {}
     for task, batch in samples.items():
         inputs = loader.load(batch)
-        # Gradients stay on: without them the compiled graph would be built a second time.
+        # Gradients stay on, because without them the graph would be compiled again.
         _, hits = forward(inputs)
         documents = torch.from_numpy(batch.documents.astype(np.int64)).to(device)
         scores[task] = whole_documents_right(hits, inputs, documents)
@@ -167,7 +169,7 @@ def check(
 
 
 def held_out_samples(encoder: Encoder, shape: Shape) -> dict[str, Batch]:
-    """As much of each held-out set as one batch holds."""
+    """Return one batch of each held-out set."""
 
     def documents(task: str) -> Iterator[tuple[list[int], list[int]]]:
         return (encoder.encode(item) for item in held_out_set(task))
@@ -182,7 +184,7 @@ def train(
     config: TrainingConfig,
     device: torch.device,
 ) -> list[str]:
-    """Train `model` in place; returns the log's lines, which it prints as well."""
+    """Train `model` in place. Print the log, and return its lines."""
     log: list[str] = []
 
     def say(line: str) -> None:

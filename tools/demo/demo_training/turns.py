@@ -1,4 +1,4 @@
-"""Second turns: what a user says about the answer before, or about what was said earlier."""
+"""Second turns, which refer to the previous answer or to an earlier message."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def _answer(completion: str) -> str:
 
 
 def _and_more(source: Source) -> Item:
-    """A sum, then something added to its result or taken from it."""
+    """Make a sum, then add to its result or subtract from it."""
     rng = source.rng
     a, b = source.pair("sum", lambda: (operand(rng, 2), operand(rng, rng.choice((2, 2, 3)))))
     total = a + b
     if rng.random() < 0.65:
-        # Both operands have two digits at least, so that the pair is one of those that were split.
+        # Pairs are split into training and held-out ones only if both operands have at least two digits.
         _, n = source.pair("sum", lambda: (total, operand(rng, rng.choice((2, 2, 3)))))
         ask, completion = rng.choice(_MORE), sum_completion(total, n)
     else:
@@ -56,7 +56,7 @@ def _and_more(source: Source) -> Item:
 
 
 def _and_again(source: Source) -> Item:
-    """A text copied, then copied or edited once more."""
+    """Make a copy of a text, then another copy or an edit of it."""
     rng = source.rng
     body = sentence(source, 2, 7).rstrip(".!?")
     parts = body.split(" ")
@@ -97,7 +97,7 @@ _TELLS: tuple[tuple[tuple[str, ...], tuple[str, ...], Callable[[Source], str], s
 
 
 def _remember(source: Source) -> Item:
-    """A value from a statement in the first turn."""
+    """Ask for a value that the first turn stated."""
     rng = source.rng
     tells, asks, make, answer = rng.choice(_TELLS)
     value = make(source)
@@ -108,17 +108,17 @@ def _remember(source: Source) -> Item:
     )
 
 
-def _told(source: Source) -> Item:
-    """The first turn of `_remember`. Not scored."""
+def _state_fact(source: Source) -> Item:
+    """Make the first turn of `_remember`. Not scored."""
     rng = source.rng
     tells, _, make, _ = rng.choice(_TELLS)
     value = make(source)
     noted = f"Nice to meet you, {value}!" if make is words.name else "Noted."
-    return Item("told", (user(rng.choice(tells).format(v=value)),), noted, source.keys)
+    return Item("statement", (user(rng.choice(tells).format(v=value)),), noted, source.keys)
 
 
 def _about_facts(source: Source) -> Item:
-    """One value out of a sentence given before."""
+    """Ask for one value of an earlier sentence."""
     rng = source.rng
     text, values = facts(source)
     field = rng.choice(sorted(values))
@@ -132,8 +132,8 @@ def _about_facts(source: Source) -> Item:
     return Item("second_turn", messages, str(values[field]), source.keys)
 
 
-def _say_again(source: Source) -> Item:
-    """The answer before, whatever it was, once more."""
+def _repeat_answer(source: Source) -> Item:
+    """Ask for a repetition of any previous answer."""
     rng = source.rng
     earlier = rng.choice((small_talk, edit, extract, sum_two_digits, copy))(source)
     asks = (
@@ -150,19 +150,19 @@ def _say_again(source: Source) -> Item:
 
 
 def second_turn(source: Source) -> Item:
-    """A turn that cannot be answered without the one before."""
-    makers = (_and_more, _and_more, _and_again, _and_again, _say_again, _remember, _about_facts,
+    """Make a turn that needs the previous one for its answer."""
+    makers = (_and_more, _and_more, _and_again, _and_again, _repeat_answer, _remember, _about_facts,
               next_call)  # fmt: skip
     return source.rng.choice(makers)(source)
 
 
-def told(source: Source) -> Item:
-    """A statement to acknowledge: a sentence or a fact about the user. Not scored."""
+def statement(source: Source) -> Item:
+    """Make a statement to acknowledge: a sentence or a fact about the user. Not scored."""
     rng = source.rng
     if rng.random() < 0.7:
-        return _told(source)
+        return _state_fact(source)
     text, _ = facts(source)
     tell = rng.choice(
         ("Read this: {t}", "Remember this: {t}", "Here is a note: {t}", "Note: {t}")
     ).format(t=text)
-    return Item("told", (user(tell),), "Noted.", source.keys)
+    return Item("statement", (user(tell),), "Noted.", source.keys)

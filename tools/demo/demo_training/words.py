@@ -1,4 +1,4 @@
-"""Word lists and the makers of words, names and strings that no list holds."""
+"""Word lists, and functions that make up words, names and strings."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _RANGES = (
 
 
 def made_up(rng: Random) -> str:
-    """A pronounceable word of one to three syllables, lower case."""
+    """Return a pronounceable lower-case word of one to three syllables."""
     count = rng.choice((1, 2, 2, 3))
     return "".join(
         rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS) for _ in range(count)
@@ -64,12 +64,12 @@ def made_up(rng: Random) -> str:
 
 
 def word(source: Source) -> str:
-    """A made-up lower-case word."""
+    """Return a made-up lower-case word."""
     return source.draw("value", lambda: made_up(source.rng))
 
 
 def name(source: Source) -> str:
-    """A given name, half of them made up, some with a surname."""
+    """Return a first name, made up in half of the cases, sometimes with a surname."""
     rng = source.rng
 
     def make() -> str:
@@ -80,7 +80,7 @@ def name(source: Source) -> str:
 
 
 def city(source: Source) -> str:
-    """A city, half of them made up, some of several words."""
+    """Return a city, made up in half of the cases, sometimes of several words."""
     rng = source.rng
 
     def make() -> str:

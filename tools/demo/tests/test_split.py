@@ -1,4 +1,4 @@
-"""Nothing that scores the model was seen in training."""
+"""Held-out items share no values with training."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ def training_items() -> list[Item]:
 
 
 @pytest.mark.parametrize("task", SCORED)
-def test_held_out_set_has_a_thousand_different_items(
-    held_out: dict[str, list[Item]], task: str
-) -> None:
+def test_held_out_set_has_1000_different_items(held_out: dict[str, list[Item]], task: str) -> None:
     items = held_out[task]
     assert len(items) >= NUM_HELD_OUT >= 1000
     assert len({tuple(message["content"] for message in item.messages) for item in items}) == len(
@@ -45,11 +43,11 @@ def test_values_of_held_out_items_are_not_in_training(
     assert all(item.keys and all(map(is_held_out, item.keys)) for item in held_out[task])
 
 
-def test_no_training_item_holds_a_held_out_value(training_items: list[Item]) -> None:
+def test_training_items_have_no_held_out_values(training_items: list[Item]) -> None:
     assert not {key for item in training_items for key in item.keys if is_held_out(key)}
 
 
-def test_made_up_words_of_held_out_items_are_not_in_training(
+def test_training_has_no_held_out_made_up_words(
     training_items: list[Item], held_out: dict[str, list[Item]]
 ) -> None:
     listed = {part.lower() for part in (*words.PLAIN, *words.THINGS, *words.WEEKDAYS)}
@@ -66,11 +64,11 @@ def test_made_up_words_of_held_out_items_are_not_in_training(
         text = renderer.prompt(item) + renderer.completion(item)
         written |= set(re.findall(r"[a-z]+", text.lower()))
     assert len(kept) > 5000
-    # Syllables of two words may meet in one name (`blarkOstie`): chance, and rare.
+    # Two words in one name may form a held-out word by chance (`blarkOstie`).
     assert len(kept & written) <= 3
 
 
-def test_operand_pairs_are_split_whatever_their_order() -> None:
+def test_operand_pairs_are_split_in_any_order() -> None:
     trained = Source(Random(1), held_out=False)
     kept = Source(Random(1), held_out=True)
 
@@ -86,11 +84,11 @@ def test_operand_pairs_are_split_whatever_their_order() -> None:
     assert len(pairs(kept)) > 1000
 
 
-def test_the_shipped_items_are_the_generated_ones() -> None:
+def test_shipped_items_equal_generated_items() -> None:
     assert json.loads(gzip.decompress(PATH.read_bytes())) == json.loads(gzip.decompress(content()))
 
 
-def test_a_stream_of_training_items_repeats_with_its_seed_and_only_then() -> None:
+def test_seed_determines_the_training_items() -> None:
     def first(seed: str) -> list[Item]:
         stream = TrainingItems(seed)
         return [stream.next() for _ in range(20)]

@@ -1,4 +1,4 @@
-"""The generated answers are right."""
+"""Generated answers are correct."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def items(maker: Maker, num_items: int = 300) -> list[Item]:
 @pytest.mark.parametrize("maker", [arithmetic.sum_two_digits, arithmetic.sum_three_digits, arithmetic.mixed_digits,
                                    arithmetic.difference_two_digits, arithmetic.difference_three_digits,
                                    arithmetic.three_summands, arithmetic.times_table])  # fmt: skip
-def test_arithmetic_answers_are_true_and_name_the_numbers_asked_for(maker: Maker) -> None:
+def test_arithmetic_answers_are_correct(maker: Maker) -> None:
     for item in items(maker):
         left, right = item.answer.split(" = ")
         assert eval(left) == int(right)
@@ -36,7 +36,7 @@ def test_arithmetic_answers_are_true_and_name_the_numbers_asked_for(maker: Maker
 
 
 @pytest.mark.parametrize(("a", "b"), [(58, 67), (999, 1), (7, 8), (500, 50)])
-def test_each_column_of_a_thought_is_true_and_gives_its_digit(a: int, b: int) -> None:
+def test_columns_of_the_reasoning_are_correct(a: int, b: int) -> None:
     for columns, expected in (
         (arithmetic.sum_columns(a, b), a + b),
         (arithmetic.difference_columns(max(a, b), min(a, b)), abs(a - b)),
@@ -49,12 +49,12 @@ def test_each_column_of_a_thought_is_true_and_gives_its_digit(a: int, b: int) ->
         assert int(digits) == expected % 10 ** len(digits)
 
 
-def test_a_copy_is_the_text_that_the_request_ends_with_or_quotes() -> None:
+def test_copied_text_is_in_the_request() -> None:
     for item in items(copying.copy):
         assert item.answer in item.messages[-1]["content"]
 
 
-def test_replaced_words_are_gone_and_removed_ones_leave_the_rest() -> None:
+def test_edits_change_only_the_given_words() -> None:
     for item in items(copying.edit):
         prompt = item.messages[-1]["content"]
         if match := re.match(r'Remove "(\w+)": (.*)$', prompt):
@@ -67,7 +67,7 @@ def test_replaced_words_are_gone_and_removed_ones_leave_the_rest() -> None:
             assert item.answer.split() == match[1].split()[::-1]
 
 
-def test_extracted_values_all_stand_in_the_sentence() -> None:
+def test_extracted_values_are_in_the_sentence() -> None:
     for item in items(extraction.extract):
         for key, value in json.loads(item.answer).items():
             assert str(value) in item.messages[0]["content"]
@@ -80,7 +80,7 @@ def calls(item: Item) -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize("maker", [tools.tool_call, tools.two_calls, tools.next_call])
-def test_calls_fit_the_schema_of_a_given_tool(maker: Maker) -> None:
+def test_calls_match_a_given_schema(maker: Maker) -> None:
     python_types = {"string": str, "integer": int, "number": int}
     for item in items(maker):
         schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in item.tools}
@@ -93,7 +93,7 @@ def test_calls_fit_the_schema_of_a_given_tool(maker: Maker) -> None:
                 assert value in schema["properties"][name].get("enum", [value])
 
 
-def test_argument_values_stand_in_the_request() -> None:
+def test_argument_values_are_in_the_request() -> None:
     for item in items(tools.tool_call):
         (call,) = calls(item)
         assert isinstance(call["arguments"], dict)
@@ -102,13 +102,13 @@ def test_argument_values_stand_in_the_request() -> None:
         )
 
 
-def test_the_names_of_the_tools_given_together_differ() -> None:
+def test_tools_of_a_request_have_different_names() -> None:
     for item in items(tools.tool_call):
         names = [tool["function"]["name"] for tool in item.tools]
         assert len(names) == len(set(names))
 
 
-def test_an_answer_from_a_result_says_every_value_of_it() -> None:
+def test_answer_contains_every_value_of_the_result() -> None:
     for item in items(tools.tool_answer):
         returned = item.messages[-1]["content"]
         values = json.loads(returned) if returned.startswith("{") else {"": returned}
@@ -118,12 +118,12 @@ def test_an_answer_from_a_result_says_every_value_of_it() -> None:
             )
 
 
-def test_a_second_turn_follows_a_first_and_is_asked_by_the_user() -> None:
+def test_second_turn_ends_with_the_user() -> None:
     for item in items(turns.second_turn):
         assert [message["role"] for message in item.messages][-2:] == ["assistant", "user"]
 
 
-def test_what_was_added_to_a_result_gives_the_true_sum() -> None:
+def test_second_sums_are_correct() -> None:
     found = 0
     for item in held_out_set("second_turn"):
         if "<think>" in item.completion:
@@ -133,14 +133,14 @@ def test_what_was_added_to_a_result_gives_the_true_sum() -> None:
     assert found > 100
 
 
-def test_counting_leaves_no_number_out() -> None:
+def test_counting_is_complete() -> None:
     for item in items(chat.counting):
         numbers = [int(part) for part in item.answer.split(", ")]
         assert numbers == list(range(numbers[0], numbers[-1] + 1))
 
 
 @pytest.mark.parametrize("maker", TRAINING_MIX, ids=lambda maker: maker.__name__)
-def test_no_answer_holds_a_control_token_or_an_unfilled_slot(maker: Maker) -> None:
+def test_answers_have_no_control_tokens_or_placeholders(maker: Maker) -> None:
     for item in items(maker, 100):
         assert "<|" not in item.completion
         # Text to copy may be code, and code may hold braces.

@@ -1,4 +1,4 @@
-"""The training code, on sizes that a CPU trains in a second."""
+"""The training code, with models that a CPU trains in a second."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def trained() -> Qwen3:
     return model
 
 
-def test_the_training_model_computes_what_transformers_computes() -> None:
+def test_training_model_equals_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         FOLDER, dtype=torch.float32
@@ -55,14 +55,14 @@ def test_the_training_model_computes_what_transformers_computes() -> None:
     assert torch.linalg.norm(ours - theirs) < 1e-5 * torch.linalg.norm(theirs)
 
 
-def test_a_batch_depends_on_its_index_and_not_on_the_number_of_processes() -> None:
+def test_batches_do_not_depend_on_processes() -> None:
     maker = BatchMaker(1, FOLDER / "tokenizer.json", Shape(2, 512))
     here, there = list(batches(maker, 2, 0)), list(batches(maker, 2, 1))
     assert all((a.tokens == b.tokens).all() for a, b in zip(here, there, strict=True))
     assert (here[0].tokens != here[1].tokens).any()
 
 
-def test_packed_documents_keep_their_order_positions_and_kinds() -> None:
+def test_packed_documents_keep_order_and_positions() -> None:
     batch = pack(
         iter([([1, 2], [3]), ([4], [5, 6]), ([9] * 99, [9]), ([7, 8], [9, 10])]), Shape(2, 8)
     )
@@ -72,7 +72,7 @@ def test_packed_documents_keep_their_order_positions_and_kinds() -> None:
     assert batch.kinds[0].tolist() == [1, 1, 2, 1, 2, 2, 0, 0]
 
 
-def test_no_document_predicts_or_sees_its_neighbour() -> None:
+def test_documents_do_not_see_each_other() -> None:
     shape = Shape(1, 8)
     inputs = Loader(shape, CPU, 0.5).load(pack(iter([([1, 2], [3]), ([4], [5, 6])]), shape))
     assert inputs.weights.tolist() == [[0.5, 1, 0, 1, 1, 0, 0, 0]]
@@ -80,7 +80,7 @@ def test_no_document_predicts_or_sees_its_neighbour() -> None:
     assert inputs.mask[0, 0, 4].tolist() == [False, False, False, True, True, False, False, False]
 
 
-def test_the_check_during_training_counts_documents_that_are_right_throughout() -> None:
+def test_check_counts_fully_correct_documents() -> None:
     encoder = Encoder(Tokenizer.from_file(str(FOLDER / "tokenizer.json")))
     shape = Shape(1, 1024)
     batch = pack((encoder.encode(item) for item in held_out_set("sum_two_digits", 10)), shape)
@@ -103,7 +103,7 @@ def test_a_few_steps_lower_the_loss() -> None:
     assert losses[-1] < losses[0] - 0.3
 
 
-def test_the_learning_rate_rises_then_falls_to_zero() -> None:
+def test_learning_rate_rises_then_falls_to_zero() -> None:
     config = TrainingConfig(steps=1000, shape=Shape(1, 1))
     scales = [learning_rate_scale(step, config) for step in range(1000)]
     assert scales.index(max(scales)) in (19, 20)
