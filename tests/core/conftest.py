@@ -1,4 +1,4 @@
-"""Lets the tests of this folder import their helpers, which stand beside them, and take their time; writes plugins."""
+"""Let tests import the helper modules in this folder, relax hypothesis' deadlines, and write plugins."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from made_plugins import Install
 
-settings.register_profile(
-    "shared machine", deadline=None
-)  # how long an example takes says little about it
+# On a shared machine the time of an example says nothing.
+settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
 
 
 @pytest.fixture
 def install(tmp_path: Path) -> Iterator[Install]:
-    """Write the metadata of a distribution, as pip would, and return all that are written so far."""
+    """Yield a function that writes a distribution's metadata as pip does, and returns all written distributions."""
 
     def write(
         name: str, entries: str, *, version: str = "1.0", requires: str = "", where: str = "modules"

@@ -31,36 +31,11 @@ GROUPS: dict[str, tuple[CacheGroupSpec, ...]] = {
     "window": (WINDOW,),
 }
 PLANS, LATE_INPUTS, RESULTS = Codec(StepPlan), Codec(LateInputs), Codec(StepResult)
-NO_INT, NO_FLOAT = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
 
 def allowed(last: int, token: int) -> bool:
     """A grammar for tests: whether `token` may follow `last`."""
     return (last + token) % 3 != 0
-
-
-def request(request_id: int, prompt: list[int], **changes: object) -> Submit:
-    fields: dict[str, object] = dict(
-        request_id=request_id,
-        prompt=np.asarray(prompt, np.int32),
-        n=1,
-        max_tokens=8,
-        temperature=0.0,
-        top_k=0,
-        top_p=1.0,
-        min_p=0.0,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        repetition_penalty=1.0,
-        seed=None,
-        logprobs=-1,
-        bias_ids=NO_INT,
-        bias_values=NO_FLOAT,
-        stop_token_ids=NO_INT,
-        priority=0,
-        cache_salt="",
-    )
-    return Submit(**(fields | changes))  # type: ignore[arg-type]
 
 
 class Replayed:
@@ -141,6 +116,7 @@ class World:
     finish: dict[int, FinishReason] = field(default_factory=dict)
     requests: dict[int, Submit] = field(default_factory=dict)
     cached: dict[int, int] = field(default_factory=dict)
+    scored: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         kv = KVManager(
@@ -198,9 +174,17 @@ class World:
         for i in range(submit.n):
             self.requests[submit.request_id + i] = submit
             self.tokens[submit.request_id + i] = []
+            self.scored[submit.request_id + i] = []
 
     def take(self, outputs: list[Outputs]) -> None:
         for out in outputs:
+            for part in out.prompts:
+                assert not self.tokens[part.sequence_id], (
+                    "log-probabilities precede the first token"
+                )
+                values = part.chosen.astype(int).tolist()
+                self.scored[part.sequence_id] += zip(values, part.ranks.tolist(), strict=True)
+                assert len(part.top_ids) == len(values) * part.width
             at = 0
             for i, sequence_id in enumerate(out.sequence_ids.tolist()):
                 num = int(out.num_tokens[i])
@@ -235,6 +219,13 @@ class World:
         if self.finish.get(sequence_id) is FinishReason.LENGTH:
             assert len(got) == submit.max_tokens
         assert len(got) <= submit.max_tokens
+        wanted = submit.prompt_logprobs >= 0 and sequence_id == submit.request_id
+        scores = self.model.expected_prompt_logprobs(submit.prompt.tolist()) if wanted else []
+        is_complete = got or self.finish.get(sequence_id) is FinishReason.LENGTH
+        assert (
+            self.scored[sequence_id]
+            == scores[: None if is_complete else len(self.scored[sequence_id])]
+        )
 
 
 def audit(pool: BlockPool) -> BlockCounts:

@@ -15,6 +15,7 @@ from tokenspeed_core.kv_cache.lease import BlockLease
 from tokenspeed_core.kv_cache.manager import KVManager
 
 BLOCK = 4
+NO_TOKENS = np.zeros(0, np.int32)  # only events read them
 FULL = FullAttention("full", 1, 1, 1)
 WINDOW = SlidingWindow("window", 1, 1, 1, 6)  # a query reads its own token and the five before it
 
@@ -89,7 +90,7 @@ class Cache:
                     lease, chain, start = self.admit(tokens, salt)
                 end = min(start + chunk, len(tokens))
                 assert self.kv.extend(lease, start, end) is not None
-                self.kv.cache_full_blocks(lease, chain, end)
+                self.kv.cache_full_blocks(lease, chain, end, NO_TOKENS)
                 start = end
         with self.step():
             self.kv.release(lease)

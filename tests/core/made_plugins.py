@@ -1,4 +1,4 @@
-"""Distributions of plugins that a test writes, and the catalog of them."""
+"""Plugin distributions that tests write, and their catalog."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user sets of a backend reaches it as its plugin's schema reads it, or is an error in the schema's words."""
+"""Backend options: the plugin's schema parses them, and the backend gets them or the user an error."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Options(BaseModel):
     loud: bool = Field(False, description="whether it shouts")
 
 
-class Together(BaseModel):
-    """Each is sound alone; both are not."""
+class Exclusive(BaseModel):
+    """Options of which each is valid alone, but not both together."""
 
     window: int = 1
     mode: str = "wide"
 
     @model_validator(mode="after")
-    def _fit(self) -> Together:
+    def _fit(self) -> Exclusive:
         if self.mode == "narrow" and self.window > 100:
             raise ValueError("a narrow mode takes windows of at most 100")
         return self
@@ -58,7 +58,7 @@ class Required(BaseModel):
     may: int = 1
 
 
-class Parted(BaseModel):
+class Structured(BaseModel):
     names: list[str] = []
     sizes: tuple[int, ...] | None = None
     weights: dict[str, float] = {}
@@ -77,26 +77,26 @@ def kernel(backend: str, options: str = "") -> InstalledKernel:
     )
 
 
-def asked(
+def selector_for(
     options: dict[str, Any], schema: str = "Options", backends: tuple[str, ...] = ("tiled",)
 ) -> Selector:
-    """Return a selector that was asked for backends, of which `tiled` has the schema and `plain` has none."""
+    """Return a selector with an override for `backends`. Only the backend `tiled` has the schema."""
     kernels = (kernel("tiled", schema), kernel("plain"))
     return Selector(
         kernels, PlatformInfo("cpu"), [Override.parse("attention", backends)], options=options
     )
 
 
-def refused(
+def refusal_of(
     options: dict[str, Any], schema: str = "Options", backends: tuple[str, ...] = ("tiled",)
 ) -> str:
     with pytest.raises(SelectionError) as caught:
-        asked(options, schema, backends).select_attention(PROBLEM)
+        selector_for(options, schema, backends).select_attention(PROBLEM)
     return str(caught.value)
 
 
 def test_chosen_backend_gets_its_validated_options() -> None:
-    selector = asked({"tiled.tile": "32", "tiled.loud": "true"})
+    selector = selector_for({"tiled.tile": "32", "tiled.loud": "true"})
     choice = selector.select_attention(PROBLEM)
     assert choice.spec.factory(choice.options)(None) == Options(tile=32, loud=True)
     selector.check()
@@ -106,21 +106,21 @@ def test_chosen_backend_gets_its_validated_options() -> None:
 
 
 def test_options_default_to_the_schemas() -> None:
-    selector = asked({})
+    selector = selector_for({})
     choice = selector.select_attention(PROBLEM)
     assert choice.options == choice.spec.factory()(None) == Options()
     assert selector.plan().ops[0].options == ()
 
 
 def test_option_uses_its_alias() -> None:
-    selector = asked({"tiled.window": "3"}, "Renamed")
+    selector = selector_for({"tiled.window": "3"}, "Renamed")
     assert selector.select_attention(PROBLEM).options == Renamed(window=3)
     selector.check()
     assert selector.plan().ops[0].options == (("window", 3),)
 
 
 def test_unknown_key_of_a_schema_is_refused() -> None:
-    selector = asked({"tiled.win": "3", "tiled.other": "4"}, "Renamed")
+    selector = selector_for({"tiled.win": "3", "tiled.other": "4"}, "Renamed")
     assert selector.select_attention(PROBLEM).options == Renamed(other=4)
     with pytest.raises(
         SelectionError, match=r"tiled\.win .*tiled.window: tokens seen; tiled.other"
@@ -129,22 +129,24 @@ def test_unknown_key_of_a_schema_is_refused() -> None:
 
 
 def test_required_option_must_be_set() -> None:
-    told = "  tiled (dist-tiled): it does not load: ValueError: its options: must: Field required\n"
-    assert told in refused({}, "Required")
+    reason = (
+        "  tiled (dist-tiled): it does not load: ValueError: its options: must: Field required\n"
+    )
+    assert reason in refusal_of({}, "Required")
     assert (
-        refused({"tiled.may": "2"}, "Required")
+        refusal_of({"tiled.may": "2"}, "Required")
         == "--backend-option tiled.may=2: must: Field required"
     )
-    assert asked({"tiled.must": "3"}, "Required").select_attention(PROBLEM).options == Required(
-        must=3
-    )
+    assert selector_for({"tiled.must": "3"}, "Required").select_attention(
+        PROBLEM
+    ).options == Required(must=3)
 
 
 def test_auto_skips_a_backend_with_missing_options() -> None:
-    selector = asked({}, "Required", ("tiled", "auto"))
+    selector = selector_for({}, "Required", ("tiled", "auto"))
     assert selector.select_attention(PROBLEM).spec.backend == "plain"
     assert (
-        "not tiled: it does not load: ValueError: its options: must: Field required (att"
+        "  tiled: it does not load: ValueError: its options: must: Field required ("
         in kernel_table(selector.plan())
     )
 
@@ -152,24 +154,24 @@ def test_auto_skips_a_backend_with_missing_options() -> None:
 @pytest.mark.parametrize(
     ("typed", "read"),
     [
-        ({"names": '["a,b", "c"]'}, Parted(names=["a,b", "c"])),
-        ({"names": ["a", "b"]}, Parted(names=["a", "b"])),  # of Python or a file
-        ({"sizes": "[16, 32]", "names": '["a"]'}, Parted(sizes=(16, 32), names=["a"])),
-        ({"weights": '{"a": 0.5}'}, Parted(weights={"a": 0.5})),
-        ({"text": "a,b"}, Parted(text="a,b")),
-        ({"text": '"[a]"'}, Parted(text="[a]")),
+        ({"names": '["a,b", "c"]'}, Structured(names=["a,b", "c"])),
+        ({"names": ["a", "b"]}, Structured(names=["a", "b"])),  # from Python or a file
+        ({"sizes": "[16, 32]", "names": '["a"]'}, Structured(sizes=(16, 32), names=["a"])),
+        ({"weights": '{"a": 0.5}'}, Structured(weights={"a": 0.5})),
+        ({"text": "a,b"}, Structured(text="a,b")),
+        ({"text": '"[a]"'}, Structured(text="[a]")),
     ],
 )
-def test_option_values_are_parsed_as_json_or_text(typed: dict[str, Any], read: Parted) -> None:
+def test_option_values_are_parsed_as_json_or_text(typed: dict[str, Any], read: Structured) -> None:
     options = {f"tiled.{key}": value for key, value in typed.items()}
-    assert asked(options, "Parted").select_attention(PROBLEM).options == read
+    assert selector_for(options, "Structured").select_attention(PROBLEM).options == read
 
 
 BOTH = "--backend-option tiled.window=200 --backend-option tiled.mode=narrow"
 
 
 @pytest.mark.parametrize(
-    ("schema", "typed", "said"),
+    ("schema", "typed", "expected"),
     [
         (
             "Options",
@@ -183,24 +185,24 @@ BOTH = "--backend-option tiled.window=200 --backend-option tiled.mode=narrow"
             "to parse string as an integer",
         ),
         (
-            "Parted",
+            "Structured",
             {"sizes": '[1, "b"]'},
             '--backend-option tiled.sizes=[1, "b"]: sizes: 1: Input should be a valid '
             "integer, unable to parse string as an integer",
         ),
         (
-            "Parted",
+            "Structured",
             {"names": "a,b"},
             "--backend-option tiled.names=a,b: names: Input should be a valid list",
         ),
         (
-            "Parted",
+            "Structured",
             {"names": "[a"},
             "--backend-option tiled.names=[a: JSONDecodeError: Expecting value: line 1 "
             "column 2 (char 1)",
         ),
         (
-            "Together",
+            "Exclusive",
             {"window": "200", "mode": "narrow"},
             f"{BOTH}: Value error, a narrow mode takes windows of at most 100",
         ),
@@ -210,16 +212,17 @@ BOTH = "--backend-option tiled.window=200 --backend-option tiled.mode=narrow"
 )
 @pytest.mark.parametrize("backends", [("tiled",), ("tiled", "auto")])
 def test_invalid_option_is_refused(
-    schema: str, typed: dict[str, Any], said: str, backends: tuple[str, ...]
+    schema: str, typed: dict[str, Any], expected: str, backends: tuple[str, ...]
 ) -> None:
     assert (
-        refused({f"tiled.{key}": value for key, value in typed.items()}, schema, backends) == said
+        refusal_of({f"tiled.{key}": value for key, value in typed.items()}, schema, backends)
+        == expected
     )
 
 
 @pytest.mark.parametrize("name", ["tiled.tyle", "tile", "one.tile", "none.such", "plain.tile"])
 def test_option_of_an_unused_backend_is_refused(name: str) -> None:
-    selector = asked({name: "1"})
+    selector = selector_for({name: "1"})
     selector.select_attention(PROBLEM)
     with pytest.raises(SelectionError) as caught:
         selector.check()
@@ -228,7 +231,7 @@ def test_option_of_an_unused_backend_is_refused(name: str) -> None:
 
 
 def test_option_without_description_is_listed_by_name() -> None:
-    selector = asked({"tiled.tile": "1"}, "Together")
+    selector = selector_for({"tiled.tile": "1"}, "Exclusive")
     selector.select_attention(PROBLEM)
     with pytest.raises(SelectionError, match=r"tiled\.window; tiled\.mode\."):
         selector.check()
@@ -236,7 +239,7 @@ def test_option_without_description_is_listed_by_name() -> None:
 
 def test_schema_of_an_unused_backend_is_not_imported() -> None:
     sys.modules.pop("this", None)
-    selector = asked({"tiled.x": "1"}, "this:Zen", ("plain",))
+    selector = selector_for({"tiled.x": "1"}, "this:Zen", ("plain",))
     selector.select_attention(PROBLEM)
     assert "this" not in sys.modules
     with pytest.raises(SelectionError, match=r"tiled\.x "):

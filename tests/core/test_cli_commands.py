@@ -84,9 +84,9 @@ def test_missing_command_names_its_distribution(
         ("chat", "tokenspeed-chat"),
         ("serve", "tokenspeed-server"),
     ):
-        said = refusal(capsys, command)
-        assert said.startswith(f"{command}: ")
-        assert f"pip install {distribution}" in said
+        message = refusal(capsys, command)
+        assert message.startswith(f"{command}: ")
+        assert f"pip install {distribution}" in message
 
 
 def write_command(folder: Path, distribution: str, name: str, value: str) -> None:
@@ -97,7 +97,7 @@ def write_command(folder: Path, distribution: str, name: str, value: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "expected"),
     [
         ("greet", "m:run [api9]", ("greeter 1.0", "api 9")),
         ("serve", "m:run [api1]", ("greeter 1.0", "reserved")),
@@ -109,13 +109,13 @@ def test_unusable_plugin_command_says_why(
     capsys: pytest.CaptureFixture[str],
     name: str,
     value: str,
-    said: tuple[str, ...],
+    expected: tuple[str, ...],
 ) -> None:
     write_command(tmp_path, "greeter", name, value)
     here = list(distributions(path=[str(tmp_path)]))
     monkeypatch.setattr("importlib.metadata.distributions", lambda: here)
     refused = refusal(capsys, name)
-    assert all(part in refused for part in said), refused
+    assert all(part in refused for part in expected), refused
 
 
 @pytest.mark.parametrize("variable", ["TOKENSPEED_NO_PLUGINS=1", "TOKENSPEED_PLUGINS="])
@@ -129,9 +129,9 @@ def test_excluded_plugin_provides_no_command(
     (tmp_path / "greeter_left_out.py").write_text("raise AssertionError('third party code ran')")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv(*variable.split("="))
-    said = refusal(capsys, "greet")
-    assert "greeter 1.0" in said
-    assert variable in said
+    message = refusal(capsys, "greet")
+    assert "greeter 1.0" in message
+    assert variable in message
 
 
 RAISES = """
@@ -173,7 +173,7 @@ def test_debug_level_shows_the_traceback(tmp_path: Path, source: str, line: str)
     write_command(site, "greeter", "greet", "greeter_raises:run [api1]")
     (site / "greeter_raises.py").write_text(source)
 
-    def said(**variables: str) -> str:
+    def log(**variables: str) -> str:
         done = subprocess.run(
             [sys.executable, "-P", "-m", "tokenspeed_core.cli", "greet"],
             capture_output=True,
@@ -185,9 +185,9 @@ def test_debug_level_shows_the_traceback(tmp_path: Path, source: str, line: str)
         assert (done.returncode, done.stdout) == (2, "")
         return done.stderr
 
-    (told,) = said().splitlines()
-    *traced, last = said(TOKENSPEED_LOG_LEVEL="debug").splitlines()
-    assert last == told
+    (error,) = log().splitlines()
+    *traced, last = log(TOKENSPEED_LOG_LEVEL="debug").splitlines()
+    assert last == error
     assert "Traceback (most recent call last):" in traced[0] + traced[1]
     assert any("greeter_raises.py" in each for each in traced)
     assert line in map(str.strip, traced)

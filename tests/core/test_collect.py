@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from engine_world import request
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenspeed_testing.requests import request
 
 from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.api.step import StepLogprobs, StepResult

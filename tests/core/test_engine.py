@@ -6,7 +6,8 @@ from hashlib import blake2b
 from typing import Any
 
 import pytest
-from engine_world import MASKED, World, request
+from engine_world import MASKED, World
+from tokenspeed_testing.requests import request
 
 from tokenspeed_core.api.hooks import StepRecord
 from tokenspeed_core.api.sampling import FinishReason

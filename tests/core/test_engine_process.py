@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from engine_world import MODEL, World, request
+from engine_world import MODEL, World
+from tokenspeed_testing.requests import request
 
 from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.engine import process

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from tokenspeed_core.api.step import StepLogprobs
-from tokenspeed_core.engine.messages import WORKER_SHIFT, Outputs
+from tokenspeed_core.engine.messages import WORKER_SHIFT, Outputs, PromptLogprobs, to_api
 from tokenspeed_core.engine.transport import split
+from tokenspeed_core.engine.wire import pack
 
 
 def test_split_gives_each_worker_its_rows_and_logprobs() -> None:
@@ -47,3 +48,19 @@ def test_split_gives_each_worker_its_rows_and_logprobs() -> None:
     assert told[1].top_ids.tolist() == [0, 1, 2, 3, 6, 7, 8, 9, 10, 11]
     columns = [*(each.rows for each in told), *(part.token_ids for part in parts.values())]
     assert {column.dtype for column in columns} == {np.dtype(np.int32)}
+
+
+def test_split_gives_each_worker_the_prompts_of_its_sequences() -> None:
+    values, ids = np.ones(2, np.float32), np.array([3, 4], np.int32)
+    prompts = tuple(
+        PromptLogprobs(sequence_id, 1, values, ids, ids, values)
+        for sequence_id in (7, (1 << WORKER_SHIFT) + 7)
+    )
+    none = np.zeros(0, np.int32)
+    outputs = Outputs(none.astype(np.int64), none, none, none, none, prompts=prompts)
+    parts = {worker: to_api.unpack(pack(part)).prompts for worker, part in split(outputs)}
+    assert {worker: [each.sequence_id for each in part] for worker, part in parts.items()} == {
+        0: [7],
+        1: [(1 << WORKER_SHIFT) + 7],
+    }
+    assert parts[0][0].top_ids.tolist() == [3, 4]

@@ -1,4 +1,4 @@
-"""From the words of a user to a checkpoint: paths, bundled names, families, load formats, and one-line errors."""
+"""Resolving a model name: paths, bundled names, families, load formats, and one-line errors."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def catalog(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Catalog:
-    """Return a catalog of one family, one bundled checkpoint and three load formats, all in this module."""
+    """Return a catalog with a family, a bundled checkpoint and three load formats of this module."""
     monkeypatch.setitem(sys.modules, HERE, sys.modules[__name__])
     monkeypatch.setitem(globals(), "BUNDLED", Checkpoint("demo", str(checkpoint), "a tiny one"))
     info = tmp_path / "site" / "tiny_plugin-1.0.dist-info"
@@ -123,6 +123,8 @@ def test_missing_path_suggests_a_bundled_name(catalog: Catalog) -> None:
 
 def test_file_is_not_a_checkpoint(catalog: Catalog, checkpoint: Path) -> None:
     assert "give the directory" in refusal(str(checkpoint / "config.json"), catalog)
+    (checkpoint / "model.gguf").touch()
+    assert "GGUF" in refusal(str(checkpoint / "model.gguf"), catalog)
 
 
 def test_unreadable_config_is_refused(catalog: Catalog, checkpoint: Path) -> None:
@@ -138,6 +140,8 @@ def test_unknown_architecture_lists_installed_families(catalog: Catalog, checkpo
     message = refusal("demo", catalog, hf_overrides={"architectures": ["TinyForCausalML"]})
     assert "did you mean TinyForCausalLM?" in message
     assert "installed: TinyForCausalLM" in message
+    other = refusal("demo", catalog, hf_overrides={"architectures": ["FooForCausalLM"]})
+    assert "did you mean" not in other
     assert "no architectures" in refusal("demo", catalog, hf_overrides={"architectures": None})
 
 
@@ -175,8 +179,8 @@ def test_failing_family_names_its_plugin(
     monkeypatch.setitem(globals(), "TINY", ModelSpec("TinyForCausalLM", target, f"{HERE}:Tiny"))
     with pytest.raises(PluginError) as caught:
         resolve_checkpoint(Config(), catalog)
-    said = f"models TinyForCausalLM of tiny-plugin 1.0 failed in {target}: {why}"
-    assert str(caught.value).startswith(said)
+    expected = f"models TinyForCausalLM of tiny-plugin 1.0 failed in {target}: {why}"
+    assert str(caught.value).startswith(expected)
     assert "\n" not in str(caught.value)
 
 

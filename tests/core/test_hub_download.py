@@ -1,4 +1,4 @@
-"""Downloads from a fake hub, each in a process of its own."""
+"""Downloads from a fake hub, each in a separate process."""
 
 from __future__ import annotations
 

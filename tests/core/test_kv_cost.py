@@ -37,7 +37,7 @@ def test_evicted_blocks_do_not_multiply_the_cost_of_a_match(every: int) -> None:
     lease = kv.acquire(kv.no_match())
     assert lease is not None
     assert kv.extend(lease, 0, len(tokens())) is not None
-    kv.cache_full_blocks(lease, chain, BLOCK * NUM_BLOCKS)
+    kv.cache_full_blocks(lease, chain, BLOCK * NUM_BLOCKS, np.zeros(0, np.int32))
     for number, block in enumerate(lease.tables[1][:NUM_BLOCKS]):
         if number % every == every - 1:
             kv._discard([block])  # as an eviction does

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_cache import BLOCK, GROUPS, WINDOW, cache, ids
+from kv_cache import BLOCK, GROUPS, NO_TOKENS, WINDOW, cache, ids
 
 from tokenspeed_core.api.cache_groups import CacheGroupSpec
 from tokenspeed_core.kv_cache.hashing import HashChain
@@ -141,7 +141,7 @@ def test_block_is_shared_once_planned() -> None:
     with world.step():
         first, chain, _ = world.admit(ids(20))
         world.kv.extend(first, 0, 20)
-        world.kv.cache_full_blocks(first, chain, 20)
+        world.kv.cache_full_blocks(first, chain, 20, NO_TOKENS)
         second, _, num_hit = world.admit(ids(20))  # in the same step
     assert num_hit == 16
     assert second.tables[0] == first.tables[0][:4]
@@ -152,9 +152,9 @@ def test_partial_and_unknown_blocks_are_not_shared() -> None:
     with world.step():
         lease, chain, _ = world.admit(ids(20))
         world.kv.extend(lease, 0, 40)
-        world.kv.cache_full_blocks(lease, chain, 11)
+        world.kv.cache_full_blocks(lease, chain, 11, NO_TOKENS)
     assert world.hit(ids(20)) == 8
-    world.kv.cache_full_blocks(lease, chain, 40)  # only 20 tokens are in the chain
+    world.kv.cache_full_blocks(lease, chain, 40, NO_TOKENS)  # only 20 tokens are in the chain
     assert world.hit(ids(40)) == 20
 
 
@@ -167,7 +167,7 @@ def test_first_of_two_equal_blocks_is_cached() -> None:
             world.kv.extend(lease, 0, 20)
             leases.append(lease)
         for lease in leases:
-            world.kv.cache_full_blocks(lease, world.chain(ids(20)), 20)
+            world.kv.cache_full_blocks(lease, world.chain(ids(20)), 20, NO_TOKENS)
     first, second = [list(lease.tables[0]) for lease in leases]
     for lease in leases:
         world.kv.release(lease)
@@ -280,11 +280,11 @@ def test_withdraw_forgets_blocks_of_later_steps_too() -> None:
     with world.step():
         lease, chain, _ = world.admit(ids(20))
         world.kv.extend(lease, 0, 8)
-        world.kv.cache_full_blocks(lease, chain, 8)
+        world.kv.cache_full_blocks(lease, chain, 8, NO_TOKENS)
     for end in (12, 16):
         with world.step(retires=False):
             world.kv.extend(lease, end - BLOCK, end)
-            world.kv.cache_full_blocks(lease, chain, end)
+            world.kv.cache_full_blocks(lease, chain, end, NO_TOKENS)
     assert world.hit(ids(20)) == 16
     world.kv.withdraw(2)
     assert world.hit(ids(20)) == 8
@@ -310,7 +310,7 @@ def test_reset_keeps_blocks_of_running_sequences() -> None:
     with world.step():
         lease, chain, _ = world.admit(ids(20))
         world.kv.extend(lease, 0, 20)
-        world.kv.cache_full_blocks(lease, chain, 20)
+        world.kv.cache_full_blocks(lease, chain, 20, NO_TOKENS)
     held = [list(table) for table in lease.tables]
     world.kv.reset_prefix_cache()
     with world.step():

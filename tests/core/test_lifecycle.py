@@ -8,7 +8,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from engine_world import request
+from tokenspeed_testing.requests import request
 
 from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.kv_cache.hashing import HashChain

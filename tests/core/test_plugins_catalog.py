@@ -1,4 +1,4 @@
-"""The catalog of plugins: what metadata shows, and what is refused before any import."""
+"""The catalog of plugins: entries from metadata, and errors before any import."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_incompatible_entry_says_why(
         ("entry_points.txt", b"[tokenspeed.models]\nx = caf\xe9:S [api1]\n"),
     ],
 )
-def test_unreadable_metadata_hides_no_other_plugin(
+def test_unreadable_metadata_hides_only_its_plugin(
     install: Install,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -87,7 +87,7 @@ def test_unreadable_metadata_hides_no_other_plugin(
     discover(found, "sound", strict=True)
 
 
-def test_unknown_kind_is_shown_with_the_nearest(install: Install) -> None:
+def test_unknown_kind_gets_a_suggestion(install: Install) -> None:
     (entry,) = discover(install("odd", "[tokenspeed.model]\nx = m:S [api1]\n")).all()
     assert entry.status is Status.INCOMPATIBLE
     assert "did you mean models?" in entry.reason
@@ -131,7 +131,7 @@ def test_name_conflict_stops_the_start(install: Install) -> None:
         assert discover(found, settled).get("kernels.attention", "x").distribution == "first"
 
 
-def test_name_of_a_default_distribution_can_be_given_away(install: Install) -> None:
+def test_third_party_can_take_over_a_default_name(install: Install) -> None:
     install("acme", attention("x"))
     found = install("tokenspeed-kernels", attention("x") + "y = m:S [api1]\n")
     with pytest.raises(PluginError, match=r"TOKENSPEED_PLUGINS=-acme:kernels\.attention:x"):
@@ -169,7 +169,7 @@ def test_hooks_of_the_same_name_do_not_conflict(install: Install) -> None:
     assert len(discover(found).entries("hooks")) == 2
 
 
-def test_first_copy_on_the_path_counts(install: Install) -> None:
+def test_first_copy_on_the_path_is_used(install: Install) -> None:
     install("twice", attention("x"), version="2.0", where="a")
     (entry,) = discover(install("twice", attention("x"), version="1.0", where="b")).all()
     assert (entry.version, entry.status) == ("2.0", Status.OK)
@@ -198,7 +198,7 @@ def test_incompatible_plugins_are_logged_at_start(
 
 
 @pytest.mark.parametrize("name", ["--help", "-x", "a b", "a,b", "\x1b[31mred"])
-def test_names_that_cannot_be_typed_are_refused(install: Install, name: str) -> None:
+def test_untypable_names_are_refused(install: Install, name: str) -> None:
     entries = (
         f"[tokenspeed.commands]\n{name} = m:run [api1]\n[tokenspeed.hooks]\n{name} = m [api1]\n"
     )
@@ -254,7 +254,7 @@ def test_missing_kernels_are_explained(install: Install) -> None:
         selector.select("greedy", {"vocab_size": 64, "dtype": "float32"})
 
 
-def test_unknown_name_is_refused_with_the_installed_ones(install: Install) -> None:
+def test_unknown_name_error_lists_installed_names(install: Install) -> None:
     catalog = discover(install("some", attention("fast") + "slow = m:S [api1]\n"))
     with pytest.raises(PluginError, match=r"fast, slow; did you mean fast\?"):
         catalog.get("kernels.attention", "fasst")

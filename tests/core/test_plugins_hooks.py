@@ -1,4 +1,4 @@
-"""Hooks: what a plugin may change and observe, and what happens when it fails."""
+"""Hooks of plugins: settings, observers, middleware and failures."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def test_descriptor_of_another_type_fails(install: Install, tmp_path: Path) -> N
     assert "wrong_type:SPEC is a str, not a int" in catalog.all()[0].reason
 
 
-def test_descriptor_that_is_no_kernel_fails(
+def test_descriptor_must_be_a_kernel_spec(
     install: Install,
 ) -> None:
     found = install("odd", attention("odd", "types:SimpleNamespace [api1]"))
@@ -96,14 +96,14 @@ def test_descriptor_that_is_no_kernel_fails(
         installed_kernels(discover(found, strict=True))
 
 
-@pytest.mark.parametrize("spec", ["REFERENCE", "BESIDE, REFERENCE"])
-def test_wrong_reference_is_left_out(install: Install, tmp_path: Path, spec: str) -> None:
+@pytest.mark.parametrize("spec", ["REFERENCE", "OTHER, REFERENCE"])
+def test_false_reference_is_skipped(install: Install, tmp_path: Path, spec: str) -> None:
     found = install("evil", "[tokenspeed.kernels.sampling]\nevil = claims:SPEC [api1]\n")
     (tmp_path / "modules" / "claims.py").write_text(
         "from tokenspeed_core.api import Capability, KernelSpec\n"
         "CAN = Capability(('cpu',), ('float32',))\n"
         "REFERENCE = KernelSpec('greedy', 'evil', CAN, 'claims:make', reference=True)\n"
-        f"BESIDE = KernelSpec('sample', 'evil', CAN, 'claims:make')\nSPEC = ({spec},)\n"
+        f"OTHER = KernelSpec('sample', 'evil', CAN, 'claims:make')\nSPEC = ({spec},)\n"
     )
     catalog = discover(found)
     assert installed_kernels(catalog) == ()
@@ -115,13 +115,13 @@ def test_wrong_reference_is_left_out(install: Install, tmp_path: Path, spec: str
 def test_plugin_provides_op_and_reference(install: Install, tmp_path: Path) -> None:
     found = install(
         "acme",
-        "[tokenspeed.kernels.norm]\nacme = brings:SPEC [api1]\n"
-        "[tokenspeed.ops]\nacme = brings:OP [api1]\n",
+        "[tokenspeed.kernels.norm]\nacme = acme_ops:SPEC [api1]\n"
+        "[tokenspeed.ops]\nacme = acme_ops:OP [api1]\n",
     )
-    (tmp_path / "modules" / "brings.py").write_text(
+    (tmp_path / "modules" / "acme_ops.py").write_text(
         "from tokenspeed_core.api import Capability, KernelSpec, OpContract\n"
-        "OP = OpContract('acme/norm', 'norm', '', {}, 'brings:make', 'brings:inputs', ())\n"
-        "SPEC = KernelSpec('acme/norm', 'acme', Capability(('cpu',), ('float32',)), 'brings:make', reference=True)\n"
+        "OP = OpContract('acme/norm', 'norm', '', {}, 'acme_ops:make', 'acme_ops:inputs', ())\n"
+        "SPEC = KernelSpec('acme/norm', 'acme', Capability(('cpu',), ('float32',)), 'acme_ops:make', reference=True)\n"
     )
     (kernel,) = installed_kernels(discover(found))
     assert kernel.spec.reference
@@ -164,9 +164,9 @@ def test_kernel_of_an_unknown_op_is_left_out(install: Install, tmp_path: Path) -
         catalog.all()[0].reason
         == "no installed plugin defines the op greeedy; did you mean greedy?"
     )
-    for must in (discover(found, "acme"), discover(found, strict=True)):
+    for catalog in (discover(found, "acme"), discover(found, strict=True)):
         with pytest.raises(PluginError, match="no installed plugin defines the op greeedy"):
-            installed_kernels(must)
+            installed_kernels(catalog)
 
 
 def test_other_kernels_of_an_entry_are_kept(install: Install, tmp_path: Path) -> None:
@@ -185,13 +185,13 @@ def test_required_kernel_that_fails_ends_the_start(install: Install, tmp_path: P
     problem = {"vocab_size": 64, "dtype": "float32"}
 
     def select(catalog: Catalog) -> None:
-        wish = Override("greedy", ("acme/ld",), "--kernel-backend greedy")
+        override = Override("greedy", ("acme/ld",), "--kernel-backend greedy")
         kernels = installed_kernels(catalog)
-        Selector(kernels, PlatformInfo("cpu"), (wish,)).select("greedy", problem)
+        Selector(kernels, PlatformInfo("cpu"), (override,)).select("greedy", problem)
 
     with pytest.raises(SelectionError, match="it does not load: RuntimeError: boom"):
         select(discover(found))
     line = r"sampling acme/ld of acme 1\.0 failed to load specs_of_acme_kernel:make: RuntimeError: boom"
-    for must in (discover(found, "acme"), discover(found, strict=True)):
+    for catalog in (discover(found, "acme"), discover(found, strict=True)):
         with pytest.raises(PluginError, match=line):
-            select(must)
+            select(catalog)

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_world import World, request
+from engine_world import World
+from tokenspeed_testing.requests import request
 
 from tokenspeed_core.api import (
     Candidate,

@@ -1,4 +1,4 @@
-"""What is never imported, and what a plugin that fails leaves behind."""
+"""Modules that are never imported, and plugins that fail."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def install(folder: Path, name: str, entries: str, files: dict[str, str] | None 
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder on `sys.path`; forget afterwards what was imported from it."""
+    """Yield a folder on `sys.path`; unload its modules afterwards."""
     monkeypatch.delenv("TOKENSPEED_PLUGINS", raising=False)
     folder = tmp_path / "site"
     folder.mkdir()
@@ -73,7 +73,7 @@ def test_working_directory_cannot_provide_a_command(tmp_path: Path) -> None:
     assert "IMPORTED" not in output
 
 
-def test_module_in_the_working_directory_replaces_no_plugin(site: Path, tmp_path: Path) -> None:
+def test_working_directory_cannot_replace_a_module(site: Path, tmp_path: Path) -> None:
     entries = "[tokenspeed.commands]\ngreet = greeter:run [api1]\n"
     install(site, "greeter", entries, {"greeter.py": "def run(words): print('hello')"})
     here = tmp_path / "here"
@@ -118,9 +118,9 @@ BAD = (replace(one, name="half"), {second})
         ("3", "3 is not an OpContract"),
     ],
 )
-def test_ops_of_an_entry_are_refused_together(site: Path, second: str, reason: str) -> None:
-    entries = "[tokenspeed.ops]\na = brings_ops:FIRST [api1]\nb = brings_ops:BAD [api1]\n"
-    install(site, "brings-ops", entries, {"brings_ops.py": OPS.format(second=second)})
+def test_one_bad_op_fails_the_whole_entry(site: Path, second: str, reason: str) -> None:
+    entries = "[tokenspeed.ops]\na = some_ops:FIRST [api1]\nb = some_ops:BAD [api1]\n"
+    install(site, "some-ops", entries, {"some_ops.py": OPS.format(second=second)})
     catalog = discover(site)
     assert set(installed_ops(catalog)) == {*common_ops(), "first"}
     assert [entry.status for entry in catalog.all()] == [Status.OK, Status.FAILED]

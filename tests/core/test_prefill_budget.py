@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from engine_world import World, request
+from engine_world import World
+from tokenspeed_testing.requests import request
 
 from tokenspeed_core.api.step import StepPlan
 from tokenspeed_core.scheduler import prefill_budget

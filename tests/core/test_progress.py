@@ -1,13 +1,18 @@
-"""The progress of a start on a terminal."""
+"""The progress of a start and of a batch on a terminal."""
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import re
 import signal
 import subprocess
 import sys
+
+import pytest
+
+from tokenspeed_core.engine.progress import BatchProgress
 
 STARTS = """
 import logging, os, signal, sys
@@ -63,3 +68,23 @@ def test_each_stage_and_message_has_its_own_line() -> None:
 def test_killed_start_does_not_hide_the_cursor() -> None:
     assert "more" in shown(signal.SIGKILL)
     assert "\x1b[?25l" not in shown(signal.SIGKILL)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "is_shown", "has_text"),
+    [(Terminal, True, True), (Terminal, False, False), (io.StringIO, True, False)],
+)
+def test_batch_progress_is_for_terminals(
+    stream: type[io.StringIO], is_shown: bool, has_text: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stderr = stream()
+    monkeypatch.setattr("sys.stderr", stderr)
+    with BatchProgress(3, is_shown=is_shown) as progress:
+        progress.add(10, 1)
+        progress.add(10, 2)
+    assert ("3/3" in stderr.getvalue()) == has_text

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_world import GROUPS, MASKED, NO_INT, World, audit, request
+from engine_world import GROUPS, MASKED, World, audit
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tokenspeed_testing.requests import request
 
 from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.api.step import StepPlan
@@ -29,8 +30,11 @@ arrivals = st.fixed_dictionaries(
     {
         "prompt": prompts,
         "n": st.sampled_from([1, 1, 3]),
-        "max_tokens": st.integers(1, 20),
-        "stop_token_ids": st.sampled_from([NO_INT, np.asarray([5, 11, 17], np.int32)]),
+        "max_tokens": st.integers(0, 20),
+        "prompt_logprobs": st.sampled_from([-1, -1, 0, 2]),
+        "stop_token_ids": st.sampled_from(
+            [np.zeros(0, np.int32), np.asarray([5, 11, 17], np.int32)]
+        ),
         "cache_salt": st.sampled_from(["", "", "b"]),
         "priority": st.sampled_from([0, 1, 2, MASKED]),
     }
@@ -154,7 +158,8 @@ def test_long_random_histories(seed: int) -> None:
                     sequence_id,
                     prompt,
                     n=rng.choice([1, 1, 3]),
-                    max_tokens=rng.randint(1, 20),
+                    max_tokens=rng.randint(0, 20),
+                    prompt_logprobs=rng.choice([-1, -1, 1]),
                     priority=rng.choice([0, 1, 2, MASKED]),
                 )
             )

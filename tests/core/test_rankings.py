@@ -1,4 +1,4 @@
-"""Who may say which backend is the fastest: the default distributions, never the plugin that is ranked."""
+"""Rankings come from default distributions only, never from third parties."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def discover(folder: Path, *names: str, strict: bool = False, entries: str = "")
 
 
 @pytest.fixture(autouse=True)
-def _importable_from_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
 
 
@@ -81,7 +81,7 @@ def test_third_party_reference_needs_no_ranking(tmp_path: Path) -> None:
     assert not kernel.needs_ranking
 
 
-def test_third_party_cannot_define_the_reference_of_a_core_op(tmp_path: Path) -> None:
+def test_third_party_cannot_define_core_references(tmp_path: Path) -> None:
     ops = f"[tokenspeed.ops]\ncore = {__name__}:GREEDY [api1]\n"
     catalog = discover(tmp_path, "acme-kernels", entries=ops)
     assert installed_ops(catalog)["greedy"].reference == ""

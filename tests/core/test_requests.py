@@ -6,13 +6,33 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tokenspeed_core.api.sampling import SamplingParams
 from tokenspeed_core.engine.messages import Ready, Submit, to_engine
-from tokenspeed_core.engine.requests import BadRequestError, Defaults, build_submit
+from tokenspeed_core.engine.requests import Defaults, build_submit, check_text_fits
 from tokenspeed_core.engine.wire import pack
-from tokenspeed_core.errors import CheckpointError
+from tokenspeed_core.errors import BadRequestError, CheckpointError
+from tokenspeed_core.text import Tokenizer
 
+
+def make_tokenizer() -> Tokenizer:
+    """Return a byte-level tokenizer that was trained on a few words."""
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(["hello ab ab", "x" * 64] * 9, trainer)
+    return Tokenizer(backend, {})
+
+
+TOKENIZER = make_tokenizer()
 LIMITS = Ready(max_model_len=100, num_kv_tokens=80, vocab_size=50, report="")
 DEFAULTS = Defaults(
     temperature=0.6, top_p=0.9, top_k=20, repetition_penalty=1.1, eos_token_ids=(7, 9)
@@ -47,7 +67,7 @@ def test_given_parameters_override_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "params", "param", "said"),
+    ("prompt", "params", "param", "expected"),
     [
         ([], {}, "prompt", "empty"),
         ([1] * 80, {}, "prompt", "80 tokens.*at most 79"),
@@ -59,9 +79,9 @@ def test_given_parameters_override_defaults() -> None:
     ],
 )
 def test_invalid_request_names_the_field_and_bound(
-    prompt: list[int], params: dict[str, Any], param: str, said: str
+    prompt: list[int], params: dict[str, Any], param: str, expected: str
 ) -> None:
-    with pytest.raises(BadRequestError, match=said) as caught:
+    with pytest.raises(BadRequestError, match=expected) as caught:
         build(prompt, **params)
     assert caught.value.param == param
 
@@ -105,7 +125,7 @@ def test_generation_config_numbers_are_converted(
 
 
 @pytest.mark.parametrize(
-    ("generation", "said"),
+    ("generation", "expected"),
     [
         ({"top_p": 3.0}, "top_p is 3.0: "),
         ({"top_k": 50.5}, "top_k is 50.5: "),
@@ -115,7 +135,37 @@ def test_generation_config_numbers_are_converted(
         ({"eos_token_id": {"a": 1}}, "eos_token_id is {'a': 1}: "),
     ],
 )
-def test_bad_generation_config_names_the_key(generation: dict[str, Any], said: str) -> None:
+def test_bad_generation_config_names_the_key(generation: dict[str, Any], expected: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         Defaults.of(generation, ())
-    assert str(caught.value).startswith(f"generation_config.json: {said}")
+    assert str(caught.value).startswith(f"generation_config.json: {expected}")
+
+
+WORDS = st.lists(
+    st.sampled_from(["a", " ab", "hello ", "é", "\n", "x" * 40, "日本", " "]), max_size=400
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(words=WORDS, longest=st.integers(1, 60))
+def test_texts_that_fit_are_never_refused(words: list[str], longest: int) -> None:
+    text, limits = "".join(words), Ready(longest, longest, 50, "")
+    num_tokens = TOKENIZER.count(text)
+    assert num_tokens == len(TOKENIZER.encode(text, add_special_tokens=False))
+    if num_tokens <= longest:
+        check_text_fits(TOKENIZER, text, limits)
+    elif num_tokens > longest + longest // 8 + 64 and len(text) > 8 * longest:
+        with pytest.raises(BadRequestError) as caught:
+            check_text_fits(TOKENIZER, text, limits)
+        assert caught.value.code == "context_length_exceeded"
+
+
+def test_long_text_is_encoded_only_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+    count = TOKENIZER.count
+    monkeypatch.setattr(TOKENIZER, "count", lambda text: counted.append(len(text)) or count(text))
+    with pytest.raises(BadRequestError, match="messages"):
+        check_text_fits(TOKENIZER, "ab " * 50_000, Ready(1000, 1000, 50, ""), "messages")
+    with pytest.raises(BadRequestError):
+        check_text_fits(TOKENIZER, "a" * 1_000_000, Ready(1000, 1000, 50, ""))
+    assert counted == [8000]

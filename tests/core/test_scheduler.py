@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from engine_world import World, request
+from engine_world import World
+from tokenspeed_testing.requests import request
 
 from tokenspeed_core.api.policy import Candidate, Decision, Limits, Policy, Room, View
 from tokenspeed_core.api.sampling import FinishReason

@@ -1,4 +1,4 @@
-"""Which kernel is taken, who is refused and what is said about it; no tensor library is needed."""
+"""Kernel selection: the chosen kernel, and the reasons against others. Needs no tensor library."""
 
 from __future__ import annotations
 
@@ -151,9 +151,9 @@ def test_auto_does_not_choose_an_unranked_third_party_kernel() -> None:
     selector = Selector((third_party("acme/fast"), PORTABLE, REFERENCE), HOPPER)
     assert selector.select("greedy", LOGITS).spec.backend == "portable"
     assert selector.plan().unused_third_party() == ("--sampling-backend acme/fast",)
-    said = explain(selector.plan(), "greedy")
-    assert "not acme/fast" in said
-    assert "--kernel-backend greedy=acme/fast,auto" in said
+    message = explain(selector.plan(), "greedy")
+    assert "not acme/fast" in message
+    assert "--kernel-backend greedy=acme/fast,auto" in message
 
 
 def test_named_third_party_kernel_runs() -> None:

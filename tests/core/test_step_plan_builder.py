@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_world import request
+from tokenspeed_testing.requests import request
 
 from tokenspeed_core.api.step import I32
 from tokenspeed_core.kv_cache.hashing import HashChain
@@ -103,6 +103,18 @@ def test_slot_inits_are_ragged() -> None:
     assert inits.history_starts.tolist() == [0, 0, 5, 5]
     assert inits.history_ids.tolist() == [1, 2, 3, 8, 9]  # only with penalties
     assert inits.history_num_prompt.tolist() == [0, 3, 0]
+
+
+def test_slot_inits_count_the_tokens_before_an_end() -> None:
+    builder = new_builder()
+    changes = {"min_tokens": 4, "stop_token_ids": ints(8, 9)}
+    for slot, output in enumerate(([], [5], [5, 6, 7, 5])):
+        builder.add_sequence(slot, sequence(slot, [1, 2], output, **changes), BlockLease([[], []]))
+    inits = builder.build().slot_inits
+    assert inits is not None
+    assert inits.num_endless.tolist() == [4, 3, 0]
+    assert inits.end_starts.tolist() == [0, 2, 4, 4]
+    assert inits.end_ids.tolist() == [8, 9, 8, 9]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from tokenspeed_core.text.assembler import Assembler
 
 
 class Letters:
-    """A detokenizer whose token ids are characters of a small alphabet."""
+    """A detokenizer with one token per character of a small alphabet."""
 
     def push(self, token_ids: Sequence[int]) -> str:
         return "".join("abc"[token_id] for token_id in token_ids)
@@ -23,9 +23,9 @@ class Letters:
 
 
 def run(
-    ids: list[int], bounds: list[int], stops: list[str], keeps: bool
+    ids: list[int], bounds: list[int], stops: list[str], keeps: bool, num_min: int = 0
 ) -> tuple[str, Assembler, list[str]]:
-    assembler = Assembler(Letters(), stops, keeps)
+    assembler = Assembler(Letters(), stops, keeps, num_min)
     shown = []
     for start, end in itertools.pairwise(bounds):
         shown.append(
@@ -43,18 +43,24 @@ def run(
     ids=st.lists(st.integers(0, 2), min_size=1, max_size=20),
     stops=st.lists(st.text("abc", min_size=1, max_size=4)),
     keeps=st.booleans(),
+    num_min=st.sampled_from((0, 0, 3)),
     data=st.data(),
 )
 def test_first_complete_stop_string_ends_the_text(
-    ids: list[int], stops: list[str], keeps: bool, data: st.DataObject
+    ids: list[int], stops: list[str], keeps: bool, num_min: int, data: st.DataObject
 ) -> None:
     text = "".join("abc"[i] for i in ids)
-    ends = [(text.find(s) + len(s), text.find(s)) for s in stops if s in text]
+    ends = [
+        (text.find(s, num_min) + len(s), text.find(s, num_min))
+        for s in stops
+        if s in text[num_min:]
+    ]
     end, start = min(ends, default=(len(text), len(text)))
     cuts = sorted(data.draw(st.sets(st.integers(1, max(1, len(ids) - 1)), max_size=5)) - {len(ids)})
-    got, assembler, _ = run(ids, [0, *cuts, len(ids)], stops, keeps)
+    got, assembler, _ = run(ids, [0, *cuts, len(ids)], stops, keeps, num_min)
     assert got == text[: end if keeps else start]
     assert assembler.finish_reason == ("stop" if ends else "length")
+    assert assembler.stop_string == (text[start:end] if ends else None)
     assert assembler.num_tokens == end
 
 

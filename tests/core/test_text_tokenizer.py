@@ -74,16 +74,18 @@ def test_special_tokens_have_roles_and_no_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "expected"),
     [
         ("tokenizer.model", "only tokenizer.model"),
         ("vocab.json", "only vocab.json"),
         ("readme", "no tokenizer"),
     ],
 )
-def test_missing_tokenizer_json_says_what_to_do(tmp_path: Path, name: str, said: str) -> None:
+def test_missing_tokenizer_json_says_what_to_do(tmp_path: Path, name: str, expected: str) -> None:
     (tmp_path / name).write_text("{}")
-    with pytest.raises(CheckpointError, match=rf"{said}.*save_pretrained.*--skip-tokenizer-init"):
+    with pytest.raises(
+        CheckpointError, match=rf"{expected}.*save_pretrained.*--skip-tokenizer-init"
+    ):
         load_tokenizer(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""The warm-up serves requests of its own and leaves nothing behind."""
+"""The warm-up serves internal requests and leaves no state."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from engine_world import World, request
+from engine_world import World
+from tokenspeed_testing.requests import request
 
 from tokenspeed_core.api.step import StepResult
 from tokenspeed_core.engine.engine import Engine

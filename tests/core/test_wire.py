@@ -78,6 +78,8 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
         )
     if origin is types.UnionType:
         return st.one_of(*(st.none() if arg is type(None) else values(arg) for arg in args))
+    if origin is typing.Literal:
+        return st.sampled_from(args)
     if origin is tuple:
         return st.lists(values(args[0]), max_size=3).map(tuple)
     return SCALARS[hint] if hint in SCALARS else messages(hint)

@@ -11,6 +11,7 @@ from unittest import SkipTest
 
 import pytest
 import torch
+from tokenspeed_testing.conformance import is_defined
 from tokenspeed_testing.kernel import KernelConformance
 from torch import Tensor
 from torch.nn import functional
@@ -24,6 +25,7 @@ from tokenspeed_core.api import (
     OpContract,
 )
 from tokenspeed_core.api.kernels import PlatformInfo
+from tokenspeed_core.api.ops import common_ops
 from tokenspeed_core.kernels import select
 from tokenspeed_core.kernels.plan import Reason
 from tokenspeed_kernels.reference.attention import TorchAttention
@@ -436,7 +438,7 @@ FAULTS: tuple[tuple[str, Any, dict[str, Any], str, str], ...] = (
         GRAPHS,
         "phase=.*item at test_conformance_catches_faults",
     ),
-    ("silu_mul", is_not_deterministic, INVARIANT, ROWS, "other bits another time"),
+    ("silu_mul", is_not_deterministic, INVARIANT, ROWS, "repeated calls gave different bits"),
     (
         "silu_mul",
         always(changes_the_first_row),
@@ -492,7 +494,7 @@ FAULTS: tuple[tuple[str, Any, dict[str, Any], str, str], ...] = (
         reuses_its_result,
         {},
         AGREES,
-        "a second call wrote into what the first gave back",
+        "a second call changed the first result",
     ),
     ("silu_mul", caches_by_address, {}, AGREES, "called again with other values"),
     (
@@ -664,3 +666,16 @@ def test_kernel_that_does_not_load_is_caught(
         match="ModuleNotFoundError",
     ):
         getattr(kernel_suite, LIMITS)()
+
+
+def broken_inputs(problem: Any, *given: Any) -> dict[str, Any]:
+    if problem["size"] > 16:
+        raise ValueError("the op has no such size")
+    raise KeyError("a fault of the generator")
+
+
+def test_fault_of_an_input_generator_is_not_hidden() -> None:
+    contract = replace(common_ops()["greedy"], inputs=f"{__name__}:broken_inputs")
+    assert not is_defined(contract, {"size": 17}, 1, torch.device("cpu"))
+    with pytest.raises(KeyError):
+        is_defined(contract, {"size": 16}, 1, torch.device("cpu"))

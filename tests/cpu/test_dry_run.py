@@ -1,4 +1,4 @@
-"""The dry run reports and refuses what a start does, without loading weights."""
+"""The dry run makes the same report and errors as a start, without loading weights."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 from tokenspeed_demo.score import CHECKPOINT
 from tokenspeed_server import serve as server
 from tokenspeed_server.serve import run
-from tokenspeed_server.subprocesses import Program
 
 from tokenspeed_core import llm
 from tokenspeed_core.checkpoint.resolve import resolve_checkpoint
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.dry_run import dry_run
 from tokenspeed_core.engine.factory import discover
+from tokenspeed_core.engine.subprocesses import Program
 from tokenspeed_core.errors import CheckpointError, ConfigError, PluginError
 
 

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 from tiny_families import FAMILIES, save_reference
+from transformers import MinNewTokensLengthLogitsProcessor
 
 from tokenspeed_core import LLM, SamplingParams
 from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.engine.messages import Submit
 from tokenspeed_core.engine.outputs import SequenceOutput
+from tokenspeed_core.engine.prompts import EncodedPrompt
 from tokenspeed_core.errors import TokenSpeedError
 
 pytestmark = pytest.mark.slow
@@ -178,7 +180,10 @@ def test_greedy_tokens_do_not_depend_on_arrival(
     model, wanted = families(family), prompts()
     params = greedy(20)
     with model.start(depth, chunked_prefill_size=9, max_num_seqs=4) as llm:
-        submits = [llm._build_submit({"prompt_token_ids": prompt}, params) for prompt in wanted]
+        submits = [
+            llm._build_submit(EncodedPrompt(None, np.array(prompt, np.int32)), params)
+            for prompt in wanted
+        ]
         got, _ = drive(llm, submits[::-1])  # the longest first
     for submit in submits:
         assert len(got[submit.request_id]) == 20
@@ -363,6 +368,24 @@ def test_eos_ends_a_sequence_unless_ignored(llm: LLM) -> None:
     assert (goes_on.token_ids, goes_on.finish_reason) == ([EOS] * 5, "length")
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_min_tokens_delay_stop_tokens_as_in_transformers(qwen3: Family, depth: int) -> None:
+    wanted, stops, num_min = prompts(), [*range(3, 50)], 9
+    params = SamplingParams(temperature=0, max_tokens=24, stop_token_ids=stops, min_tokens=num_min)
+    # So few tokens that sequences are preempted and start again.
+    with qwen3.start(depth, max_total_tokens=160) as tight:
+        outputs = tight.generate([{"prompt_token_ids": prompt} for prompt in wanted], params)
+    for prompt, output in zip(wanted, outputs, strict=True):
+        tokens = output.outputs[0].token_ids
+        assert len(tokens) > num_min
+        delay = MinNewTokensLengthLogitsProcessor(len(prompt), num_min, [*stops, EOS])
+        logits = qwen3.logits((*prompt, *tokens))
+        for at, token in enumerate(tokens, len(prompt)):
+            known = torch.tensor([[*prompt, *tokens][:at]])
+            scores = delay(known, logits[at - 1 : at].clone())[0]
+            assert scores.max() - scores[token] <= NEAR
+
+
 @pytest.mark.parametrize("num_prompt", [1, 60, CONTEXT - 1])
 def test_default_max_tokens_fills_the_context(llm: LLM, qwen3: Family, num_prompt: int) -> None:
     prompt = (prompts()[9] * 3)[:num_prompt]
@@ -397,7 +420,9 @@ def test_stop_strings_end_the_text() -> None:
 
 def test_abort_during_logprobs_does_not_affect_others(llm: LLM, qwen3: Family) -> None:
     engine = llm._engine
-    submit = llm._build_submit({"prompt_token_ids": [5, 6, 7]}, greedy(20, logprobs=2))
+    submit = llm._build_submit(
+        EncodedPrompt(None, np.array([5, 6, 7], np.int32)), greedy(20, logprobs=2)
+    )
     engine.submit(submit)
     draft = engine.scheduler.plan()
     assert draft is not None
@@ -413,7 +438,7 @@ def test_sequence_without_finite_logits_fails_alone(qwen3: Family, changes: dict
         weights = {slot.name: slot.target for slot in llm._engine.runner._model.weight_map()}  # type: ignore[attr-defined]
         weights["model.embed_tokens.weight"][50] = float("nan")
         good, bad = (
-            llm._build_submit({"prompt_token_ids": ids}, greedy(8, **each))
+            llm._build_submit(EncodedPrompt(None, np.array(ids, np.int32)), greedy(8, **each))
             for ids, each in (([5, 6, 7], {}), ([5, 50, 7], changes))
         )
         tokens, finish = drive(llm, [bad, good])

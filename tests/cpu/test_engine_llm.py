@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tokenspeed_core import LLM, SamplingParams
-from tokenspeed_core.engine.requests import BadRequestError
-from tokenspeed_core.errors import ConfigError
+from tokenspeed_core.errors import BadRequestError, ConfigError
 from tokenspeed_core.text import TemplateError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=80)
@@ -43,6 +42,21 @@ def test_chat_answers_a_conversation(llm: LLM) -> None:
     assert output.outputs[0].finish_reason == "stop"
     assert output.prompt is not None
     assert "23 + 45" in output.prompt
+
+
+def test_chat_takes_text(llm: LLM) -> None:
+    (text,) = llm.chat("23 + 45 =", GREEDY, use_tqdm=False)
+    assert text == llm.chat(ask("23 + 45 ="), GREEDY)[0]
+
+
+def test_misspelt_message_key_is_refused(llm: LLM) -> None:
+    with pytest.raises(BadRequestError, match=r"'contents' in messages\[0\].*content"):
+        llm.chat([{"role": "user", "contents": "hi"}], GREEDY)
+
+
+def test_repr_names_model_and_limits(llm: LLM) -> None:
+    assert "demo" in repr(llm)
+    assert "1024" in repr(llm)
 
 
 def test_chat_answers_conversations_in_order(llm: LLM) -> None:

@@ -43,6 +43,11 @@ def test_offline_batch_answers_every_question() -> None:
     assert answers == ["23 + 45 = 68", "hello world", "the dog sat"]
 
 
+def test_async_requests_answer_every_question() -> None:
+    answers = {line.split(" -> ")[1] for line in run("async_requests.py").splitlines()}
+    assert answers == {"23 + 45 = 68", "hello world", "the dog sat"}
+
+
 def test_chat_client_streams_the_answer(server: Served) -> None:
     assert "68" in run("chat_client.py", TOKENSPEED_URL=server.url)
 

@@ -1,4 +1,4 @@
-"""What the worker logs about kernels when it starts."""
+"""Messages about kernels that the worker logs at start."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def planned(op: str, **changes: object) -> PlannedOp:
 
 
 @pytest.mark.parametrize(("device", "num_warnings"), [("cpu", 0), ("cuda", 1)])
-def test_reference_ops_are_warned_of_on_a_gpu_only(
+def test_slow_reference_ops_on_a_gpu_are_reported(
     caplog: pytest.LogCaptureFixture, device: str, num_warnings: int
 ) -> None:
     plan = KernelPlan("", (planned("linear", is_reference=True), planned("rope")))

@@ -143,4 +143,5 @@ def test_scales_need_an_fp8_cache() -> None:
     with pytest.raises(ConfigError, match="--kv-cache-dtype fp8_e4m3"):
         Config.from_keywords(quantization_param_path="scales.json")
     with pytest.raises(ConfigError, match="auto, fp8_e4m3"):
-        Config.from_keywords(kv_cache_dtype="fp8")
+        Config.from_keywords(kv_cache_dtype="fp4")
+    assert Config.from_keywords(kv_cache_dtype="fp8").kv_cache_dtype == "fp8_e4m3"

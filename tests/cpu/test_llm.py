@@ -16,8 +16,7 @@ from plugin_files import write_plugin
 
 from tokenspeed_core import LLM, SamplingParams
 from tokenspeed_core.api.step import StepPlan
-from tokenspeed_core.engine.requests import BadRequestError
-from tokenspeed_core.errors import CapacityError, SelectionError, TokenSpeedError
+from tokenspeed_core.errors import BadRequestError, CapacityError, SelectionError, TokenSpeedError
 from tokenspeed_core.kernels.select import Selector
 from tokenspeed_core.plugins import Catalog
 

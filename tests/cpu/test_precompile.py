@@ -55,6 +55,7 @@ PRECOMPILED = (
     "advance_rows",
     "map_tokens",
     "note_tokens",
+    "mask_logits",
     "quantize_fp8_groups",
     "add_rms_norm_fp8_groups",
     "silu_mul_fp8_groups",

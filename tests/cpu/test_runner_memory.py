@@ -29,7 +29,7 @@ def test_block_size_follows_the_largest_group() -> None:
     small = FullAttention("small", num_layers=1, num_kv_heads=1, head_size=16)
     pool = PoolLimits.of([GROUP, small], 16, 2, 100)
     assert pool.block_bytes == 36 * 2 * 16 * 8 * 128 * 2
-    assert pool.num_least == 7 + 7
+    assert pool.min_num_blocks == 7 + 7
     assert PoolLimits.of([small], 16, 2, 100).block_bytes == 2 * 16 * 16 * 2
 
 

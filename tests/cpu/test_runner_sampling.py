@@ -57,6 +57,41 @@ def test_bias_ends_with_its_sequence(
         maker.drop(name)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_forbidden_ends_come_after_their_number_of_tokens(
+    runner: LocalRunner, temperature: float
+) -> None:
+    params = {"temperature": temperature, "seed": 7}
+    plain = generate(runner, 6, **params)
+    for number in (1, 3, 6):
+        ends = (plain[0], *range(40, 60))
+        tokens = generate(runner, 6, endless=(number, ends), **params)
+        assert not {*tokens[:number]} & {*ends}
+    # Biased to an end, the sequence ends at the first token that may.
+    end = {plain[0]: 100.0}
+    tokens = generate(runner, 6, bias=end, endless=(4, [plain[0]]), **params)
+    assert plain[0] not in tokens[:4]
+    assert tokens[4:] == [plain[0]] * 2
+
+
+def test_forbidden_ends_limit_only_their_slots(runner: LocalRunner) -> None:
+    plain = generate(runner, 4)
+    runner.forget()
+    maker = PlanMaker(runner.block_size)
+    # The lists of ids grow, and a later sequence takes over a slot.
+    for slot, ends in enumerate([(), [plain[0]], list(range(90)), (), [plain[0], plain[1]]]):
+        name = str(slot)
+        maker.add(name, PROMPT, slot % 4, endless=(2 if ends else 0, ends))
+        maker.step(runner, chunks={name: len(PROMPT)})
+        for _ in range(3):
+            maker.step(runner, decodes=[name])
+        tokens = maker.sequences[name].output
+        assert not {*tokens[:2]} & {*ends}
+        assert ends or tokens == plain
+        if slot == 0:
+            maker.drop(name)
+
+
 def test_row_parameters_do_not_affect_other_rows(runner: LocalRunner) -> None:
     plain, drawn = generate(runner, 6), generate(runner, 6, temperature=1.0, seed=11, top_p=0.9)
     runner.forget()

@@ -8,9 +8,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import openai
+import pydantic
 import pytest
 from plugin_files import write_plugin
 from serving import COMMAND, DEMO, WEATHER, Background, Served, run_command, served
@@ -27,7 +28,7 @@ ADDING: dict[str, Any] = {**DEMO, "messages": [{"role": "user", "content": "What
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("serve")
-    with served(folder, "--tool-call-parser", "qwen", "--reasoning-parser", "qwen3") as running:
+    with served(folder) as running:  # the parsers are chosen by the chat template
         yield running
 
 
@@ -65,6 +66,59 @@ def streamed(sdk: openai.OpenAI, ask: dict[str, Any]) -> tuple[Any, ...]:
                 calls.append([call.function.name, ""])
             calls[call.index][1] += call.function.arguments
     return content, reasoning, [tuple(call) for call in calls], reason
+
+
+class Person(pydantic.BaseModel):
+    """What structured output is parsed into."""
+
+    name: str
+    age: int
+    likes: Literal["tea", "coffee"]
+
+
+def test_client_parses_structured_output(sdk: openai.OpenAI) -> None:
+    for temperature in (0, 1):
+        reply = sdk.chat.completions.parse(
+            model="demo",
+            messages=[{"role": "user", "content": "Ann is 32 and likes tea."}],
+            temperature=temperature,
+            seed=1,
+            response_format=Person,
+            max_tokens=1000,
+            extra_body={"chat_template_kwargs": {"enable_thinking": False}},
+        )
+        assert isinstance(reply.choices[0].message.parsed, Person)
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "get_weather"}}]
+)
+def test_forced_call_comes_whatever_is_asked(sdk: openai.OpenAI, choice: Any) -> None:
+    ask = {**CALLING, "messages": ADDING["messages"], "tool_choice": choice, "max_tokens": 600}
+    reply = whole(sdk, ask)
+    assert reply == streamed(sdk, ask)
+    content, _, calls, reason = reply
+    assert (content, reason) == ("", "tool_calls")
+    assert len(calls) >= 1
+    for name, arguments in calls:
+        assert name == "get_weather"
+        assert isinstance(json.loads(arguments)["city"], str)
+
+
+def test_strict_tools_still_allow_an_answer(sdk: openai.OpenAI) -> None:
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+    _, _, ((name, arguments),), _ = whole(sdk, {**CALLING, "tools": [strict]})
+    assert (name, json.loads(arguments)) == ("get_weather", {"city": "Paris"})
+    content, _, calls, _ = whole(sdk, {**ADDING, "tools": [strict]})
+    assert ("125" in content, calls) == (True, [])
+
+
+def test_bad_grammars_fail_alone(sdk: openai.OpenAI) -> None:
+    usual = Background(lambda: whole(sdk, ADDING))
+    for bad in ({"regex": "(a"}, {"json": {"type": "x"}}, {"regex": "(" * 4000 + ")" * 4000}):
+        with pytest.raises(openai.BadRequestError):
+            sdk.chat.completions.create(**ADDING, extra_body={"structured_outputs": bad})
+    assert "125" in usual.result()[0]
 
 
 def test_tool_call_is_the_same_streamed_and_whole(sdk: openai.OpenAI) -> None:

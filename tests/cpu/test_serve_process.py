@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
@@ -72,6 +73,38 @@ def test_printed_curl_command_works(server: Served) -> None:
     assert json.loads(done.stdout)["choices"][0]["message"]["role"] == "assistant"
 
 
+def documented_commands() -> list[str]:
+    """Return the curl commands of the documentation. The tutorial's needs its plugin, and has its own test."""
+    pages = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
+    texts = [page.read_text(encoding="utf-8") for page in pages if "tutorial" not in page.name]
+    blocks = [
+        block for text in texts for block in re.findall(r"```(?:ba)?sh\n(.*?)```", text, re.S)
+    ]
+    return [
+        command
+        for block in blocks
+        for command in re.split(r"\n(?=curl )", block)
+        if command[:5] == "curl "
+    ]
+
+
+def test_curl_commands_of_the_documentation_work(server: Served) -> None:
+    commands = documented_commands()
+    assert len(commands) >= 5
+    for command in commands:
+        own = command.replace("http://127.0.0.1:8000", server.url)
+        done = subprocess.run(
+            own.replace("curl ", "curl -sS --fail-with-body --noproxy '*' ", 1),
+            shell=True,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, (command, done.stdout, done.stderr)
+        assert json.loads(done.stdout)
+
+
 def test_health_version_and_models_answer(server: Served, sdk: openai.OpenAI) -> None:
     assert [model.id for model in sdk.models.list()] == ["demo"]
     assert sdk.models.retrieve("demo").id == "demo"
@@ -126,7 +159,7 @@ def test_streamed_chat_equals_the_whole_answer(sdk: openai.OpenAI) -> None:
     assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
 
 
-def test_call_is_text_without_a_parser(sdk: openai.OpenAI) -> None:
+def test_tools_give_calls_by_default(sdk: openai.OpenAI) -> None:
     ask: dict[str, Any] = {**DEMO, "messages": say("Get the weather in Paris.")}
     plain, with_tools = (
         sdk.chat.completions.create(**ask, **extra) for extra in ({}, {"tools": [WEATHER]})
@@ -134,10 +167,9 @@ def test_call_is_text_without_a_parser(sdk: openai.OpenAI) -> None:
     assert plain.usage is not None
     assert with_tools.usage is not None
     assert with_tools.usage.prompt_tokens > plain.usage.prompt_tokens + 20
-    assert with_tools.choices[0].message.tool_calls is None
-    assert '"name": "get_weather", "arguments": {"city": "Paris"}' in (
-        with_tools.choices[0].message.content or ""
-    )
+    (call,) = with_tools.choices[0].message.tool_calls or ()
+    assert (call.function.name, call.function.arguments) == ("get_weather", '{"city": "Paris"}')
+    assert with_tools.choices[0].finish_reason == "tool_calls"
 
 
 def test_logprobs_n_seed_and_stop_work(sdk: openai.OpenAI) -> None:
@@ -163,6 +195,20 @@ def test_logprobs_n_seed_and_stop_work(sdk: openai.OpenAI) -> None:
 
 
 # -- many clients -------------------------------------------------------------------------------------------
+
+
+def test_echo_scores_a_prompt_as_its_generation_did(sdk: openai.OpenAI) -> None:
+    made = sdk.completions.create(**DEMO, prompt="12 + 34 =", max_tokens=8, logprobs=1, echo=True)
+    given = made.choices[0].logprobs
+    assert given is not None and given.token_logprobs is not None
+    scored = sdk.completions.create(
+        **DEMO, prompt=made.choices[0].text, max_tokens=0, logprobs=1, echo=True
+    )
+    again = scored.choices[0].logprobs
+    assert again is not None and again.token_logprobs is not None
+    num = len(again.tokens or ())  # an end-of-sequence token has no text
+    assert again.tokens == (given.tokens or [])[:num]
+    assert again.token_logprobs[1:] == pytest.approx(given.token_logprobs[1:num], abs=1e-3)
 
 
 def test_concurrent_clients_get_the_same_answers(server: Served) -> None:
@@ -218,8 +264,8 @@ def test_slow_reader_does_not_block_others(server: Served) -> None:
     with socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.connect((address.host, address.port))
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
-        slow.sendall(head + body)
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
+        slow.sendall(head.encode() + body)
         assert slow.recv(12) == b"HTTP/1.1 200"  # and reads no more
         server.openai().completions.create(**DEMO, prompt="b", max_tokens=8)
 
@@ -327,9 +373,7 @@ def test_key_is_required_and_sigterm_drains(tmp_path: Path) -> None:
             process.send_signal(signal.SIGTERM)
         rest = Background(lambda: list(stream))
         with server.http() as http:
-            wait_until(
-                lambda: http.get("/health").status_code == 503, 5, "unhealthy while draining"
-            )
+            wait_until(lambda: http.get("/ready").status_code == 503, 5, "unhealthy while draining")
         assert server.process.wait(60) == 0
         assert len([first, *rest.result()]) >= 800
         assert rest.result()[-1].choices[0].finish_reason == "length"
@@ -344,15 +388,15 @@ def test_ctrl_c_ends_an_idle_server(tmp_path: Path) -> None:
         assert status == 2
         assert re.fullmatch(rf"tokenspeed: .*{port}.*--port.*\n", err), err
         with_chat = subprocess.run(
-            [*COMMAND, "chat", "--base-url", server.url, "--temperature", "0"],
-            input="What is 23 + 45?\nThanks\n",
+            [*COMMAND, "chat", "--url", server.url, "--temperature", "0"],
+            input="What is 23 + 45?\n",
             capture_output=True,
             text=True,
             timeout=120,
             env=environment(tmp_path),
             check=True,
         )
-        assert "68" in with_chat.stdout.splitlines()[0] + with_chat.stdout
+        assert "68" in with_chat.stdout
         assert with_chat.stderr == ""
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(60) == 0
@@ -364,26 +408,26 @@ def test_ctrl_c_ends_an_idle_server(tmp_path: Path) -> None:
 def test_chat_ends_the_server_that_it_started(
     tmp_path: Path, many_processors: None, number: signal.Signals
 ) -> None:
+    keyboard, terminal = os.openpty()
     chat = subprocess.Popen(
-        [*COMMAND, "chat"],
-        stdin=subprocess.PIPE,
+        [*COMMAND, "chat", "--port", "0"],
+        stdin=terminal,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
         env=environment(tmp_path),
     )
-    assert chat.stdin is not None
+    os.close(terminal)
     assert chat.stdout is not None
-    chat.stdin.write("Hello!\n")
-    chat.stdin.flush()
+    os.write(keyboard, b"Hello!\n")
     assert chat.stdout.readline()
     started = psutil.Process(chat.pid).children(recursive=True)
-    assert len(started) == 2, "the engine and one API worker"
+    assert len(started) == 3, "the engine, one API worker and its template process"
     chat.send_signal(number)
     assert chat.wait(60) == (128 + number if number != signal.SIGKILL else -number)
     _, alive = psutil.wait_procs(started, 30)
     assert not alive
-    chat.stdin.close()
+    os.close(keyboard)
     chat.stdout.close()
     assert not list(tmp_path.iterdir())
 

@@ -140,6 +140,7 @@ def test_hook_changes_settings_of_the_first_process(
         commands = [child.cmdline() for child in psutil.Process(running.process.pid).children()]
         assert sorted(command[3] for command in commands) == [
             "tokenspeed_core.engine.process",
+            "tokenspeed_core.text.isolated_template",
             "tokenspeed_server.serve",
         ]
         assert running.url.startswith("http://127.0.0.2:")
@@ -148,7 +149,11 @@ def test_hook_changes_settings_of_the_first_process(
 
 
 @pytest.mark.parametrize(
-    ("flags", "expected"), [("", ["process", "serve"]), ("--api-workers 1", ["process"])]
+    ("flags", "expected"),
+    [
+        ("", ["isolated_template", "process", "serve"]),
+        ("--api-workers 1", ["isolated_template", "process"]),
+    ],
 )
 def test_number_of_api_workers_depends_on_processors(
     tmp_path: Path, many_processors: None, flags: str, expected: list[str]
@@ -214,6 +219,6 @@ def test_full_disk_for_logs_is_harmless(tmp_path: Path) -> None:
 
 def is_healthy(http: httpx.Client) -> bool:
     try:
-        return http.get("/health").status_code == 200
+        return http.get("/ready").status_code == 200
     except httpx.ConnectError:
         return False

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tokenspeed_testing.requests import request
 
 from tokenspeed_core.api.cache_groups import FullAttention
 from tokenspeed_core.api.step import LateInputs, StepPlan, StepResult
 from tokenspeed_core.engine.engine import Engine
-from tokenspeed_core.engine.messages import Submit
 from tokenspeed_core.kv_cache.manager import KVManager
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.scheduler.policy import POLICIES
@@ -16,7 +16,6 @@ from tokenspeed_core.scheduler.scheduler import Scheduler
 from tokenspeed_core.worker.slots import SHARED_PREFIX, SHORT, SlotFlags
 
 NUM_SEQS, MAX_LEN = 6, 1024
-NO_INT, NO_FLOAT = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
 
 class TableKeeper:
@@ -63,29 +62,6 @@ class TableKeeper:
         pass
 
 
-def request(request_id: int, prompt: list[int], max_tokens: int) -> Submit:
-    return Submit(
-        request_id=request_id,
-        prompt=np.asarray(prompt, np.int32),
-        n=1,
-        max_tokens=max_tokens,
-        temperature=0.0,
-        top_k=0,
-        top_p=1.0,
-        min_p=0.0,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        repetition_penalty=1.0,
-        seed=None,
-        logprobs=-1,
-        bias_ids=NO_INT,
-        bias_values=NO_FLOAT,
-        stop_token_ids=NO_INT,
-        priority=0,
-        cache_salt="",
-    )
-
-
 @pytest.mark.parametrize("block_size", [16, 64, 512])
 def test_shared_prefix_flag_follows_the_block_tables(block_size: int) -> None:
     rng = np.random.default_rng(block_size)
@@ -106,7 +82,7 @@ def test_shared_prefix_flag_follows_the_block_tables(block_size: int) -> None:
                 else int(rng.choice([0, 100, SHARED_PREFIX - 16, SHARED_PREFIX, 560]))
             )
             prompt = prefix[:length] + rng.integers(0, 999, int(rng.integers(1, 40))).tolist()
-            engine.submit(request(number, prompt, int(rng.integers(2, 60))))
+            engine.submit(request(number, prompt, max_tokens=int(rng.integers(2, 60))))
         while engine.has_work:
             engine.step()
     assert set(runner.flagged) == {True, False}

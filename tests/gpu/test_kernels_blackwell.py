@@ -62,7 +62,7 @@ def test_mla_decode_conforms(spec: KernelSpec) -> None:
     assert check(spec, torch.device("cuda")) >= 8
 
 
-def test_auto_uses_it_for_prefill_only() -> None:
+def test_auto_uses_blackwell_for_prefill_only() -> None:
     with LLM(device="cuda", gpu_memory_utilization=0.3, max_cudagraph_capture_size=2) as llm:
         taken = {dict(op.problem)["phase"]: op.backend for op in llm.kernel_plan.find("attention")}
         assert llm.generate(["what is 23 + 45?"])[0].outputs[0].token_ids

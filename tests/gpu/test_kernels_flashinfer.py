@@ -89,8 +89,8 @@ def test_captured_prefill_replays_on_other_lengths() -> None:
     step = replace(
         first.step, max_num_query=16, max_seq_len=256, host_query_start=None, host_seq_lens=None
     )
-    scene = replace(first, step=step)
-    attend(kernel, scene)
+    fixture = replace(first, step=step)
+    attend(kernel, fixture)
     kernel.prepare(step)
     out = torch.full_like(first.q, float("nan"), memory_format=torch.contiguous_format)
     graph = torch.cuda.CUDAGraph()
@@ -114,35 +114,35 @@ def test_captured_decodes_of_different_sizes_replay_together(size: int) -> None:
     device, given = torch.device("cuda"), problem("decode")
     lengths = tuple(20 + 37 * row % 300 for row in range(size))
     rows = Rows((1,) * size, lengths)
-    scene = make_fixture(given, rows, device, seed=0)
-    kernel = FACTORY(given, limits_of(scene), device)
+    fixture = make_fixture(given, rows, device, seed=0)
+    kernel = FACTORY(given, limits_of(fixture), device)
     outs: list[torch.Tensor] = []
     graphs: list[torch.cuda.CUDAGraph] = []
     parts: list[AttentionStep] = []
     for num in (size, size // 2):
         step = replace(
-            scene.step,
+            fixture.step,
             num_rows=num,
             num_tokens=num,
-            query_start=scene.step.query_start[: num + 1],
-            seq_lens=scene.step.seq_lens[:num],
-            block_table=scene.step.block_table[:num],
+            query_start=fixture.step.query_start[: num + 1],
+            seq_lens=fixture.step.seq_lens[:num],
+            block_table=fixture.step.block_table[:num],
             host_query_start=None,
             host_seq_lens=None,
         )
-        out = torch.full_like(scene.q[:num], float("nan"), memory_format=torch.contiguous_format)
+        out = torch.full_like(fixture.q[:num], float("nan"), memory_format=torch.contiguous_format)
         kernel.prepare(step)
-        kernel.forward(scene.q[:num], scene.k_cache, scene.v_cache, out)
+        kernel.forward(fixture.q[:num], fixture.k_cache, fixture.v_cache, out)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            kernel.forward(scene.q[:num], scene.k_cache, scene.v_cache, out)
+            kernel.forward(fixture.q[:num], fixture.k_cache, fixture.v_cache, out)
         outs, graphs, parts = [*outs, out], [*graphs, graph], [*parts, step]
     for _ in range(2):
         for out, graph, step in zip(outs, graphs, parts, strict=True):
             out.fill_(float("nan"))
             kernel.prepare(step)
             graph.replay()
-            expected = scene.expected[: len(out)]
+            expected = fixture.expected[: len(out)]
             torch.testing.assert_close(out.float(), expected, rtol=3e-2, atol=3e-2)
 
 
@@ -159,10 +159,12 @@ def test_steps_with_and_without_host_lengths_alternate() -> None:
     compiled()
     device, given = torch.device("cuda"), problem("prefill")
     rows = Rows((1, 1, 33, 200), (64, 700, 50, 456))
-    scene = make_fixture(given, rows, device, seed=0)
-    kernel = FACTORY(given, limits_of(scene), device)
-    unknown = replace(scene, step=replace(scene.step, host_query_start=None, host_seq_lens=None))
-    for each in (scene, unknown, scene, unknown):
+    fixture = make_fixture(given, rows, device, seed=0)
+    kernel = FACTORY(given, limits_of(fixture), device)
+    unknown = replace(
+        fixture, step=replace(fixture.step, host_query_start=None, host_seq_lens=None)
+    )
+    for each in (fixture, unknown, fixture, unknown):
         attends(kernel, given, each, rows)
 
 

@@ -86,7 +86,7 @@ def test_long_prompts_match_paged_attention_bitwise(monkeypatch: pytest.MonkeyPa
     assert torch.equal(*found)
 
 
-def test_auto_uses_it_for_prefill_only() -> None:
+def test_auto_uses_fa3_for_prefill_only() -> None:
     with LLM(device="cuda", gpu_memory_utilization=0.3, max_cudagraph_capture_size=2) as llm:
         taken = {dict(op.problem)["phase"]: op.backend for op in llm.kernel_plan.find("attention")}
     assert taken == {"prefill": "fa3", "decode": "triton"}

@@ -53,17 +53,17 @@ def test_split_rows_replay_bitwise_equal(num_heads: int, rows: Rows) -> None:
     problem = AttentionProblem(
         "decode", num_heads, 8, 128, "bfloat16", "bfloat16", 16, 128**-0.5, None
     )
-    scene = make_fixture(problem, rows, device, seed=0)
-    kernel = TritonAttention(problem, limits_of(scene), device)
-    attends(kernel, problem, scene, rows)
+    fixture = make_fixture(problem, rows, device, seed=0)
+    kernel = TritonAttention(problem, limits_of(fixture), device)
+    attends(kernel, problem, fixture, rows)
     outs = [
-        torch.full_like(scene.q, float("nan"), memory_format=torch.contiguous_format)
+        torch.full_like(fixture.q, float("nan"), memory_format=torch.contiguous_format)
         for _ in range(8)
     ]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for out in outs:  # layers, which share the buffers for partial results
-            kernel.forward(scene.q, scene.k_cache, scene.v_cache, out)
+            kernel.forward(fixture.q, fixture.k_cache, fixture.v_cache, out)
     graph.replay()
     first = outs[0].clone()
     for _ in range(50):

@@ -99,5 +99,5 @@ def test_tiny_moe_model_matches_the_reference(tmp_path: Path) -> None:
             firsts[backend] = llm.generate([prompt], params)[0].outputs[0].logprobs or []
     (ours,), (theirs,) = firsts["triton"], firsts["torch"]
     shared = set(ours) & set(theirs)
-    assert len(shared) >= 3, "of the five likeliest tokens"
+    assert len(shared) >= 3, "of the five most probable tokens"
     assert max(abs(ours[token].logprob - theirs[token].logprob) for token in shared) < 0.3

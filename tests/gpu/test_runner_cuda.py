@@ -148,6 +148,28 @@ def test_graph_is_bitwise_equal_to_eager(
         assert np.array_equal(one.logprobs.top_values, other.logprobs.top_values)
 
 
+@pytest.mark.parametrize("params", [[{}], [{}, {"temperature": 0.9, "seed": 5}], PARAMS])
+def test_masked_graph_is_equal_to_eager(
+    graphs: LocalRunner, eager: LocalRunner, params: list[dict[str, Any]]
+) -> None:
+    words = np.random.default_rng(1).integers(-(2**31), 2**31, (2, 32)).astype(np.int32)
+    late = LateInputs(np.array([1, 3], np.int32), 1, words.reshape(-1))
+    outputs: list[list[list[int]]] = []
+    for runner in (graphs, eager):
+        maker = PlanMaker(runner.block_size)
+        names = start(maker, 5, params)
+        for step in range(8):
+            chunks = {} if step else {name: maker.sequences[name].num_prompt for name in names}
+            plan = maker.plan(names if step else [], chunks)
+            runner.forward(plan)
+            runner.sample(plan.step_id, late)
+            maker.take(plan, runner.collect(plan.step_id))
+        outputs.append([maker.sequences[name].output for name in names])
+    assert outputs[0] == outputs[1]
+    for row, word in ((1, words[0]), (3, words[1])):
+        assert all(word[token // 32] >> token % 32 & 1 for token in outputs[0][row])
+
+
 @pytest.mark.parametrize("num_rows", [1, 3, 13, 20])
 def test_padding_rows_change_no_token(
     graphs: LocalRunner, eager: LocalRunner, num_rows: int

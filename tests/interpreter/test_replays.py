@@ -39,7 +39,7 @@ PROMPTS_TOO = (
 @pytest.mark.parametrize(
     ("spec", "phase"),
     [(TRITON_ATTENTION[0], "decode"), (TRITON_ATTENTION[0], "prefill"), (PREFILL, "prefill")],
-    ids=["decodes", "prompts beside decodes", "prompts of blackwell"],
+    ids=["decodes", "mixed steps", "prompts of blackwell"],
 )
 def test_replay_reads_new_rows_from_the_same_buffers(
     spec: KernelSpec, phase: str, window: int | None

@@ -125,7 +125,7 @@ def served(folder: Path, *words: str) -> Iterator[httpx.Client]:
         with httpx.Client(
             base_url=found[1], trust_env=False, timeout=60, transport=transport
         ) as client:
-            while client.get("/health").status_code == 503:
+            while client.get("/ready").status_code == 503:
                 assert process.poll() is None, (folder / "errors").read_text()
             yield client
     finally:
@@ -157,7 +157,7 @@ def test_server_uses_third_party_plugins(
     tmp_path: Path,
 ) -> None:
     with served(tmp_path, *CHAT) as client:
-        assert client.get("/health").json() == {"status": "ok"}
+        assert client.get("/ready").json() == {"status": "ready"}
         answer = chat(client, "what is 23 + 45?")
         assert answer["content"].strip() == "23 + 45 = 68"
         assert "carry" in answer["reasoning_content"]

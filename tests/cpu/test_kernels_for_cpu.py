@@ -1,6 +1,8 @@
-"""The CPU sampler sorts only the top of each row and gives the tokens of the reference."""
+"""The CPU kernels: when they are selected, and sampled tokens equal to those of the reference."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -36,13 +38,14 @@ def test_tokens_equal_those_of_a_full_sort(size: int, spread: float) -> None:
     assert torch.equal(found, reference.sample(problem)(logits, *columns))
 
 
-def test_only_a_cpu_samples_without_a_full_sort() -> None:
+@pytest.mark.parametrize(
+    ("op", "problem"),
+    [("sample", {"vocab_size": 1536}), ("advance_rows", {}), ("map_tokens", {"block_size": 16})],
+)
+def test_cpu_kernel_is_selected_on_a_cpu_only(op: str, problem: dict[str, Any]) -> None:
     kernels = [k for k in installed_kernels(Catalog.discover()) if k.spec.backend == "torch"]
-    problem = {"vocab_size": 1536, "dtype": "float32"}
-    assert (
-        "cpu.sampling" in Selector(kernels, PlatformInfo("cpu")).select("sample", problem).spec.load
-    )
-    assert (
-        "reference"
-        in Selector(kernels, PlatformInfo("cuda", (9, 0))).select("sample", problem).spec.load
-    )
+    problem = {**problem, "dtype": "float32"}
+    on_cpu = Selector(kernels, PlatformInfo("cpu")).select(op, problem)
+    on_gpu = Selector(kernels, PlatformInfo("cuda", (9, 0))).select(op, problem)
+    assert ".cpu." in on_cpu.spec.load
+    assert ".reference." in on_gpu.spec.load
