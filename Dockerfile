@@ -17,9 +17,15 @@ RUN pip install torch==2.13.0 \
  && pip install ./tokenspeed_core ./tokenspeed_kernels ./tokenspeed_models \
     ./plugins/tokenspeed-server ./plugins/tokenspeed-parsers ./plugins/tokenspeed-demo \
     ./plugins/tokenspeed-chat ./plugins/tokenspeed-bench ./plugins/tokenspeed-testing \
-    ./plugins/tokenspeed-plugin-tools ./plugins/tokenspeed-models-mistral
-RUN useradd --create-home tokenspeed
+    ./plugins/tokenspeed-plugin-tools ./plugins/tokenspeed-models-mistral \
+    ./plugins/tokenspeed-grammars-llguidance ./plugins/tokenspeed-otel
+# Downloads of models go to a folder that a volume may replace.
+RUN useradd --create-home --uid 1000 tokenspeed \
+ && install --directory --owner tokenspeed /cache
+ENV HF_HOME=/cache
 USER tokenspeed
+HEALTHCHECK --interval=10s --timeout=5s --start-period=10m \
+    CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health')"]
 
 FROM cpu AS cuda
 USER root
