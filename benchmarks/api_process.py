@@ -28,7 +28,6 @@ from tokenspeed_bench.traffic import Traffic, load
 from tokenspeed_server.lifecycle import WorkerConfig, serve
 from tokenspeed_server.listen import listen, url
 from tokenspeed_server.service import ModelText, Options
-from tokenspeed_server.subprocesses import Program
 from tokenspeed_server.supervisor import Supervised, Supervisor
 
 from tokenspeed_core.engine.messages import (
@@ -43,14 +42,18 @@ from tokenspeed_core.engine.messages import (
 )
 from tokenspeed_core.engine.parent_death import attach_to_parent
 from tokenspeed_core.engine.requests import Defaults
+from tokenspeed_core.engine.subprocesses import Program
 from tokenspeed_core.engine.transport import bind, send, send_outputs
 from tokenspeed_core.text.tokenizer import load_tokenizer
 
 HERE = Path(__file__)
 VOCAB_SIZE = 100_000
+_ENGINE_SETTINGS = ("addresses", "step_seconds", "longest", "token")
 
 
-def hand_out_tokens(addresses: list[str], step_seconds: float) -> None:
+def hand_out_tokens(
+    addresses: list[str], step_seconds: float, longest: int = 65536, token: int | None = None
+) -> None:
     """Run an engine that gives every sequence a token per step, at fixed intervals."""
     poller, sockets = zmq.Poller(), [bind(address) for address in addresses]
     for socket in sockets:
@@ -71,7 +74,7 @@ def hand_out_tokens(addresses: list[str], step_seconds: float) -> None:
                     case WorkerReady():
                         num_silent -= 1
                         for each in [] if num_silent else sockets:
-                            send(each, Ready(65536, 1 << 30, VOCAB_SIZE, "{}"))
+                            send(each, Ready(longest, 1 << 30, VOCAB_SIZE, "{}"))
                     case Drain():
                         return
             if not left:
@@ -83,9 +86,8 @@ def hand_out_tokens(addresses: list[str], step_seconds: float) -> None:
         finish = np.array([2 if count == 0 else 0 for count in left.values()], np.int32)
         left = {sequence_id: count for sequence_id, count in left.items() if count}
         zeros, ones = np.zeros(len(ids), np.int32), np.ones(len(ids), np.int32)
-        send_outputs(
-            sockets, Outputs(ids, ones, (ids % VOCAB_SIZE).astype(np.int32), finish, zeros)
-        )
+        tokens = ids % VOCAB_SIZE if token is None else np.full(len(ids), token)
+        send_outputs(sockets, Outputs(ids, ones, tokens.astype(np.int32), finish, zeros))
         num_steps += 1
         for socket in sockets if num_steps % 100 == 0 or not left else []:
             send(socket, Heartbeat(num_steps, len(left), 0, is_draining=False))
@@ -170,7 +172,7 @@ def main() -> int:
     """Run the engine, a worker or the measurement, as the arguments say."""
     if sys.argv[1:2] == ["--engine"]:
         data, _ = attach_to_parent(sys.argv[2:])
-        hand_out_tokens(data["addresses"], data["step_seconds"])
+        hand_out_tokens(**{name: data[name] for name in _ENGINE_SETTINGS if name in data})
         return 0
     if sys.argv[1:2] == ["--worker"]:
         return be_worker(sys.argv[2], sys.argv[3:])

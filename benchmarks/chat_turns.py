@@ -79,7 +79,8 @@ def main() -> None:
     for turn in range(given.turns + 1):
         messages += [{"role": "user", "content": words(rng, given.turn_chars)}]
         body = json.dumps({"messages": messages}).encode()
-        json_ms, (request, _) = timed(partial(parse_body, body, ChatRequest))
+        json_ms, parsed = timed(partial(parse_body, body, ChatRequest))
+        request = parsed.body
         new, other = load_tokenizer(given.folder), load_tokenizer(given.folder)
         kept_ms, ids = timed(partial(chat_ids, kept, template, request, None, LIMITS))
         new_ms, same = timed(partial(chat_ids, new, template, request, None, LIMITS))

@@ -21,7 +21,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -105,7 +105,7 @@ class Theirs:
 class Ours:
     """TokenSpeed in this process, without hits in its prefix cache: every prompt is new."""
 
-    def __init__(self, checkpoint: str, dtype: str) -> None:
+    def __init__(self, checkpoint: str, dtype: Literal["bfloat16", "float32"]) -> None:
         self.llm = LLM(checkpoint, dtype=dtype, skip_tokenizer_init=True)
 
     def batch(self, wanted: Sequence[Request]) -> None:
@@ -125,7 +125,8 @@ class Ours:
         while waiting or engine.has_work:
             while waiting and begin + waiting[0].arrival <= time.perf_counter():
                 request = waiting.pop(0)
-                refused = engine.submit(self.llm._build_submit(prompt(request), params(request)))
+                encoded = self.llm._encoder.encode(prompt(request))
+                refused = engine.submit(self.llm._build_submit(encoded, params(request)))
                 assert refused is None
             if engine.has_work:
                 num_tokens += sum(len(outputs.token_ids) for outputs in engine.step())

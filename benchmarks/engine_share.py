@@ -1,9 +1,9 @@
-"""What share of a decode step the engine's thread works: plan, launches, copies, `prepare`, apply, packed message.
+"""The share of a decode step in which the engine's thread works: plan, launches, copies, `prepare`, apply, message.
 
     python benchmarks/engine_share.py --shape qwen3-0.6b --rows 1 64 256
 
-The rest of a step the thread waits for the device's tokens, which is what is taken off. Below 1 the device sets the
-pace; what is left of the thread serves arrivals. To stay under: 0.6 at 1 sequence of qwen3-0.6b on an H200.
+During the rest of the step it waits for the device's tokens. If the share is below 1, the device limits the speed, and
+the thread has time left for new requests. Target: below 0.6 with 1 sequence of qwen3-0.6b on an H200.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from host_step import NO_INT, request
-from msgspec.structs import replace
+import numpy as np
 from tokenspeed_bench.shapes import SHAPES, write
 from tokenspeed_testing.explain import backends
+from tokenspeed_testing.requests import request
 
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.engine import Engine
@@ -35,7 +35,7 @@ class Waits:
     """Counts the seconds that fetches wait for the device."""
 
     def __init__(self) -> None:
-        """Stand before what a fetch calls."""
+        """Wrap the function that a fetch returns."""
         self.seconds = 0.0
         self._fetch = transfer._wait
         transfer._wait = self._wait
@@ -50,12 +50,12 @@ class Waits:
 def measure(
     engine: Engine, num_rows: int, context: int, num_steps: int, waits: Waits
 ) -> dict[str, Any]:
-    """Return the mean step of so many decoding sequences and what of it the thread works, in microseconds."""
+    """Return the mean step of decoding sequences, and the part in which the thread works, in microseconds."""
     for i in range(num_rows):
-        endless = replace(
-            request(i + 1, context, num_steps + num_rows + 4 * NUM_WARM), stop_token_ids=NO_INT
-        )
-        refused = engine.submit(endless)
+        # A unique prompt, so that no prefix is shared, and no stop token.
+        prompt = np.full(context, i + 1, np.int32)
+        max_tokens = num_steps + num_rows + 4 * NUM_WARM
+        refused = engine.submit(request(i + 1, prompt, max_tokens=max_tokens))
         assert refused is None, refused
     while engine.scheduler.sequences.num_running < num_rows or len(
         engine.scheduler.columns.prefilling()

@@ -1,7 +1,7 @@
-"""What the host spends on a decode step: plan, launch, apply and the packed message, with a runner that does nothing.
+"""The host's time for a decode step: plan, launch, apply and the packed message, with a runner that does nothing.
 
-Rows cross block boundaries at different steps, as they do when requests arrive at different times. `floor_us` is what
-packing the message takes alone, which no plan can leave out; `target_us` is the budget. Example:
+Rows cross block boundaries at different steps, as they do when requests arrive at different times. `floor_us` is the time
+of packing the message alone, a lower bound for the step; `target_us` is the budget. Example:
 
     python benchmarks/host_step.py
     python benchmarks/host_step.py --rows 256 --profile
@@ -19,11 +19,11 @@ import time
 
 import numpy as np
 from tokenspeed_bench.result import machine
+from tokenspeed_testing.requests import request
 
 from tokenspeed_core.api.cache_groups import FullAttention
 from tokenspeed_core.api.step import LateInputs, StepPlan, StepResult
 from tokenspeed_core.engine.engine import Engine
-from tokenspeed_core.engine.messages import Submit
 from tokenspeed_core.engine.wire import pack
 from tokenspeed_core.kv_cache.manager import KVManager
 from tokenspeed_core.scheduler.limits import SchedulerLimits
@@ -34,7 +34,6 @@ BLOCK_SIZE = 16
 VOCAB_SIZE = 100_000
 SLACK = 1024  # steps that the prompts may take, while the first rows decode
 TARGETS_US = {1: 100, 256: 400}
-NO_INT, NO_FLOAT = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
 
 class IdleRunner:
@@ -45,7 +44,7 @@ class IdleRunner:
         self._results: dict[int, StepResult] = {}
 
     def forward(self, plan: StepPlan) -> None:
-        """Note the result."""
+        """Store the result."""
         num_tokens = plan.wants_logits.astype(np.int32)
         tokens = np.full(int(num_tokens.sum()), 7, np.int32)
         self._results[plan.step_id] = StepResult(plan.step_id, num_tokens, tokens, None)
@@ -61,33 +60,8 @@ class IdleRunner:
         """Do nothing."""
 
 
-def request(request_id: int, num_prompt: int, max_tokens: int) -> Submit:
-    """Return a request with a unique prompt."""
-    prompt = np.full(num_prompt, request_id % VOCAB_SIZE, np.int32)
-    return Submit(
-        request_id=request_id,
-        prompt=prompt,
-        n=1,
-        max_tokens=max_tokens,
-        temperature=0.0,
-        top_k=0,
-        top_p=1.0,
-        min_p=0.0,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        repetition_penalty=1.0,
-        seed=None,
-        logprobs=-1,
-        bias_ids=NO_INT,
-        bias_values=NO_FLOAT,
-        stop_token_ids=np.asarray([2], np.int32),
-        priority=0,
-        cache_salt="",
-    )
-
-
 def decoding(num_rows: int, context: int, num_steps: int) -> Engine:
-    """Return an engine in which so many sequences decode."""
+    """Return an engine in which `num_rows` sequences decode."""
     max_len = context + BLOCK_SIZE + num_steps + SLACK
     kv = KVManager(
         (FullAttention("full", 1, 1, 1),), BLOCK_SIZE, (num_rows + 1) * (max_len // BLOCK_SIZE + 2)
@@ -95,7 +69,10 @@ def decoding(num_rows: int, context: int, num_steps: int) -> Engine:
     limits = SchedulerLimits(num_rows, max_len, 1 << 20, 1 << 20, 1 << 20, VOCAB_SIZE)
     engine = Engine(Scheduler(limits, kv, POLICIES["fcfs"]), IdleRunner())
     for i in range(num_rows):
-        engine.submit(request(i + 1, context + i % BLOCK_SIZE, num_steps + SLACK))
+        # A unique prompt, so that no prefix is shared.
+        prompt = np.full(context + i % BLOCK_SIZE, (i + 1) % VOCAB_SIZE, np.int32)
+        stop = np.asarray([2], np.int32)
+        engine.submit(request(i + 1, prompt, max_tokens=num_steps + SLACK, stop_token_ids=stop))
     while engine.scheduler.sequences.num_running < num_rows or len(
         engine.scheduler.columns.prefilling()
     ):
@@ -115,7 +92,7 @@ def step_times(engine: Engine, num_steps: int) -> list[float]:
 
 
 def floor(engine: Engine, num_steps: int) -> float:
-    """Return the median microseconds of packing the message of a step, so many times."""
+    """Return the median microseconds of packing the message of a step, of `num_steps` times."""
     messages, times = engine.step(), []
     for _ in range(num_steps):
         begin = time.perf_counter()

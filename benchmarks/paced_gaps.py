@@ -13,6 +13,7 @@ import random
 from dataclasses import dataclass, field
 
 import numpy as np
+from tokenspeed_testing.requests import request
 
 from tokenspeed_core.api.cache_groups import FullAttention
 from tokenspeed_core.api.step import LateInputs, StepPlan, StepResult
@@ -63,30 +64,11 @@ class SimulatedRunner:
         """Do nothing."""
 
 
-def request(request_id: int, rng: random.Random) -> Submit:
+def random_request(request_id: int, rng: random.Random) -> Submit:
     """Return a request with random token ids."""
     num_prompt, num_output = (int(length * rng.uniform(0.5, 1.5)) for length in (IN_LEN, OUT_LEN))
-    none, floats = np.zeros(0, np.int32), np.zeros(0, np.float32)
-    return Submit(
-        request_id=request_id,
-        prompt=np.array([rng.randrange(VOCAB_SIZE) for _ in range(num_prompt)], np.int32),
-        n=1,
-        max_tokens=num_output,
-        temperature=0.0,
-        top_k=0,
-        top_p=1.0,
-        min_p=0.0,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        repetition_penalty=1.0,
-        seed=None,
-        logprobs=-1,
-        bias_ids=none,
-        bias_values=floats,
-        stop_token_ids=none,
-        priority=0,
-        cache_salt="",
-    )
+    prompt = [rng.randrange(VOCAB_SIZE) for _ in range(num_prompt)]
+    return request(request_id, prompt, max_tokens=num_output)
 
 
 def simulate(device: SimulatedRunner, num_users: int, num_requests: int) -> str:
@@ -107,7 +89,7 @@ def simulate(device: SimulatedRunner, num_users: int, num_requests: int) -> str:
         ):
             device.now = max(device.now, asked.pop(0))
             born[len(born) + 1] = device.now
-            assert scheduler.submit(request(len(born), rng)) is None
+            assert scheduler.submit(random_request(len(born), rng)) is None
         for outputs in engine.step():
             for name, count, finish in zip(
                 outputs.sequence_ids, outputs.num_tokens, outputs.finish, strict=True

@@ -157,7 +157,7 @@ def main() -> None:
         "--chunk", type=int, nargs="*", default=[], help="also mix in prompts of these lengths"
     )
     parser.add_argument(
-        "--prompts", type=int, nargs="+", default=[1], help="so many of them in each step"
+        "--prompts", type=int, nargs="+", default=[1], help="number of such prompts in each step"
     )
     parser.add_argument("--bandwidth", type=float, default=4.5e12, help="bytes a second")
     parser.add_argument("--block-size", type=int)
