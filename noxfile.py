@@ -33,6 +33,7 @@ GROUPS = ("build", "test", "oracle", "docs", "lint")
 
 # Shells start background jobs with SIGINT ignored; the tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup ignores
 nox.options.default_venv_backend = "none"
 nox.options.sessions = ["setup", "lint", "tests", "interpreter", "wheels"]
 
@@ -46,18 +47,18 @@ class Distribution:
 
     @property
     def tests(self) -> list[str]:
-        """The folder of its own tests, if it has one."""
+        """The folder of the distribution's tests, if it has one."""
         return [f"{self.folder}/tests"] if (ROOT / self.folder / "tests").is_dir() else []
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The table [tool.tokenspeed]: what the sessions need to know beyond packaging."""
+        """The table [tool.tokenspeed]: settings for the sessions."""
         found: dict[str, Any] = self.manifest.get("tool", {}).get("tokenspeed", {})
         return found
 
     @property
     def requirements(self) -> list[str]:
-        """Third-party requirements, those of extras included. Vendors' libraries are large and left out."""
+        """Third-party requirements, including those of extras, without the large libraries of vendors."""
         project = self.manifest["project"]
         extras = project.get("optional-dependencies", {}).values()
         lines = [*project["dependencies"], *(line for extra in extras for line in extra)]
@@ -94,7 +95,7 @@ SUITE = [
 
 @nox.session
 def setup(session: nox.Session) -> None:
-    """Bring .venv up to date; other sessions do this too if needed."""
+    """Update .venv; other sessions do this too if needed."""
     ready(session)
 
 
@@ -125,6 +126,33 @@ def docs(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Tests of the core, on the CPU, and of the plugins."""
     pytest(session, ready(session), *SUITE)
+
+
+@nox.session
+def clients(session: nox.Session) -> None:
+    """Client libraries against a server with the demo, in an environment of their own."""
+    ready(session)
+    home = NOX / "clients"
+    if not home.is_dir():
+        run(session, sys.executable, "-m", "venv", "--without-pip", str(home))
+    python = str(home / "bin" / "python")
+    pip(session, "--python", python, "install", "-r", "tests/clients/requirements.txt")
+    with session.chdir("tests/clients"):
+        run(session, python, "-m", "pytest", "-q", "-c", "pytest.ini", *session.posargs)
+
+
+@nox.session
+def pages(session: nox.Session) -> None:
+    """The server's pages in headless Chromium, which has to be on the PATH."""
+    python = ready(session)
+    pip(session, "install", "playwright")
+    pytest(session, python, "tests/cpu/test_pages.py", num_workers=1)
+
+
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """Requests that schemathesis generates from the server's OpenAPI description; no 5xx is allowed."""
+    run(session, ready(session), "tools/fuzz.py", *session.posargs)
 
 
 @nox.session
@@ -170,7 +198,7 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session
 def vendors(session: nox.Session) -> None:
-    """Download the vendors' libraries, renew what is kept of their signatures, and check our calls. Needs no GPU."""
+    """Download the vendors' libraries, renew the recorded signatures, and check our calls. Needs no GPU."""
     python = ready(session)
     for plugin in PLUGINS:
         for each in plugin.vendors:
@@ -228,7 +256,7 @@ def wheel(distribution: Distribution) -> str:
 
 
 def core_alone(session: nox.Session) -> str:
-    """Install the core's wheel with what it declares and nothing else; it runs without a tensor library."""
+    """Install the core's wheel with only its declared dependencies, and run it without a tensor library."""
     home = NOX / "core-alone"
     shutil.rmtree(home, ignore_errors=True)
     run(session, sys.executable, "-m", "venv", "--without-pip", str(home))
