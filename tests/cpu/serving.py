@@ -135,6 +135,14 @@ def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None
         time.sleep(0.05)
 
 
+def has_ended(process: psutil.Process) -> bool:
+    """Say whether a process has ended; its parent may not have asked for the exit status yet."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 class Background:
     """Calls a function in a thread."""
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from serving import has_ended, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -214,7 +215,7 @@ def test_interrupt_keeps_results_and_stops_the_server(
     assert result["is_interrupted"]
     assert 0 < result["runs"][-1]["figures"]["answered"] < 5000
     assert result["runs"][-1]["is_part"]
-    assert [each for each in started if each.is_running()] == []
+    wait_until(lambda: all(map(has_ended, started)), 10, "the end of all processes")
 
 
 def listens(process: psutil.Process) -> bool:

@@ -25,6 +25,7 @@ from serving import (
     Background,
     Served,
     environment,
+    has_ended,
     run_command,
     served,
     wait_for_work,
@@ -377,7 +378,7 @@ def test_key_is_required_and_sigterm_drains(tmp_path: Path) -> None:
         assert server.process.wait(60) == 0
         assert len([first, *rest.result()]) >= 800
         assert rest.result()[-1].choices[0].finish_reason == "length"
-        assert not engine.is_running()
+        wait_until(lambda: has_ended(engine), 10, "the engine's end")
         assert not server.sockets()
 
 
@@ -446,11 +447,7 @@ def test_stopped_engine_is_unhealthy_and_ends_with_the_server(
             wait_until(lambda: http.get("/health").status_code == 503, 20, "unhealthy")
         server.process.kill()
         server.process.wait()
-        wait_until(
-            lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE,
-            30,
-            "the engine's end",
-        )
+        wait_until(lambda: has_ended(engine), 30, "the engine's end")
         assert isinstance(waiting.result(), openai.APIConnectionError)
         assert not server.sockets()
 
