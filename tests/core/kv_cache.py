@@ -8,7 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tokenspeed_core.api.cache_groups import CacheGroupSpec, FullAttention, SlidingWindow
+from tokenspeed_core.api.cache_groups import (
+    CacheGroupSpec,
+    CachePart,
+    FullAttention,
+    SlidingWindow,
+)
 from tokenspeed_core.api.step import I32
 from tokenspeed_core.kv_cache.hashing import HashChain
 from tokenspeed_core.kv_cache.lease import BlockLease
@@ -28,8 +33,9 @@ class Chunked:
     chunk: int
     num_layers: int = 1
 
-    def block_bytes(self, block_size: int, dtype_bytes: int) -> int:
-        return 3 * block_size * dtype_bytes
+    @property
+    def parts(self) -> tuple[CachePart, ...]:
+        return (CachePart("latent", (3,)),)
 
     def first_needed(self, length: int) -> int:
         return length // self.chunk * self.chunk

@@ -12,7 +12,7 @@ import torch
 from tokenspeed_testing.plans import PlanMaker
 from torch import Tensor
 
-from tokenspeed_core.api import AttentionStep
+from tokenspeed_core.api import AttentionStep, FullAttention
 from tokenspeed_core.checkpoint.kv_scales import read_kv_scales
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.factory import discover, resolve
@@ -67,14 +67,14 @@ class RecordingKernel:
 
 def test_layer_scales_apply_to_keys_and_values() -> None:
     kernel, written = RecordingKernel(), []
-    group = AttentionGroup()
+    group = AttentionGroup(FullAttention("full", 1, 1, 4))
     group.batches = [("prefill", Mock(AttentionStep), None)]
     layer = AttentionLayer(group, 0, 0, 1, 1, 4, 0.5, None, None, kv_scale=4.0)
     layer.kernels = {"prefill": kernel}
     layer.write_kv = make_write_kv(
         None, lambda k, v, *cache: written.extend((k, v)), layer.kv_scale
     )
-    layer.k_cache = layer.v_cache = torch.full((2, 1, 4), 3.0)
+    layer.caches = (torch.full((2, 1, 4), 3.0),) * 2
     q, k, v = torch.randn(3, 2, 1, 4)
     given = q.clone(), k.clone(), v.clone()
     out = layer(q, k, v)

@@ -15,8 +15,10 @@ from tokenspeed_core.api.attention import (
 )
 from tokenspeed_core.api.cache_groups import (
     CacheGroupSpec,
+    CachePart,
     FullAttention,
     SlidingWindow,
+    keys_and_values,
 )
 from tokenspeed_core.api.grammars import (
     MAX_WHITESPACE,
@@ -86,6 +88,7 @@ __all__ = [
     "AxisLimit",
     "BuildContext",
     "CacheGroupSpec",
+    "CachePart",
     "CallFunction",
     "CallGrammar",
     "CallTemplate",
@@ -135,5 +138,6 @@ __all__ = [
     "Vocabulary",
     "WeightReader",
     "hookimpl",
+    "keys_and_values",
     "num_mask_threads",
 ]

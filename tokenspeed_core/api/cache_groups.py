@@ -1,16 +1,32 @@
 """Cache groups: which part of a sequence's past the layers of a model still read.
 
-A group answers questions about lengths and allocates nothing. All lengths are in tokens.
+A group describes its layers and answers questions about lengths. It allocates nothing. All lengths are in tokens.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Protocol
 
 
+@dataclass(frozen=True, slots=True)
+class CachePart:
+    """A tensor that every layer of a group keeps, with values of shape `shape` for each token: [K, D] for keys.
+
+    All parts have the dtype of the KV cache.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+
+
 class CacheGroupSpec(Protocol):
-    """A set of layers that keep keys and values of the same tokens."""
+    """A set of layers that keep the same tensors for the same tokens.
+
+    One block is `[num_layers, parts]`, and each part of it `[block_size, *shape]`. Kernels see a part of a layer as
+    `[B, block_size, *shape]`, strided on B.
+    """
 
     @property
     def name(self) -> str:
@@ -20,25 +36,38 @@ class CacheGroupSpec(Protocol):
     def num_layers(self) -> int:
         """Number of layers in the group."""
 
-    def block_bytes(self, block_size: int, dtype_bytes: int) -> int:
-        """Return the bytes of one block: `block_size` tokens of all layers."""
+    @property
+    def parts(self) -> tuple[CachePart, ...]:
+        """The tensors that each layer keeps, in the order in which its kernels take them."""
 
     def first_needed(self, length: int) -> int:
         """Return the first token that a query at position `length` still reads."""
 
 
+def values_per_token(group: CacheGroupSpec) -> int:
+    """Return the number of values that all layers of a group keep for each token."""
+    return group.num_layers * sum(prod(part.shape) for part in group.parts)
+
+
+def keys_and_values(num_kv_heads: int, head_size: int) -> tuple[CachePart, ...]:
+    """Return the parts `k` and `v`, which ordinary attention layers keep."""
+    shape = (num_kv_heads, head_size)
+    return CachePart("k", shape), CachePart("v", shape)
+
+
 @dataclass(frozen=True, slots=True)
 class FullAttention:
-    """Keys and values of every token. One block is `[num_layers, 2, block_size, K, D]`."""
+    """Keys and values of every token."""
 
     name: str
     num_layers: int
     num_kv_heads: int
     head_size: int
 
-    def block_bytes(self, block_size: int, dtype_bytes: int) -> int:
-        """Return the bytes of one block over all layers."""
-        return self.num_layers * 2 * block_size * self.num_kv_heads * self.head_size * dtype_bytes
+    @property
+    def parts(self) -> tuple[CachePart, ...]:
+        """Keys and values."""
+        return keys_and_values(self.num_kv_heads, self.head_size)
 
     def first_needed(self, length: int) -> int:
         """Return 0: a query reads all tokens before it."""
@@ -55,9 +84,10 @@ class SlidingWindow:
     head_size: int
     window: int
 
-    def block_bytes(self, block_size: int, dtype_bytes: int) -> int:
-        """Return the bytes of one block over all layers."""
-        return self.num_layers * 2 * block_size * self.num_kv_heads * self.head_size * dtype_bytes
+    @property
+    def parts(self) -> tuple[CachePart, ...]:
+        """Keys and values."""
+        return keys_and_values(self.num_kv_heads, self.head_size)
 
     def first_needed(self, length: int) -> int:
         """Return the first token in the window of a query at position `length`."""

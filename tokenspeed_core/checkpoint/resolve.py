@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatch
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ def resolve_checkpoint(
         )
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
+    check_cache_groups(info)
     generation = path / "generation_config.json"
     return ResolvedCheckpoint(
         name,
@@ -77,6 +79,26 @@ def resolve_checkpoint(
         info,
         files,
     )
+
+
+def check_cache_groups(info: ModelInfo) -> None:
+    """Raise CheckpointError unless each cache group has a name of its own and keeps values for each token."""
+    if not info.cache_groups:
+        raise CheckpointError(
+            f"{info.architecture}: `describe` declares no cache group. Declare at least one, such as FullAttention."
+        )
+    names: set[str] = set()
+    for group in info.cache_groups:
+        what = f"{info.architecture}: cache group {group.name!r}"
+        if group.name in names:
+            raise CheckpointError(f"{what} is declared twice. Give each group a name of its own.")
+        names.add(group.name)
+        parts = getattr(group, "parts", ())  # a plugin's class may be of another kind
+        if group.num_layers < 1 or not parts or min(prod(part.shape) for part in parts) < 1:
+            raise CheckpointError(
+                f"{what} ({type(group).__name__}) keeps no values for each token. Declare `num_layers` and `parts`; "
+                "recurrent state of a fixed size per sequence is not supported."
+            )
 
 
 def locate(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from math import prod
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from tokenspeed_core.api.attention import AttentionKernel, AttentionProblem, AttentionStep
+from tokenspeed_core.api.cache_groups import CacheGroupSpec, values_per_token
 from tokenspeed_core.api.kernels import KernelSpec
 from tokenspeed_core.api.models import Rotation
 from tokenspeed_core.kernels.select import Choice
@@ -22,8 +24,9 @@ Batch = tuple[str, AttentionStep, slice | None]
 class AttentionGroup:
     """The layers of one cache group. `begin` is called once per step, before the model's forward."""
 
-    def __init__(self) -> None:
+    def __init__(self, spec: CacheGroupSpec) -> None:
         """Start without layers."""
+        self.spec = spec
         self.kernels: dict[tuple[KernelSpec, AttentionProblem], AttentionKernel] = {}
         # Whether decodes and prefills of a mixed step run separately: on a device, if their backends differ.
         self.is_split = False
@@ -71,12 +74,11 @@ class AttentionLayer:
     kernels: dict[str, AttentionKernel] = field(default_factory=dict)  # by phase
     # (q, k, v, k_cache, v_cache, slots, *rotation)
     write_kv: Callable[..., None] = field(init=False)
-    k_cache: Tensor = field(init=False)
-    v_cache: Tensor = field(init=False)
+    caches: tuple[Tensor, ...] = ()  # keys and values
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *rotation: Any) -> Tensor:
         """Rotate q and k, write k, v [T, K, D] into the cache, then attend; q and the result are [T, H, D]."""
-        self.write_kv(q, k, v, self.k_cache, self.v_cache, self.group.kv_slots, *rotation)
+        self.write_kv(q, k, v, *self.caches, self.group.kv_slots, *rotation)
         out = q.new_empty(q.shape)
         first, *others = self.group.batches
         side = self.group.side if others else None
@@ -95,7 +97,8 @@ class AttentionLayer:
         phase, _, tokens = batch
         if tokens is not None:
             q, out = q[tokens], out[tokens]
-        self.kernels[phase].forward(q, self.k_cache, self.v_cache, out)
+        k_cache, v_cache = self.caches
+        self.kernels[phase].forward(q, k_cache, v_cache, out)
 
 
 def make_write_kv(
@@ -122,16 +125,31 @@ def make_write_kv(
     return write_separately
 
 
-def bind_arena(
-    layers: Sequence[AttentionLayer], arena: Tensor, block_size: int, dtype: torch.dtype
-) -> None:
-    """Give each layer its views of an arena, uint8 [blocks, block_bytes].
+class CachedLayer(Protocol):
+    """A layer that keeps the parts of its cache group."""
 
-    The first bytes of a block are `[layers, 2, block_size, K, D]`.
-    """
+    @property
+    def group(self) -> AttentionGroup:
+        """The layer's group."""
+
+    @property
+    def index(self) -> int:
+        """The layer's index in its group."""
+
+    caches: tuple[Tensor, ...]
+
+
+def bind_arena(
+    layers: Sequence[CachedLayer], arena: Tensor, block_size: int, dtype: torch.dtype
+) -> None:
+    """Give each layer its parts of an arena, uint8 [blocks, block_bytes], as `[B, block_size, *shape]`."""
+    values = arena.view(dtype)
     for layer in layers:
-        size = block_size * layer.num_kv_heads * layer.head_size
-        start = 2 * layer.index * size
-        block = arena.view(dtype)[:, start : start + 2 * size]
-        caches = block.view(-1, 2, block_size, layer.num_kv_heads, layer.head_size)
-        layer.k_cache, layer.v_cache = caches[:, 0], caches[:, 1]
+        spec = layer.group.spec
+        start = layer.index * block_size * values_per_token(spec) // spec.num_layers
+        caches = []
+        for part in spec.parts:
+            end = start + block_size * prod(part.shape)
+            caches.append(values[:, start:end].view(len(values), block_size, *part.shape))
+            start = end
+        layer.caches = tuple(caches)

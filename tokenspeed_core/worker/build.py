@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tokenspeed_core.api.attention import AttentionLimits, AttentionProblem
-from tokenspeed_core.api.cache_groups import CacheGroupSpec
+from tokenspeed_core.api.cache_groups import CacheGroupSpec, CachePart, keys_and_values
 from tokenspeed_core.api.kernels import PHASES, KernelSpec
 from tokenspeed_core.api.models import Rotation
 from tokenspeed_core.api.ops import Problem
@@ -41,7 +41,7 @@ class ModelBuild:
         info = resolved.checkpoint.info
         self._architecture = info.architecture
         self._group_specs = {group.name: group for group in info.cache_groups}
-        self.groups = {name: AttentionGroup() for name in self._group_specs}
+        self.groups = {name: AttentionGroup(spec) for name, spec in self._group_specs.items()}
         self._kv_scales = resolved.kv_scales
         self._layer: int | None = None
         self._kernels: dict[tuple[KernelSpec, tuple[tuple[str, Any], ...]], Callable[..., Any]] = {}
@@ -108,7 +108,7 @@ class ModelBuild:
                 f"{', '.join(self.groups) or 'none'}"
             )
         index = sum(each.group is self.groups[group] for each in self.layers)
-        self._check_layer(layer, group, index, num_kv_heads, head_size, window)
+        self._check_layer(layer, group, index, keys_and_values(num_kv_heads, head_size), window)
         call = AttentionLayer(
             self.groups[group],
             index,
@@ -129,28 +129,18 @@ class ModelBuild:
         layer: int,
         group: str,
         index: int,
-        num_kv_heads: int,
-        head_size: int,
+        parts: tuple[CachePart, ...],
         window: int | None,
     ) -> None:
         """Raise CheckpointError unless a layer's attention matches its cache group."""
         spec = self._group_specs[group]
         if index >= spec.num_layers:
             raise self._mismatch(layer, group, f"{index + 1} or more layers", spec.num_layers)
-        for name, wanted in (("num_kv_heads", num_kv_heads), ("head_size", head_size)):
-            kept = getattr(spec, name, wanted)  # a plugin's own spec may not have these fields
-            if wanted != kept:
-                raise self._mismatch(layer, group, f"{name} {wanted}", kept)
+        if parts != spec.parts:
+            raise self._mismatch(layer, group, _describe_parts(parts), _describe_parts(spec.parts))
         kept_window = _kept_window(spec)
         if kept_window is not None and (window is None or window > kept_window):
             raise self._mismatch(layer, group, f"window {window}", f"{kept_window} tokens")
-        itemsize = self.kv_dtype.itemsize
-        num_bytes = 2 * spec.num_layers * num_kv_heads * head_size * itemsize
-        kept_bytes = spec.block_bytes(1, itemsize)
-        if num_bytes > kept_bytes:
-            name = str(self.kv_dtype).removeprefix("torch.")
-            what = f"{num_bytes} bytes per token in {name}"
-            raise self._mismatch(layer, group, what, kept_bytes)
 
     def _mismatch(self, layer: int, group: str, wanted: str, kept: object) -> CheckpointError:
         return CheckpointError(
@@ -280,6 +270,10 @@ def _kept_window(spec: CacheGroupSpec) -> int | None:
     position = 1 << 40
     first = spec.first_needed(position)
     return position - first + 1 if first else None
+
+
+def _describe_parts(parts: tuple[CachePart, ...]) -> str:
+    return ", ".join(f"{part.name} {list(part.shape)}" for part in parts)
 
 
 def _unplaced(*arguments: Any, **keywords: Any) -> Any:

@@ -207,7 +207,7 @@ class LocalRunner:
     def _free_arena(self) -> None:
         self._arena = torch.zeros(0, dtype=torch.uint8)
         for layer in self._assembly.build.layers:
-            layer.k_cache = layer.v_cache = self._arena
+            layer.caches = ()
 
     def _failed(self, step_id: int, what: str, error: BaseException) -> StepFailed:
         kernel = attribute_error(error, self._assembly.build.bound_kernels())

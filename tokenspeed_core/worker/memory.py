@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tokenspeed_core.api.cache_groups import CacheGroupSpec
+from tokenspeed_core.api.cache_groups import CacheGroupSpec, values_per_token
 from tokenspeed_core.errors import CapacityError
 
 _BLOCK_ALIGNMENT = 256
@@ -27,7 +27,7 @@ class PoolLimits:
         cls, groups: Sequence[CacheGroupSpec], block_size: int, dtype_bytes: int, max_model_len: int
     ) -> PoolLimits:
         """Return the limits of a pool: each block is as large as the largest group needs."""
-        largest = max(group.block_bytes(block_size, dtype_bytes) for group in groups)
+        largest = block_size * dtype_bytes * max(map(values_per_token, groups))
         blocks = -(-max_model_len // block_size)
         return cls(
             block_bytes=-(-largest // _BLOCK_ALIGNMENT) * _BLOCK_ALIGNMENT,
