@@ -298,10 +298,18 @@ def _experts(device: torch.device, num: int) -> Iterator[Case]:
 
     problem = {"num_experts": E, "top_k": TOP_K, "hidden_size": MOE_N, "intermediate_size": MOE_I}
     logits = rand(num, E)
-    routing = {"num_experts": E, "top_k": TOP_K}
-    yield _case(
-        "moe_route", f"{num} x {E}", routing, [logits, TOP_K, True], num * (E * BF16 + TOP_K * 8)
-    )
+    routing = {
+        "num_experts": E,
+        "top_k": TOP_K,
+        "score": "softmax",
+        "renormalize": True,
+        "scale": 1.0,
+        "num_groups": 1,
+        "top_groups": 1,
+        "group_score": "max",
+        "has_bias": False,
+    }
+    yield _case("moe_route", f"{num} x {E}", routing, [logits, None], num * (E * BF16 + TOP_K * 8))
     ids = torch.rand((num, E), device=device).argsort(dim=1)[:, :TOP_K].to(torch.int32)
     weights = torch.full((num, TOP_K), 1 / TOP_K, device=device)
     arguments = [rand(num, MOE_N), rand(E, 2 * MOE_I, MOE_N), rand(E, MOE_N, MOE_I), weights, ids]

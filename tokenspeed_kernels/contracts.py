@@ -254,6 +254,32 @@ CORE_REFERENCES = tuple(
 )
 
 _MOE = {"num_experts": "experts E", "top_k": "experts per token, k"}
+_ROUTING = {
+    **_MOE,
+    "score": "softmax or sigmoid of the logits, or top_k_softmax: the logits, with a softmax over the chosen k",
+    "renormalize": "whether the weights of a token are divided by their sum",
+    "scale": "factor of the weights",
+    "num_groups": "groups of consecutive experts, all of one size",
+    "top_groups": "groups that a token chooses its experts from",
+    "group_score": "what groups are ranked by: max, or top_2_sum, the sum of the two largest",
+    "has_bias": "whether a bias is added to the scores for the choice",
+}
+_SOFTMAX = {
+    "score": "softmax",
+    "renormalize": False,
+    "scale": 1.0,
+    "num_groups": 1,
+    "top_groups": 1,
+    "group_score": "max",
+    "has_bias": False,
+}
+_SIGMOID = {
+    **_SOFTMAX,
+    "score": "sigmoid",
+    "renormalize": True,
+    "scale": 2.5,
+    "has_bias": True,
+}
 _EXPERTS = {
     **_MOE,
     "hidden_size": "hidden size N",
@@ -263,14 +289,29 @@ MOE = (
     OpContract(
         "moe_route",
         "moe",
-        "(logits [T, E], top_k, renormalize: bool) -> (weights float32 [T, k], ids int32 [T, k]): softmax "
-        "over all experts in float32, then top-k in descending order, the lower id first among equals",
-        _MOE,
+        "(logits [T, E], bias float32 [E], or None without has_bias) -> (weights float32 [T, k], ids int32 [T, k]), computed in float32: "
+        "the k experts with the largest score + bias in the top_groups best groups, in descending order, the lower id "
+        "first among equals; groups are ranked in the same way; weights are the scores of the chosen, without bias",
+        _ROUTING,
         f"{_REFERENCE}.moe:moe_route",
         f"{_INPUTS}:moe_route",
         _ROUNDING,
         rows=("logits",),
-        cases=({"num_experts": 12, "top_k": 3}, {"num_experts": 128, "top_k": 8}),
+        cases=(
+            {"num_experts": 12, "top_k": 3, **_SOFTMAX},
+            {"num_experts": 128, "top_k": 8, **_SOFTMAX, "renormalize": True},
+            {"num_experts": 32, "top_k": 4, **_SOFTMAX, "score": "top_k_softmax"},
+            {"num_experts": 160, "top_k": 6, **_SOFTMAX, "num_groups": 8, "top_groups": 3},
+            {"num_experts": 24, "top_k": 5, **_SIGMOID},
+            {
+                "num_experts": 256,
+                "top_k": 8,
+                **_SIGMOID,
+                "num_groups": 8,
+                "top_groups": 4,
+                "group_score": "top_2_sum",
+            },
+        ),
     ),
     OpContract(
         "moe_experts",

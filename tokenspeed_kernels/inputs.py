@@ -256,9 +256,12 @@ def fused_block(
 def moe_route(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """Make logits [T, E]."""
-    logits = random_rows(num, problem["num_experts"], problem, at, seed, strided)
-    return {"logits": logits, "top_k": problem["top_k"], "renormalize": num % 2 == 0}
+    """Make logits [T, E] with ties in every third row, and a bias [E] if the problem has one."""
+    experts = problem["num_experts"]
+    logits = random_rows(num, experts, problem, at, seed, strided)
+    logits[::3] = logits[::3].mul_(2).round_() / 2
+    bias = torch.randn(experts, generator=seed).to(at) if problem["has_bias"] else None
+    return {"logits": logits, "bias": bias}
 
 
 def moe_experts(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tokenspeed_models.moe_config import MoeConfig
 from tokenspeed_models.quantization_config import read_quantization
 from tokenspeed_models.rope_config import RopeConfig, read_rope
 
@@ -84,17 +85,6 @@ class ConfigReader:
         if default is None:
             raise ValueError(f"config.json: {key} is missing, expected {kind}")
         return default
-
-
-@dataclass(frozen=True, slots=True)
-class MoeConfig:
-    """The mixture of experts of a decoder; `layers` are the layers that have one."""
-
-    num_experts: int
-    num_experts_per_token: int
-    intermediate_size: int
-    renormalize: bool
-    layers: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ from tokenspeed_core.api import CacheGroupSpec, FullAttention, ModelInfo, Slidin
 from tokenspeed_models.config import (
     ConfigReader,
     DecoderConfig,
-    MoeConfig,
     read_decoder,
     read_windows,
 )
+from tokenspeed_models.moe_config import MoeConfig, RoutingConfig
 
 Json = Mapping[str, Any]
 
@@ -73,18 +73,14 @@ def _read_moe(keys: ConfigReader, num_layers: int) -> MoeConfig:
     num_experts = keys.integer(
         "num_local_experts" if "num_local_experts" in keys else "num_experts"
     )
-    per_token, every = keys.integer("num_experts_per_tok"), keys.integer("decoder_sparse_step", 1)
-    if per_token > num_experts:
-        raise ValueError(
-            f"config.json: num_experts_per_tok is {per_token}, expected at most {num_experts} (the "
-            "number of experts)"
-        )
-    dense = keys.integers("mlp_only_layers")
+    every, dense = keys.integer("decoder_sparse_step", 1), keys.integers("mlp_only_layers")
     return MoeConfig(
-        num_experts=num_experts,
-        num_experts_per_token=per_token,
+        RoutingConfig(
+            num_experts,
+            keys.integer("num_experts_per_tok"),
+            renormalize=keys.boolean("norm_topk_prob", False),
+        ),
         intermediate_size=keys.integer("moe_intermediate_size"),
-        renormalize=keys.boolean("norm_topk_prob", False),
         layers=frozenset(
             layer for layer in range(num_layers) if layer not in dense and (layer + 1) % every == 0
         ),
@@ -171,6 +167,17 @@ def count_parameters(decoder: DecoderConfig) -> int:
     total += decoder.vocab_size * hidden * (1 if decoder.tie_embeddings else 2)
     if decoder.moe is None:
         return total + decoder.num_layers * dense
-    experts = decoder.moe.num_experts * hidden * (1 + 3 * decoder.moe.intermediate_size)
     num_sparse = len(decoder.moe.layers)
-    return total + num_sparse * experts + (decoder.num_layers - num_sparse) * dense
+    return (
+        total
+        + num_sparse * _count_experts(decoder.moe, hidden)
+        + (decoder.num_layers - num_sparse) * dense
+    )
+
+
+def _count_experts(moe: MoeConfig, hidden: int) -> int:
+    """Return the parameters of one layer's router and experts."""
+    num_experts = moe.routing.num_experts
+    router = num_experts * (hidden + (1 if moe.has_router_bias else 0))
+    shared = 3 * hidden * moe.shared_size + (hidden if moe.is_shared_gated else 0)
+    return router + 3 * hidden * num_experts * moe.intermediate_size + shared

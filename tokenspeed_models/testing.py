@@ -6,6 +6,7 @@ For tests of families. The ops here share no code with any kernel, and check the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class DenseBuild:
             raise ValueError(
                 f"op {op!r} got the axes {sorted(problem)}, expected {sorted((*axes, 'dtype'))}"
             )
-        return function
+        return partial(function, problem) if op == "moe_route" else function
 
     def fused(self, op: str, **problem: Any) -> Callable[..., Any] | None:
         """Return None: models use the separate ops instead."""
@@ -193,9 +194,42 @@ def _add_norm_linear_silu_mul(
     return _silu_mul(halves), total
 
 
-def _route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    weights, ids = logits.float().softmax(dim=-1).topk(top_k, dim=-1)
-    return weights / weights.sum(-1, keepdim=True) if renormalize else weights, ids.int()
+def _route(
+    routing: Mapping[str, Any], logits: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Route one token after the other."""
+    rows = [_route_token(routing, row, bias) for row in logits.double()]
+    weights = logits.new_tensor([row[0] for row in rows], dtype=torch.float32)
+    ids = logits.new_tensor([row[1] for row in rows], dtype=torch.int32)
+    shape = logits.shape[0], routing["top_k"]
+    return weights.view(shape), ids.view(shape)
+
+
+def _route_token(
+    routing: Mapping[str, Any], logits: Tensor, bias: Tensor | None
+) -> tuple[list[float], list[int]]:
+    score, top_k, num_groups = routing["score"], routing["top_k"], routing["num_groups"]
+    scores = {
+        "softmax": logits.softmax(0),
+        "sigmoid": logits.sigmoid(),
+        "top_k_softmax": logits,
+    }[score].tolist()
+    biases = [0.0] * len(scores) if bias is None else bias.tolist()
+    ranking = [value + extra for value, extra in zip(scores, biases, strict=True)]
+    size = len(scores) // num_groups
+    num_best = 1 if routing["group_score"] == "max" else 2
+    of_group = [
+        sum(sorted(ranking[first : first + size])[-num_best:])
+        for first in range(0, len(scores), size)
+    ]
+    groups = sorted(range(num_groups), key=lambda group: -of_group[group])[: routing["top_groups"]]
+    allowed = [expert for expert in range(len(scores)) if expert // size in groups]
+    ids = sorted(allowed, key=lambda expert: -ranking[expert])[:top_k]
+    weights = [scores[expert] for expert in ids]
+    if score == "top_k_softmax":
+        weights = torch.tensor(weights).softmax(0).tolist()
+    divisor = sum(weights) if routing["renormalize"] else 1.0
+    return [weight / divisor * routing["scale"] for weight in weights], ids
 
 
 def _experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
@@ -218,6 +252,19 @@ _OPS: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "linear": (functional.linear, ("in_size", "out_size")),
     "add_rms_norm_linear": (_add_norm_linear, ("in_size", "out_size")),
     "add_rms_norm_linear_silu_mul": (_add_norm_linear_silu_mul, ("in_size", "out_size")),
-    "moe_route": (_route, ("num_experts", "top_k")),
+    "moe_route": (
+        _route,
+        (
+            "num_experts",
+            "top_k",
+            "score",
+            "renormalize",
+            "scale",
+            "num_groups",
+            "top_groups",
+            "group_score",
+            "has_bias",
+        ),
+    ),
     "moe_experts": (_experts, ("num_experts", "top_k", "hidden_size", "intermediate_size")),
 }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -165,13 +165,21 @@ class _Scales:
 class WeightMap:
     """All slots of a model by checkpoint name.
 
-    Tensors in `ignored` may occur in a checkpoint and are not read. Raises ValueError if two slots have one name.
+    Tensors in `ignored` may occur in a checkpoint and are not read; a name that ends in a dot stands for all names
+    below it. `renames` maps parts of the slots' names to those that published checkpoints have instead. Both forms
+    load. Raises ValueError if two slots have one name.
     """
 
-    def __init__(self, slots: Iterable[WeightSlot], ignored: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        slots: Iterable[WeightSlot],
+        ignored: Iterable[str] = (),
+        renames: Mapping[str, str] | None = None,
+    ) -> None:
         self._slots: dict[str, WeightSlot] = {}
         self._ignored = (*_IGNORED, *ignored)
-        for slot in slots:
+        self._renames = renames or {}
+        for slot in map(self._renamed, slots) if renames else slots:
             if slot.name in self._slots:
                 raise ValueError(f"the weight map has two slots for {slot.name}")
             self._slots[slot.name] = slot
@@ -186,7 +194,28 @@ class WeightMap:
         return (slot for slot in self._slots.values() if not slot.replaces)
 
     def _is_ignored(self, name: str) -> bool:
-        return any(name == known or name.endswith(f".{known}") for known in self._ignored)
+        return any(
+            name.startswith(known) if known.endswith(".") else f".{name}".endswith(f".{known}")
+            for known in self._ignored
+        )
+
+    def _published(self, name: str) -> str:
+        """Return the name that published checkpoints have for a slot or a scale."""
+        for part, published in self._renames.items():
+            name = name.replace(part, published)
+        return name
+
+    def _renamed(self, slot: WeightSlot) -> WeightSlot:
+        quantization = slot.quantization
+        if quantization is not None:
+            scale_name = self._published(quantization.scale_name)
+            quantization = replace(quantization, scale_name=scale_name)
+        return replace(
+            slot,
+            name=self._published(slot.name),
+            replaces=tuple(map(self._published, slot.replaces)),
+            quantization=quantization,
+        )
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -197,7 +226,8 @@ class WeightMap:
         """
         pending = {slot.name: None for slot in self}
         errors, seen, scales = _LoadErrors(), set(), _Scales(self._quantizations)
-        for name, tensor in weights:
+        for given, tensor in weights:
+            name = self._published(given)
             slot = self._slots.get(name)
             if slot is None:
                 if name in scales:

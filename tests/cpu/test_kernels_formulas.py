@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 import torch
 from transformers import Qwen3MoeConfig
@@ -10,6 +12,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from tokenspeed_kernels.reference import activation, cache, moe, norm, rope
+from tokenspeed_models.moe_config import RoutingConfig
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -160,7 +163,8 @@ def test_moe_matches_transformers() -> None:
             "intermediate_size": 16,
             "dtype": "float32",
         }
-        weights, ids = moe.moe_route(problem)(logits, 3, True)
+        routing = asdict(RoutingConfig(6, 3, renormalize=True))
+        weights, ids = moe.moe_route({**routing, "dtype": "float32"})(logits, None)
         gate_up, down = block.experts.gate_up_proj, block.experts.down_proj
         found = moe.moe_experts(problem)(x[0], gate_up, down, weights, ids)
     torch.testing.assert_close(found, expected.view(9, 32), rtol=1e-5, atol=1e-5)

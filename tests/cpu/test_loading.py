@@ -21,6 +21,7 @@ from tokenspeed_models.loading.dummy import read_dummy
 from tokenspeed_models.loading.pt import read_pt
 from tokenspeed_models.loading.safetensors import read_safetensors
 from tokenspeed_models.testing import DenseBuild, sequence_logits
+from tokenspeed_models.weights import WeightMap, WeightSlot
 
 LLAMA: dict[str, Any] = {
     "vocab_size": 31,
@@ -124,6 +125,24 @@ def test_rotary_tables_and_tied_heads_are_ignored() -> None:
     assert "unexpected: other_inv_freq" in load_error(
         model, {**weights, "other_inv_freq": torch.zeros(1)}
     )
+
+
+def test_module_names_and_published_names_both_load() -> None:
+    for name in ("model.layers.0.mlp.gate.weight", "model.layers.0.moe.router.weight"):
+        target = torch.zeros(3)
+        slot = WeightSlot("model.layers.0.mlp.gate.weight", target, None)
+        renames = {".mlp.": ".moe.", ".gate.": ".router."}
+        WeightMap([slot], renames=renames).load([(name, torch.ones(3))])
+        assert target.eq(1).all()
+        with pytest.raises(ValueError, match=r"missing: model\.layers\.0\.moe\.router\.weight"):
+            WeightMap([slot], renames=renames).load([])
+
+
+def test_layers_below_an_ignored_name_are_not_read() -> None:
+    weights = WeightMap([], ["model.layers.1."])
+    weights.load([("model.layers.1.mlp.gate.weight", torch.ones(3))])
+    with pytest.raises(ValueError, match=r"unexpected: model\.layers\.10\.norm\.weight"):
+        weights.load([("model.layers.10.norm.weight", torch.ones(3))])
 
 
 def test_stacked_experts_load_like_single_experts() -> None:

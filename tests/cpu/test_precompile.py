@@ -72,7 +72,6 @@ WARMED_UP = {
     "bias": None,
     "gate_up_bias": None,
     "down_bias": None,
-    "renormalize": True,
     "interleaved": False,
 }
 DEVICES = count(1000)  # a new device per test, because Triton caches kernels by device
@@ -157,7 +156,8 @@ def test_factory_precompiles_every_launched_kernel(spec: KernelSpec, compiler: C
         assert len(found) == len(compiler.launchers)
         for num_rows in (1, 33, 65, 129):
             given = make_inputs(contract, problem, num_rows, CPU, strided=False)
-            kernel(*(WARMED_UP.get(name, value) for name, value in given.items()))
+            warmed_up = {} if spec.op == "moe_route" else WARMED_UP
+            kernel(*(warmed_up.get(name, value) for name, value in given.items()))
             assert compiler.names() == found, (
                 f"{num_rows} rows launch a kernel that was not precompiled: {problem}"
             )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,24 +12,59 @@ from torch.nn import functional
 from tokenspeed_core.api import Problem
 from tokenspeed_kernels.reference.fp8 import linear_fp8, quantize_rows
 
-Route = Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
+Route = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 ExpertsFp8 = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def moe_route(problem: Problem) -> Route:
-    """Return `route(logits [T, E], top_k, renormalize) -> (weights float32 [T, k], ids int32 [T, k])`."""
-    del problem
+    """Return `route(logits [T, E], bias [E] | None) -> (weights float32 [T, k], ids int32 [T, k])`.
 
-    def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-        probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32)
-        weights, ids = torch.sort(probabilities, dim=-1, descending=True, stable=True)
-        weights, ids = weights[:, :top_k], ids[:, :top_k]
+    Raises ValueError for groups that do not divide the experts or that hold fewer than k of them.
+    """
+    score, scale, renormalize = problem["score"], problem["scale"], problem["renormalize"]
+    top_k, num_groups, top_groups = problem["top_k"], problem["num_groups"], problem["top_groups"]
+    group_score = GROUP_SCORES[problem["group_score"]]
+    group_size = problem["num_experts"] // num_groups
+    if problem["num_experts"] % num_groups or not num_groups >= top_groups >= 1:
+        raise ValueError(f"{top_groups} of {num_groups} groups of {problem['num_experts']} experts")
+    if top_groups * group_size < top_k:
+        raise ValueError(f"{top_groups} groups of {group_size} experts have fewer than {top_k}")
+
+    def route(logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        scores = SCORES[score](logits.to(torch.float32))
+        ranking = scores if bias is None else scores + bias
+        if top_groups < num_groups:
+            groups = ranking.view(-1, num_groups, group_size)
+            chosen = _first(group_score(groups), top_groups)
+            is_out = torch.ones(groups.shape[:2], dtype=torch.bool, device=logits.device)
+            is_out.scatter_(1, chosen, False)
+            ranking = groups.masked_fill(is_out.unsqueeze(2), float("-inf")).flatten(1)
+        ids = _first(ranking, top_k)
+        weights = scores.gather(1, ids)
+        if score == "top_k_softmax":
+            weights = weights.softmax(dim=1)
         if renormalize:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return weights.contiguous(), ids.to(torch.int32)
+            weights = weights / (weights.sum(dim=1, keepdim=True) + 1e-20)
+        return weights * scale, ids.to(torch.int32)
 
     return route
+
+
+def _first(values: Tensor, num: int) -> Tensor:
+    """Return the indices of the `num` largest of each row, in descending order, the lower index first among equals."""
+    return torch.sort(values, dim=1, descending=True, stable=True).indices[:, :num].contiguous()
+
+
+SCORES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "softmax": partial(torch.softmax, dim=1),
+    "sigmoid": torch.sigmoid,
+    "top_k_softmax": lambda logits: logits,
+}
+GROUP_SCORES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "max": lambda groups: groups.amax(dim=2),
+    "top_2_sum": lambda groups: groups.topk(min(2, groups.shape[2]), dim=2).values.sum(dim=2),
+}
 
 
 def moe_experts(problem: Problem) -> Experts:

@@ -13,7 +13,7 @@ from tokenspeed_models.layers.embedding import Embedding, OutputHead
 from tokenspeed_models.layers.ignored_modules import build_for_module
 from tokenspeed_models.layers.linear import Linear, Projection
 from tokenspeed_models.layers.mlp import MLP
-from tokenspeed_models.layers.moe import MoE
+from tokenspeed_models.layers.moe import MoE, Router, SharedExperts
 from tokenspeed_models.layers.norm import RMSNorm
 from tokenspeed_models.layers.rotary import inverse_frequencies, rotary_table
 from tokenspeed_models.layers.rotary_decoder import RotaryDecoder
@@ -30,6 +30,8 @@ __all__ = [
     "Projection",
     "RMSNorm",
     "RotaryDecoder",
+    "Router",
+    "SharedExperts",
     "build_for_module",
     "inverse_frequencies",
     "rotary_table",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -16,7 +16,14 @@ from tokenspeed_models.weights import WeightMap
 
 
 class CausalLM:
-    """Implements the core's `Model`. A family subclasses it and passes its layers."""
+    """Implements the core's `Model`. A family subclasses it and passes its layers.
+
+    `renames` maps parts of weight names to those that the family's published checkpoints have instead.
+    `num_draft_layers` are layers after the last one that checkpoints hold for speculative decoding (multi-token
+    prediction). They are not read.
+    """
+
+    renames: Mapping[str, str] = {}
 
     def __init__(
         self,
@@ -27,8 +34,9 @@ class CausalLM:
         hidden_size: int,
         norm_eps: float,
         tie_embeddings: bool,
+        num_draft_layers: int = 0,
     ) -> None:
-        self.layers = tuple(layers)
+        self.layers, self._num_draft_layers = tuple(layers), num_draft_layers
         self._fused_layers = fuse_layers(build, self.layers)
         self.embedding = Embedding(build, vocab_size, hidden_size)
         self.norm = RMSNorm(build, hidden_size, norm_eps)
@@ -69,7 +77,14 @@ class CausalLM:
         ]
         for index, layer in enumerate(self.layers):
             slots.extend(layer.slots(f"model.layers.{index}."))
-        return WeightMap(slots, ignored=("lm_head.weight",) if self.head.is_tied else ())
+        num_layers = len(self.layers)
+        ignored = [
+            f"model.layers.{layer}."
+            for layer in range(num_layers, num_layers + self._num_draft_layers)
+        ]
+        if self.head.is_tied:
+            ignored.append("lm_head.weight")
+        return WeightMap(slots, ignored, self.renames)
 
     def sharding(self) -> Iterator[ShardingSpec]:
         """List the sharding specs of all modules in order of computation."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
+
 from tokenspeed_core.api import AttentionCall, BuildContext, Quantization
 from tokenspeed_models.quantization_config import ignored_modules
 
@@ -15,11 +17,11 @@ _PROJECTIONS = {
 
 
 class UnquantizedBuild:
-    """A `BuildContext` like another one, but without quantization."""
+    """A `BuildContext` like another one, but without quantization, and in another dtype if one is given."""
 
-    def __init__(self, build: BuildContext) -> None:
+    def __init__(self, build: BuildContext, dtype: torch.dtype | None = None) -> None:
         self._build = build
-        self.dtype, self.device = build.dtype, build.device
+        self.dtype, self.device = dtype or build.dtype, build.device
         self.quantization: Quantization | None = None
 
     def each_layer(self, num_layers: int) -> Iterator[int]:

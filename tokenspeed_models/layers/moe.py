@@ -3,43 +3,137 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 
 import torch
 
 from tokenspeed_core.api import BuildContext
 from tokenspeed_models.layers.ignored_modules import UnquantizedBuild
-from tokenspeed_models.layers.linear import Linear, Projection
+from tokenspeed_models.layers.linear import Activation, Linear, Projection
 from tokenspeed_models.layers.norm import RMSNorm
 from tokenspeed_models.layers.ops import dtype_name, quantized_op
 from tokenspeed_models.layers.quantized_weight import QuantizedWeight
+from tokenspeed_models.moe_config import MoeConfig, RoutingConfig
 from tokenspeed_models.sharding import Partial, Replicated, ShardingSpec
 from tokenspeed_models.weights import Shard, WeightSlot
 
 
-class MoE:
-    """Routes each token to its top-k experts and returns the weighted sum of their gated MLPs."""
+class Router:
+    """Chooses the experts of each token.
+
+    The logits are a GEMM in `dtype`, which for some models is wider than the model's dtype.
+    """
 
     def __init__(
         self,
         build: BuildContext,
         hidden_size: int,
-        intermediate_size: int,
+        routing: RoutingConfig,
         *,
-        num_experts: int,
-        top_k: int,
-        renormalize: bool,
+        bias: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
+        build = UnquantizedBuild(build, dtype)
+        self.dtype, num_experts = build.dtype, routing.num_experts
+        self.gate = Linear(build, hidden_size, (Projection("gate", num_experts, None),), bias=bias)
+        self.choice_bias = (
+            torch.empty(num_experts, dtype=torch.float32, device=build.device)
+            if routing.has_bias
+            else None
+        )
+        self._route = build.op("moe_route", **asdict(routing), dtype=dtype_name(build.dtype))
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weights, float32 [T, k], and ids, int32 [T, k], of the experts for x [T, hidden]."""
+        result: tuple[torch.Tensor, torch.Tensor] = self._route(
+            self.gate(x.to(self.dtype)), self.choice_bias
+        )
+        return result
+
+    def slots(self, prefix: str) -> Iterator[WeightSlot]:
+        """List the weights."""
+        yield from self.gate.slots(prefix)
+        if self.choice_bias is not None:
+            yield WeightSlot(
+                f"{prefix}gate.e_score_correction_bias", self.choice_bias, None, "bias"
+            )
+
+
+class SharedExperts:
+    """A gated MLP that every token uses. With `is_gated` its output is multiplied by the sigmoid of a linear layer."""
+
+    def __init__(
+        self, build: BuildContext, hidden_size: int, intermediate_size: int, *, is_gated: bool
+    ) -> None:
+        columns, rows = Shard(0, "moe"), Shard(1, "moe")
+        self.gate_up = Linear(
+            build,
+            hidden_size,
+            (
+                Projection("gate_proj", intermediate_size, columns),
+                Projection("up_proj", intermediate_size, columns),
+            ),
+        )
+        self.down = Linear(build, intermediate_size, (Projection("down_proj", hidden_size, rows),))
+        self._silu_mul = build.op(
+            quantized_op(build, "silu_mul"), size=intermediate_size, dtype=dtype_name(build.dtype)
+        )
+        self.output_gate = (
+            Linear(
+                UnquantizedBuild(build),
+                hidden_size,
+                (Projection("shared_expert_gate", 1, None),),
+            )
+            if is_gated
+            else None
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the output [T, hidden] for x [T, hidden]."""
+        gated: Activation = self._silu_mul(self.gate_up(x))
+        result = self.down(gated)
+        if self.output_gate is not None:
+            result.mul_(self.output_gate(x).sigmoid_())
+        return result
+
+    def slots(self, prefix: str) -> Iterator[WeightSlot]:
+        """List the weights."""
+        yield from self.gate_up.slots(f"{prefix}shared_experts.")
+        yield from self.down.slots(f"{prefix}shared_experts.")
+        if self.output_gate is not None:
+            yield from self.output_gate.slots(prefix)
+
+
+class MoE:
+    """Routes each token to its top-k experts and returns the weighted sum of their gated MLPs.
+
+    The output of shared experts, if there are any, is added.
+    """
+
+    def __init__(self, build: BuildContext, hidden_size: int, config: MoeConfig) -> None:
         method, dtype = build.quantization, dtype_name(build.dtype)
         op = quantized_op(build, "moe_experts")
         if method is not None and op == "moe_experts":
             raise ValueError(
                 f"--quantization {method.name} does not support models with experts. Leave the flag out."
             )
-        self.num_experts, self.intermediate_size = num_experts, intermediate_size
-        self.top_k, self.renormalize = top_k, renormalize
-        self.router = Linear(
-            UnquantizedBuild(build), hidden_size, (Projection("gate", num_experts, None),)
+        self.num_experts, self.intermediate_size = (
+            config.routing.num_experts,
+            config.intermediate_size,
         )
+        self.router = Router(
+            build,
+            hidden_size,
+            config.routing,
+            bias=config.has_router_bias,
+            dtype=None if config.router_dtype is None else getattr(torch, config.router_dtype),
+        )
+        self.shared = (
+            SharedExperts(build, hidden_size, config.shared_size, is_gated=config.is_shared_gated)
+            if config.shared_size
+            else None
+        )
+        num_experts, intermediate_size = self.num_experts, self.intermediate_size
         gate_up_shape = num_experts, 2 * intermediate_size, hidden_size
         down_shape = num_experts, hidden_size, intermediate_size
         self._quantized: tuple[QuantizedWeight, QuantizedWeight] | None = None
@@ -54,11 +148,10 @@ class MoE:
             self.gate_up, self.down = gate_up.values, down.values
             self._quantized = gate_up, down
             self._operands = (*gate_up.operands, *down.operands)
-        self._route = build.op("moe_route", num_experts=num_experts, top_k=top_k, dtype=dtype)
         self._experts = build.op(
             op,
             num_experts=num_experts,
-            top_k=top_k,
+            top_k=config.routing.top_k,
             hidden_size=hidden_size,
             intermediate_size=intermediate_size,
             dtype=dtype,
@@ -72,13 +165,17 @@ class MoE:
         The sum overwrites the residual.
         """
         x, residual = norm.add(x, residual)
-        weights, ids = self._route(self.router(x), self.top_k, self.renormalize)
+        weights, ids = self.router(x)
         result: torch.Tensor = self._experts(x, *self._operands, weights, ids)
+        if self.shared is not None:
+            result += self.shared(x)
         return result, residual
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
         """List the router and the experts, both as one tensor per expert and as two stacked tensors."""
         yield from self.router.slots(prefix)
+        if self.shared is not None:
+            yield from self.shared.slots(prefix)
         gate_up_names, down_names = [], []
         for expert in range(self.num_experts):
             name = f"{prefix}experts.{expert}"
@@ -98,7 +195,7 @@ class MoE:
     def _expert_slots(self, name: str, expert: int) -> Iterator[WeightSlot]:
         """List the three projections of one expert."""
         size = self.intermediate_size
-        gate, up, down = slice(0, size), slice(size, 2 * size), slice(0, self.router.in_size)
+        gate, up, down = slice(0, size), slice(size, 2 * size), slice(0, self.router.gate.in_size)
         columns, rows = Shard(0, "moe"), Shard(1, "moe")
         if self._quantized is None:
             yield WeightSlot(f"{name}.gate_proj.weight", self.gate_up[expert, gate], columns)

@@ -77,11 +77,9 @@ def _mlp(c: DecoderConfig, config: Mapping[str, Any], build: BuildContext, layer
             c.intermediate_size,
             bias=c.mlp_bias,
         )
+    num_experts = c.moe.routing.num_experts
     return MoE(
-        build_for_module(build, config, layer, "mlp", num_experts=c.moe.num_experts),
+        build_for_module(build, config, layer, "mlp", num_experts=num_experts),
         c.hidden_size,
-        c.moe.intermediate_size,
-        num_experts=c.moe.num_experts,
-        top_k=c.moe.num_experts_per_token,
-        renormalize=c.moe.renormalize,
+        c.moe,
     )

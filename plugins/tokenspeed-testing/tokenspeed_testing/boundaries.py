@@ -64,7 +64,7 @@ def _changes(
             yield {axis: _EIGHT_BITS}
         elif contract.name == "attention":
             yield from ({axis: value} for value in _ATTENTION.get(axis, ()))
-        elif isinstance(inside[axis], int):
+        elif type(inside[axis]) is int:  # a bool is not a size
             yield from ({axis: value} for value in (*_SIZES, *_LARGE.get(axis, ())))
     if contract.name == "attention":
         yield from ({"num_heads": queries, "num_kv_heads": keys} for queries, keys in _GROUPS)

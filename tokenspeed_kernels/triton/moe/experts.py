@@ -14,7 +14,7 @@ from tokenspeed_core.api import Problem
 from tokenspeed_kernels.triton import precompile
 from tokenspeed_kernels.triton.moe import kernel
 
-Route = Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
+Route = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 SMALL_SORT = 4096  # one program sorts up to this many token-expert pairs
@@ -47,31 +47,40 @@ def tiling_for(pairs_per_expert: float) -> Tiling:
 
 
 def moe_route(problem: Problem) -> Route:
-    """Return `route(logits [T, E], top_k, renormalize) -> (weights float32 [T, k], ids int32 [T, k])`."""
-    num_experts: int = problem["num_experts"]
+    """Return `route(logits [T, E], bias [E] | None) -> (weights float32 [T, k], ids int32 [T, k])`."""
+    num_experts, top_k, num_groups = (
+        problem["num_experts"],
+        problem["top_k"],
+        problem["num_groups"],
+    )
+    scale: float = problem["scale"]
+    settings = {
+        "E": num_experts,
+        "TOP_K": top_k,
+        "BLOCK_K": triton.next_power_of_2(top_k),
+        "GROUPS": num_groups,
+        "BLOCK_G": triton.next_power_of_2(num_groups),
+        "BLOCK_E": triton.next_power_of_2(num_experts // num_groups),
+        "TOP_GROUPS": problem["top_groups"],
+        "SCORE": problem["score"],
+        "SUMS_TWO": problem["group_score"] == "top_2_sum",
+        "RENORMALIZE": problem["renormalize"],
+        "num_warps": 1,
+    }
 
-    def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    def route(logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         num_tokens = logits.shape[0]
         weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.device)
         ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits.device)
         if num_tokens:
             kernel.route[(num_tokens,)](
-                logits,
-                weights,
-                ids,
-                logits.stride(0),
-                E=num_experts,
-                BLOCK_E=triton.next_power_of_2(num_experts),
-                TOP_K=top_k,
-                BLOCK_K=triton.next_power_of_2(top_k),
-                RENORMALIZE=renormalize,
-                num_warps=1,
+                logits, bias, weights, ids, logits.stride(0), scale, **settings
             )
         return weights, ids
 
-    precompile.compile_for(
-        route, precompile.blank(problem["dtype"], 1, num_experts), problem["top_k"], True
-    )
+    logits = precompile.blank(problem["dtype"], 1, num_experts)
+    bias = precompile.blank("float32", num_experts) if problem["has_bias"] else None
+    precompile.compile_for(route, logits, bias)
     return route
 
 

@@ -11,37 +11,73 @@ from tokenspeed_kernels.triton import precompile
 @precompile.jit
 def route(
     logits_ptr,
+    bias_ptr,
     weights_ptr,
     ids_ptr,
     stride,
+    scale,
     E: tl.constexpr,
-    BLOCK_E: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    SCORE: tl.constexpr,
+    SUMS_TWO: tl.constexpr,
     RENORMALIZE: tl.constexpr,
 ):
-    """Softmax over a token's experts, then top-k by repeated maximum. Grid (T)."""
+    """Score a token's experts, drop all but the best groups, and take the top k by repeated maximum. Grid (T).
+
+    The experts are a tile [BLOCK_G, BLOCK_E] of groups and their members.
+    """
     row = tl.program_id(0).to(tl.int64)
-    expert = tl.arange(0, BLOCK_E)
-    logits = tl.load(logits_ptr + row * stride + expert, mask=expert < E, other=float("-inf")).to(
-        tl.float32
-    )
-    p = tl.exp(logits - tl.max(logits, axis=0))
-    p = p / tl.sum(p, axis=0)
-    left = tl.where(expert < E, p, -1.0)
+    group, member = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_E)
+    expert = group[:, None] * (E // GROUPS) + member[None, :]
+    exists = (group < GROUPS)[:, None] & (member < E // GROUPS)[None, :]
+    nothing = float("-inf")
+    score = tl.load(logits_ptr + row * stride + expert, mask=exists, other=nothing).to(tl.float32)
+    if SCORE == "softmax":
+        score = tl.exp(score - tl.max(tl.max(score, axis=1), axis=0))
+        score = score / tl.sum(tl.sum(score, axis=1), axis=0)
+    elif SCORE == "sigmoid":
+        score = 1.0 / (1.0 + tl.exp(-score))
+    left = score
+    if bias_ptr is not None:
+        left += tl.load(bias_ptr + expert, mask=exists, other=0.0)
+    left = tl.where(exists, left, nothing)
+    if TOP_GROUPS < GROUPS:
+        of_group = tl.max(left, axis=1)
+        if SUMS_TWO:
+            best = tl.min(tl.where(left == of_group[:, None], member[None, :], BLOCK_E), axis=1)
+            others = tl.where(member[None, :] == best[:, None], nothing, left)
+            of_group += tl.max(others, axis=1)
+        is_in = tl.zeros([BLOCK_G], dtype=tl.int32)
+        for _ in tl.static_range(TOP_GROUPS):
+            best = tl.max(of_group, axis=0)
+            chosen = tl.min(tl.where(of_group == best, group, GROUPS - 1), axis=0)
+            is_in = tl.where(group == chosen, 1, is_in)
+            of_group = tl.where(group == chosen, nothing, of_group)
+        left = tl.where((is_in == 1)[:, None], left, nothing)
     rank = tl.arange(0, BLOCK_K)
     weights = tl.zeros([BLOCK_K], dtype=tl.float32)
     ids = tl.zeros([BLOCK_K], dtype=tl.int32)
     for j in tl.static_range(TOP_K):
-        best = tl.max(left, axis=0)
+        best = tl.max(tl.max(left, axis=1), axis=0)
         # E - 1 as the default keeps ids in range for rows of NaN.
-        chosen = tl.min(tl.where(left == best, expert, E - 1), axis=0)
-        weights = tl.where(rank == j, best, weights)
+        chosen = tl.min(tl.min(tl.where(left == best, expert, E - 1), axis=1), axis=0)
+        is_chosen = (expert == chosen) & exists
+        weight = tl.sum(tl.sum(tl.where(is_chosen, score, 0.0), axis=1), axis=0)
+        weights = tl.where(rank == j, weight, weights)
         ids = tl.where(rank == j, chosen, ids)
-        left = tl.where(expert == chosen, -1.0, left)
-    if RENORMALIZE:
+        left = tl.where(is_chosen, nothing, left)
+    if SCORE == "top_k_softmax":
+        weights = tl.where(rank < TOP_K, weights, nothing)
+        weights = tl.exp(weights - tl.max(weights, axis=0))
         weights = weights / tl.sum(weights, axis=0)
-    tl.store(weights_ptr + row * TOP_K + rank, weights, mask=rank < TOP_K)
+    if RENORMALIZE:
+        weights = weights / (tl.sum(weights, axis=0) + 1e-20)
+    tl.store(weights_ptr + row * TOP_K + rank, weights * scale, mask=rank < TOP_K)
     tl.store(ids_ptr + row * TOP_K + rank, ids, mask=rank < TOP_K)
 
 
