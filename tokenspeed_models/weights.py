@@ -31,6 +31,14 @@ class Shard:
     num_heads: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class StackedShard:
+    """The sharding of a tensor that stacks several weights along axis 0: the rows of each weight, and its own shard."""
+
+    parts: tuple[tuple[int, Shard], ...]
+    axis: int = 0
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class OnlineQuantization:
     """Quantizes a weight while it is loaded: `store` takes it on the device, in `dtype`.
@@ -57,7 +65,7 @@ class WeightSlot:
 
     name: str
     target: torch.Tensor
-    shard: Shard | None
+    shard: Shard | StackedShard | None
     kind: str = "matrix"
     replaces: tuple[str, ...] = ()
     quantization: OnlineQuantization | None = None

@@ -13,7 +13,15 @@ from tokenspeed_kernels.reference import fused_linear
 from tokenspeed_models.families.llama import LlamaForCausalLM
 from tokenspeed_models.families.qwen3 import Qwen3ForCausalLM
 from tokenspeed_models.families.qwen3_moe import Qwen3MoeForCausalLM
-from tokenspeed_models.layers import MLP, Attention, CausalLM, DecoderLayer
+from tokenspeed_models.layers import (
+    MLP,
+    Attention,
+    CausalLM,
+    DecoderLayer,
+    Embedding,
+    OutputHead,
+    RMSNorm,
+)
 from tokenspeed_models.loading.dummy import read_dummy
 from tokenspeed_models.testing import DenseBuild
 
@@ -167,8 +175,13 @@ class OwnFamily(CausalLM):
             )
             for layer in build.each_layer(2)
         ]
+        embedding = Embedding(build, 101, 32)
         super().__init__(
-            build, layers, vocab_size=101, hidden_size=32, norm_eps=1e-6, tie_embeddings=True
+            build,
+            layers,
+            embedding=embedding,
+            norm=RMSNorm(build, 32, 1e-6),
+            head=OutputHead(build, 101, 32, embedding),
         )
 
 

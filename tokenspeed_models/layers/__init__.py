@@ -8,25 +8,30 @@ from __future__ import annotations
 
 from tokenspeed_models.layers.attention import Attention
 from tokenspeed_models.layers.causal_lm import CausalLM
-from tokenspeed_models.layers.decoder import DecoderLayer
+from tokenspeed_models.layers.decoder import DecoderLayer, Layer, PostNormDecoderLayer
 from tokenspeed_models.layers.embedding import Embedding, OutputHead
 from tokenspeed_models.layers.ignored_modules import build_for_module
 from tokenspeed_models.layers.linear import Linear, Projection
 from tokenspeed_models.layers.mlp import MLP
 from tokenspeed_models.layers.moe import MoE, Router, SharedExperts
 from tokenspeed_models.layers.norm import RMSNorm
+from tokenspeed_models.layers.qk_norm import AllHeadNorm, HeadNorm
 from tokenspeed_models.layers.rotary import inverse_frequencies, rotary_table
 from tokenspeed_models.layers.rotary_decoder import RotaryDecoder
 
 __all__ = [
     "MLP",
+    "AllHeadNorm",
     "Attention",
     "CausalLM",
     "DecoderLayer",
     "Embedding",
+    "HeadNorm",
+    "Layer",
     "Linear",
     "MoE",
     "OutputHead",
+    "PostNormDecoderLayer",
     "Projection",
     "RMSNorm",
     "RotaryDecoder",

@@ -8,8 +8,9 @@ import torch
 
 from tokenspeed_core.api import BuildContext, Rotation
 from tokenspeed_models.describe import window_group
-from tokenspeed_models.layers.linear import Linear, Projection
+from tokenspeed_models.layers.linear import Linear, Projection, stacked
 from tokenspeed_models.layers.norm import NormedLinear, RMSNorm
+from tokenspeed_models.layers.qk_norm import AllHeadNorm, HeadNorm
 from tokenspeed_models.sharding import Partial, Replicated, Sharded, ShardingSpec
 from tokenspeed_models.weights import Shard, WeightSlot
 
@@ -17,8 +18,11 @@ from tokenspeed_models.weights import Shard, WeightSlot
 class Attention:
     """Projects queries, keys and values in one GEMM, rotates, attends and projects the result.
 
-    `cos_sin` is the table of `rotary_table`, shared by all layers. If `qk_norm_eps` is set, the heads of queries and
-    keys are normalised before the rotation. `window` is the number of tokens that a query sees, itself included.
+    `cos_sin` is a table of `rotary_table`, shared by layers; it rotates as many values of each head as it has columns.
+    `scale` multiplies the scores (None: 1 / sqrt(head_size)). `qk_norm` normalises queries and keys before the
+    rotation. `window` is the number of tokens that a query sees, itself included. `stacked_name` is the checkpoint's
+    name of queries, keys and values if it stores them as one tensor. In a layer without a norm before its blocks
+    `has_norm` is False.
     """
 
     def __init__(
@@ -31,23 +35,29 @@ class Attention:
         num_kv_heads: int,
         head_size: int,
         cos_sin: torch.Tensor,
+        scale: float | None = None,
         qkv_bias: bool = False,
         out_bias: bool = False,
-        qk_norm_eps: float | None = None,
+        qk_norm: HeadNorm | AllHeadNorm | None = None,
         window: int | None = None,
+        stacked_name: str | None = None,
+        has_norm: bool = True,
     ) -> None:
         heads, kv_heads = Shard(0, "attn", num_heads), Shard(0, "attn", num_kv_heads)
         self.qkv = Linear(
             build,
             hidden_size,
-            (
-                Projection("q_proj", num_heads * head_size, heads),
-                Projection("k_proj", num_kv_heads * head_size, kv_heads),
-                Projection("v_proj", num_kv_heads * head_size, kv_heads),
+            stacked(
+                stacked_name,
+                (
+                    Projection("q_proj", num_heads * head_size, heads),
+                    Projection("k_proj", num_kv_heads * head_size, kv_heads),
+                    Projection("v_proj", num_kv_heads * head_size, kv_heads),
+                ),
             ),
             bias=qkv_bias,
         )
-        self._normed_qkv = NormedLinear(build, self.qkv)
+        self._normed_qkv = NormedLinear(build, self.qkv, has_norm=has_norm)
         self.out = Linear(
             build,
             num_heads * head_size,
@@ -55,10 +65,11 @@ class Attention:
             bias=out_bias,
         )
         self.cos_sin = cos_sin
-        self._qk_norm: tuple[torch.Tensor, torch.Tensor, float] | None = None
-        if qk_norm_eps is not None:
-            q_weight, k_weight = torch.empty(2, head_size, dtype=build.dtype, device=build.device)
-            self._qk_norm = (q_weight, k_weight, qk_norm_eps)
+        self._qk_norm = qk_norm
+        self._all_head_norm = qk_norm if isinstance(qk_norm, AllHeadNorm) else None
+        self._rotation: tuple[torch.Tensor | float, ...] = (
+            () if qk_norm is None else qk_norm.operands
+        )
         self._split = [num_heads, num_kv_heads, num_kv_heads]
         self._heads = (sum(self._split), head_size)
         self._attend = build.attention(
@@ -66,15 +77,15 @@ class Attention:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_size=head_size,
-            scale=head_size**-0.5,
+            scale=head_size**-0.5 if scale is None else scale,
             window=window,
             group=window_group(window),
-            rotation=Rotation("rope" if qk_norm_eps is None else "qk_norm_rope", cos_sin.shape[1]),
+            rotation=Rotation("rope" if qk_norm is None else qk_norm.rotation, cos_sin.shape[1]),
         )
 
     def __call__(
         self,
-        norm: RMSNorm,
+        norm: RMSNorm | None,
         x: torch.Tensor,
         residual: torch.Tensor | None,
         positions: torch.Tensor,
@@ -82,28 +93,29 @@ class Attention:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output [R, hidden] for the normalised x + residual [T, hidden], and that sum [R, hidden].
 
-        positions is int64 [T]. `wanted` (int64 [R]; None: all) are the rows to return. Without a residual the sum is
-        x. The sum may overwrite the residual.
+        Without a norm the sum itself is the input. positions is int64 [T]. `wanted` (int64 [R]; None: all) are the
+        rows to return. Without a residual the sum is x. The sum may overwrite the residual.
         """
         qkv, residual = self.project(norm, x, residual)
         return self.output(self.attend(qkv, positions), residual, wanted)
 
     def project(
-        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None
+        self, norm: RMSNorm | None, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return queries, keys and values [T, out] for the normalised x + residual [T, hidden], and that sum.
 
         Without a residual the sum is x.
         """
         if residual is None:
-            return self.qkv(norm(x)), x
+            return self.qkv(x if norm is None else norm(x)), x
         return self._normed_qkv(norm, x, residual)
 
     def attend(self, qkv: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the attention of all heads [T, heads * head_size] for `qkv` [T, out] at int64 positions [T]."""
         q, k, v = qkv.view(positions.shape[0], *self._heads).split_with_sizes(self._split, dim=1)
-        qk_norm = self._qk_norm or ()
-        return self._attend(q, k, v, *qk_norm, positions, self.cos_sin, False).flatten(1)
+        if self._all_head_norm is not None:
+            q, k = self._all_head_norm(q, k)
+        return self._attend(q, k, v, *self._rotation, positions, self.cos_sin, False).flatten(1)
 
     def output(
         self, heads: torch.Tensor, residual: torch.Tensor, wanted: torch.Tensor | None
@@ -118,9 +130,7 @@ class Attention:
         yield from self.qkv.slots(prefix)
         yield from self.out.slots(prefix)
         if self._qk_norm is not None:
-            q_weight, k_weight, _ = self._qk_norm
-            yield WeightSlot(f"{prefix}q_norm.weight", q_weight, None, "norm")
-            yield WeightSlot(f"{prefix}k_norm.weight", k_weight, None, "norm")
+            yield from self._qk_norm.slots(prefix)
 
     def sharding(self, prefix: str) -> Iterator[ShardingSpec]:
         """Heads are sharded over the attention group; the output is a partial sum."""

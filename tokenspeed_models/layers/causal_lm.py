@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 
 from tokenspeed_core.api import BuildContext
-from tokenspeed_models.layers.decoder import DecoderLayer
+from tokenspeed_models.layers.decoder import Layer
 from tokenspeed_models.layers.embedding import Embedding, OutputHead
 from tokenspeed_models.layers.fusion import fuse_layers
 from tokenspeed_models.layers.norm import RMSNorm
@@ -28,21 +28,16 @@ class CausalLM:
     def __init__(
         self,
         build: BuildContext,
-        layers: Sequence[DecoderLayer],
+        layers: Sequence[Layer],
         *,
-        vocab_size: int,
-        hidden_size: int,
-        norm_eps: float,
-        tie_embeddings: bool,
+        embedding: Embedding,
+        norm: RMSNorm,
+        head: OutputHead,
         num_draft_layers: int = 0,
     ) -> None:
         self.layers, self._num_draft_layers = tuple(layers), num_draft_layers
         self._fused_layers = fuse_layers(build, self.layers)
-        self.embedding = Embedding(build, vocab_size, hidden_size)
-        self.norm = RMSNorm(build, hidden_size, norm_eps)
-        self.head = OutputHead(
-            build, vocab_size, hidden_size, self.embedding if tie_embeddings else None
-        )
+        self.embedding, self.norm, self.head = embedding, norm, head
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 
@@ -13,6 +14,30 @@ from tokenspeed_models.layers.moe import MoE
 from tokenspeed_models.layers.norm import RMSNorm
 from tokenspeed_models.sharding import ShardingSpec
 from tokenspeed_models.weights import WeightSlot
+
+
+class Layer(Protocol):
+    """A decoder layer of any kind."""
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        wanted: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the last block's output [R, hidden] and the residual stream [R, hidden] that it is yet to be added to.
+
+        x [T, hidden] is the previous layer's output, to be added to the residual [T, hidden] likewise; for the first
+        layer x is the stream and the residual is None. positions is int64 [T]. Only rows in `wanted` (int64 [R]; None:
+        all) are computed after attention, which needs the keys and values of all. The residual may be overwritten.
+        """
+
+    def slots(self, prefix: str) -> Iterator[WeightSlot]:
+        """List the weights."""
+
+    def sharding(self, prefix: str) -> Iterator[ShardingSpec]:
+        """List the sharding specs in order of computation."""
 
 
 class DecoderLayer:
@@ -40,12 +65,7 @@ class DecoderLayer:
         positions: torch.Tensor,
         wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the MLP's output [R, hidden] and the residual stream [R, hidden] that it is yet to be added to.
-
-        x [T, hidden] is the previous layer's output, to be added to the residual [T, hidden] likewise; for the first
-        layer x is the stream and the residual is None. positions is int64 [T]. Only rows in `wanted` (int64 [R]; None:
-        all) are computed after attention, which needs the keys and values of all. The residual may be overwritten.
-        """
+        """Return the MLP's output and the residual stream (see `Layer`)."""
         x, residual = self.attention(self.input_norm, x, residual, positions, wanted)
         return self.mlp(self.post_norm, x, residual)
 
@@ -62,3 +82,59 @@ class DecoderLayer:
         yield from self.attention.sharding(f"{prefix}attention.")
         yield from self.post_norm.sharding(f"{prefix}post_norm", "attn")
         yield from self.mlp.sharding(f"{prefix}mlp.")
+
+
+class PostNormDecoderLayer:
+    """Attention and MLP whose outputs are normalised before they are added to the residual stream (OLMo 2).
+
+    Gemma normalises their inputs too, with `input_norm` and `pre_mlp_norm`. Without these norms the blocks read the
+    stream itself and are built with `has_norm=False`.
+    """
+
+    def __init__(
+        self,
+        attention: Attention,
+        mlp: MLP,
+        *,
+        post_attention_norm: RMSNorm,
+        post_mlp_norm: RMSNorm,
+        input_norm: RMSNorm | None = None,
+        pre_mlp_norm: RMSNorm | None = None,
+    ) -> None:
+        self.attention, self.mlp = attention, mlp
+        self.input_norm, self.post_attention_norm = input_norm, post_attention_norm
+        self.pre_mlp_norm, self.post_mlp_norm = pre_mlp_norm, post_mlp_norm
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        wanted: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the MLP's normalised output and the residual stream (see `Layer`)."""
+        x, residual = self.attention(self.input_norm, x, residual, positions, wanted)
+        x, residual = self.mlp(self.pre_mlp_norm, self.post_attention_norm(x), residual)
+        return self.post_mlp_norm(x), residual
+
+    def slots(self, prefix: str) -> Iterator[WeightSlot]:
+        """List the weights by the names that checkpoints of these families share."""
+        if self.input_norm is not None:
+            yield from self.input_norm.slots(f"{prefix}input_layernorm")
+        yield from self.attention.slots(f"{prefix}self_attn.")
+        yield from self.post_attention_norm.slots(f"{prefix}post_attention_layernorm")
+        if self.pre_mlp_norm is not None:
+            yield from self.pre_mlp_norm.slots(f"{prefix}pre_feedforward_layernorm")
+        yield from self.mlp.slots(f"{prefix}mlp.")
+        yield from self.post_mlp_norm.slots(f"{prefix}post_feedforward_layernorm")
+
+    def sharding(self, prefix: str) -> Iterator[ShardingSpec]:
+        """List the sharding specs in order of computation."""
+        if self.input_norm is not None:
+            yield from self.input_norm.sharding(f"{prefix}input_norm", "attn")
+        yield from self.attention.sharding(f"{prefix}attention.")
+        yield from self.post_attention_norm.sharding(f"{prefix}post_attention_norm", "attn")
+        if self.pre_mlp_norm is not None:
+            yield from self.pre_mlp_norm.sharding(f"{prefix}pre_mlp_norm", "attn")
+        yield from self.mlp.sharding(f"{prefix}mlp.")
+        yield from self.post_mlp_norm.sharding(f"{prefix}post_mlp_norm", "attn")

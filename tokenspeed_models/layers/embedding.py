@@ -14,14 +14,21 @@ from tokenspeed_models.weights import Shard, WeightSlot
 
 
 class Embedding:
-    """The token embedding. The vocabulary is sharded over the processes of the attention group."""
+    """The token embedding, multiplied by `scale`, which is rounded to the dtype first.
 
-    def __init__(self, build: BuildContext, vocab_size: int, hidden_size: int) -> None:
+    The vocabulary is sharded over the processes of the attention group.
+    """
+
+    def __init__(
+        self, build: BuildContext, vocab_size: int, hidden_size: int, *, scale: float = 1.0
+    ) -> None:
         self.weight = torch.empty(vocab_size, hidden_size, dtype=build.dtype, device=build.device)
+        self._scale = float(torch.tensor(scale, dtype=build.dtype))
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return a new tensor [T, hidden] for int64 ids [T]."""
-        return functional.embedding(token_ids, self.weight)
+        x = functional.embedding(token_ids, self.weight)
+        return x if self._scale == 1.0 else x.mul_(self._scale)
 
     def slots(self, name: str) -> Iterator[WeightSlot]:
         """List the weight."""
@@ -33,12 +40,21 @@ class Embedding:
 
 
 class OutputHead:
-    """Maps hidden states to logits, with its own weight or that of the embedding."""
+    """Maps hidden states to logits, with its own weight or that of the embedding.
+
+    With a `soft_cap` c, logits are c * tanh(logits / c), which is between -c and c.
+    """
 
     def __init__(
-        self, build: BuildContext, vocab_size: int, hidden_size: int, tied_to: Embedding | None
+        self,
+        build: BuildContext,
+        vocab_size: int,
+        hidden_size: int,
+        tied_to: Embedding | None,
+        *,
+        soft_cap: float | None = None,
     ) -> None:
-        self.is_tied = tied_to is not None
+        self.is_tied, self._soft_cap = tied_to is not None, soft_cap
         self.weight = (
             torch.empty(vocab_size, hidden_size, dtype=build.dtype, device=build.device)
             if tied_to is None
@@ -50,8 +66,10 @@ class OutputHead:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [R, vocab] for hidden states [R, hidden]."""
-        result: torch.Tensor = self._linear(hidden, self.weight, None)
-        return result
+        logits: torch.Tensor = self._linear(hidden, self.weight, None)
+        if self._soft_cap is not None:
+            logits.div_(self._soft_cap).tanh_().mul_(self._soft_cap)
+        return logits
 
     def slots(self, name: str) -> Iterator[WeightSlot]:
         """List the weight, unless it is the embedding's."""

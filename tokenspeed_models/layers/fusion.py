@@ -11,12 +11,13 @@ which is everything between the attention of one layer and that of the next. If 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeGuard
 
 import torch
 
 from tokenspeed_core.api import BuildContext
 from tokenspeed_models.layers.attention import Attention
-from tokenspeed_models.layers.decoder import DecoderLayer
+from tokenspeed_models.layers.decoder import DecoderLayer, Layer
 from tokenspeed_models.layers.mlp import MLP
 from tokenspeed_models.layers.ops import dtype_name
 
@@ -102,32 +103,31 @@ class FusedLayer:
         return self._layer.mlp(self._layer.post_norm, x, residual)
 
 
-def fuse_layers(
-    build: BuildContext, layers: Sequence[DecoderLayer]
-) -> tuple[DecoderLayer | FusedLayer, ...]:
+def fuse_layers(build: BuildContext, layers: Sequence[Layer]) -> tuple[Layer | FusedLayer, ...]:
     """Return the layers to run, in order, with fused blocks wherever a pair of layers fits the pattern."""
     blocks = [
         _find_block(build, layers[index], layers[index + 1])
         for index in build.each_layer(len(layers) - 1)
     ]
     return tuple(
-        layer if before is None and after is None else FusedLayer(layer, before, after)
+        FusedLayer(layer, before, after)
+        if isinstance(layer, DecoderLayer) and (before is not None or after is not None)
+        else layer
         for layer, before, after in zip(layers, [None, *blocks], [*blocks, None], strict=True)
     )
 
 
-def _find_block(
-    build: BuildContext, layer: DecoderLayer, next_layer: DecoderLayer
-) -> FusedBlock | None:
+def _find_block(build: BuildContext, layer: Layer, next_layer: Layer) -> FusedBlock | None:
     """Return the fused block between two layers, or None if they do not fit the pattern or no kernel fits them.
 
-    The fused ops take no biases, no quantized weights and no experts, and one epsilon for both norms. Subclasses may
-    compute something else, so that only the classes themselves match.
+    The fused ops take no biases, no quantized weights and no experts, SiLU only, and one epsilon for both norms.
     """
+    if not _is_plain(layer) or not _is_plain(next_layer):
+        return None
     out, mlp, qkv = layer.attention.out, layer.mlp, next_layer.attention.qkv
-    is_plain = type(layer) is type(next_layer) is DecoderLayer
-    is_plain = is_plain and type(layer.attention) is type(next_layer.attention) is Attention
-    if not is_plain or type(mlp) is not MLP or layer.post_norm.eps != next_layer.input_norm.eps:
+    if type(mlp) is not MLP or mlp.activation != "silu":
+        return None
+    if layer.post_norm.eps != next_layer.input_norm.eps:
         return None
     linears = (out, mlp.gate_up, mlp.down, qkv)
     if any(each.quantized_weight is not None or each.bias is not None for each in linears):
@@ -144,3 +144,8 @@ def _find_block(
     if small_batch is None and large_batch is None:
         return None
     return FusedBlock(layer, next_layer, mlp, small_batch, large_batch)
+
+
+def _is_plain(layer: Layer) -> TypeGuard[DecoderLayer]:
+    """Return whether a layer and its attention are of the shared classes. Subclasses may compute something else."""
+    return type(layer) is DecoderLayer and type(layer.attention) is Attention

@@ -10,7 +10,7 @@ import torch
 from tokenspeed_core.api import BuildContext
 from tokenspeed_models.layers.ops import dtype_name
 from tokenspeed_models.layers.quantized_weight import QuantizedWeight
-from tokenspeed_models.weights import Shard, WeightSlot
+from tokenspeed_models.weights import Shard, StackedShard, WeightSlot
 
 Activation = torch.Tensor | tuple[torch.Tensor, ...]
 """The input of a linear layer: x [T, in], or the quantized x with its scales."""
@@ -22,7 +22,17 @@ class Projection:
 
     name: str
     size: int
-    shard: Shard | None
+    shard: Shard | StackedShard | None
+
+
+def stacked(
+    name: str | None, projections: tuple[Projection, Projection, *tuple[Projection, ...]]
+) -> tuple[Projection, ...]:
+    """Return the projections, or the one called `name` if the checkpoint stores them as one tensor, in their order."""
+    if name is None:
+        return projections
+    parts = tuple((each.size, each.shard) for each in projections if isinstance(each.shard, Shard))
+    return (Projection(name, sum(each.size for each in projections), StackedShard(parts)),)
 
 
 class Linear:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from tokenspeed_core.api import BuildContext
-from tokenspeed_models.layers.linear import Activation, Linear, Projection
+from tokenspeed_models.layers.linear import Activation, Linear, Projection, stacked
 from tokenspeed_models.layers.norm import NormedLinear, RMSNorm
 from tokenspeed_models.layers.ops import dtype_name, quantized_op
 from tokenspeed_models.sharding import Partial, Replicated, Sharded, ShardingSpec
@@ -15,54 +15,78 @@ from tokenspeed_models.weights import Shard, WeightSlot
 
 
 class MLP:
-    """Computes `down(silu(gate(x)) * up(x))`, with gate and up in one GEMM."""
+    """Computes `down(activation(gate(x)) * up(x))`, with gate and up in one GEMM.
+
+    `activation` is "silu" or "gelu_tanh". `stacked_name` is the checkpoint's name of gate and up if it stores them as
+    one tensor. In a layer without a norm before its blocks `has_norm` is False.
+    """
 
     def __init__(
-        self, build: BuildContext, hidden_size: int, intermediate_size: int, *, bias: bool = False
+        self,
+        build: BuildContext,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        bias: bool = False,
+        activation: str = "silu",
+        stacked_name: str | None = None,
+        has_norm: bool = True,
     ) -> None:
         columns, rows = Shard(0, "dense"), Shard(1, "dense")
+        self.activation = activation
         self.gate_up = Linear(
             build,
             hidden_size,
-            (
-                Projection("gate_proj", intermediate_size, columns),
-                Projection("up_proj", intermediate_size, columns),
+            stacked(
+                stacked_name,
+                (
+                    Projection("gate_proj", intermediate_size, columns),
+                    Projection("up_proj", intermediate_size, columns),
+                ),
             ),
             bias=bias,
         )
         self.down = Linear(
             build, intermediate_size, (Projection("down_proj", hidden_size, rows),), bias=bias
         )
-        is_quantized, dtype = build.quantization is not None, dtype_name(build.dtype)
+        dtype = dtype_name(build.dtype)
         whole = quantized_op(build, "add_rms_norm_mlp")
         self._norm_mlp = (
-            None
-            if whole == "add_rms_norm_mlp"
-            else build.op(whole, hidden_size=hidden_size, size=intermediate_size, dtype=dtype)
-        )
-        self._normed_gate_up = NormedLinear(build, self.gate_up, is_gated=not is_quantized)
-        self._silu_mul = (
-            build.op(quantized_op(build, "silu_mul"), size=intermediate_size, dtype=dtype)
-            if is_quantized
+            build.op(whole, hidden_size=hidden_size, size=intermediate_size, dtype=dtype)
+            if whole != "add_rms_norm_mlp" and activation == "silu" and has_norm
             else None
+        )
+        is_gate_fused = has_norm and build.quantization is None
+        self._normed_gate_up = NormedLinear(
+            build,
+            self.gate_up,
+            activation=activation if is_gate_fused else None,
+            has_norm=has_norm,
+        )
+        self._gate = (
+            None
+            if is_gate_fused
+            else build.op(
+                quantized_op(build, f"{activation}_mul"), size=intermediate_size, dtype=dtype
+            )
         )
 
     def __call__(
-        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor
+        self, norm: RMSNorm | None, x: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output [T, hidden] for the normalised x + residual [T, hidden], and that sum.
 
-        The sum may overwrite the residual.
+        Without a norm the sum itself is the input. It may overwrite the residual.
         """
-        if self._norm_mlp is not None:
+        if self._norm_mlp is not None and norm is not None:
             result: tuple[torch.Tensor, torch.Tensor] = self._norm_mlp(
                 x, residual, norm.weight, norm.eps, *self.gate_up.operands, *self.down.operands
             )
             return result
         gated: Activation
         gated, residual = self._normed_gate_up(norm, x, residual)
-        if self._silu_mul is not None:
-            gated = self._silu_mul(gated)
+        if self._gate is not None:
+            gated = self._gate(gated)
         return self.down(gated), residual
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -14,11 +15,17 @@ from tokenspeed_models.weights import WeightSlot
 
 
 class RMSNorm:
-    """Divides the last axis by its root mean square and multiplies it by a weight (arXiv:1910.07467)."""
+    """Divides the last axis by its root mean square and multiplies it by a weight (arXiv:1910.07467).
 
-    def __init__(self, build: BuildContext, size: int, eps: float) -> None:
-        self.weight = torch.empty(size, dtype=build.dtype, device=build.device)
+    Families that multiply by `weight_offset` plus the checkpoint's weight get the sum as their weight.
+    """
+
+    def __init__(
+        self, build: BuildContext, size: int, eps: float, *, weight_offset: float = 0.0
+    ) -> None:
+        self.weight = make_norm_weight(build, size, weight_offset)
         self.eps = eps
+        self._weight_offset = weight_offset
         dtype = dtype_name(build.dtype)
         self._norm = build.op("rms_norm", size=size, dtype=dtype)
         self._add_norm = build.op("add_rms_norm", size=size, dtype=dtype)
@@ -50,44 +57,76 @@ class RMSNorm:
 
     def slots(self, name: str) -> Iterator[WeightSlot]:
         """List the weight."""
-        yield WeightSlot(f"{name}.weight", self.weight, None, "norm")
+        yield norm_slot(f"{name}.weight", self.weight, self._weight_offset)
 
     def sharding(self, name: str, group: str) -> Iterator[ShardingSpec]:
         """Input and output are replicated, since a row is normalised as a whole."""
         yield ShardingSpec(name, group, Replicated(), Replicated())
 
 
+def make_norm_weight(build: BuildContext, size: int, weight_offset: float) -> torch.Tensor:
+    """Return an uninitialised norm weight [size].
+
+    With an offset it is float32: the sum of a number near 0 and 1 would lose the number's low bits in 16 bits, and
+    such families compute it in float32.
+    """
+    dtype = torch.float32 if weight_offset else build.dtype
+    return torch.empty(size, dtype=dtype, device=build.device)
+
+
+def norm_slot(name: str, weight: torch.Tensor, weight_offset: float) -> WeightSlot:
+    """Return the slot of a norm weight, to which the offset is added while it is loaded."""
+    store = partial(_store_sum, weight, weight_offset) if weight_offset else None
+    return WeightSlot(name, weight, None, "norm", on_load=store)
+
+
+def _store_sum(weight: torch.Tensor, offset: float, tensor: torch.Tensor) -> None:
+    weight.copy_(tensor.to(torch.float32) + offset)
+
+
 class NormedLinear:
-    """Residual addition, RMS norm and a linear layer; with `is_gated` also silu(first half) * second half.
+    """Residual addition, RMS norm and a linear layer; with an `activation` also the gate of its two halves.
 
     One op computes everything. With quantization this needs a fused op of the method; without one, the norm and the
-    linear layer run one after the other and the caller applies the gate.
+    linear layer run one after the other and the caller applies the gate. Blocks without a norm before them
+    (`has_norm`) add and multiply.
     """
 
-    def __init__(self, build: BuildContext, linear: Linear, *, is_gated: bool = False) -> None:
+    def __init__(
+        self,
+        build: BuildContext,
+        linear: Linear,
+        *,
+        activation: str | None = None,
+        has_norm: bool = True,
+    ) -> None:
         out_size, self._linear = linear.out_size, linear
-        op = quantized_op(
-            build, "add_rms_norm_linear_silu_mul" if is_gated else "add_rms_norm_linear"
+        op = (
+            "add_rms_norm_linear" if activation is None else f"add_rms_norm_linear_{activation}_mul"
         )
+        op = quantized_op(build, op)
         is_fused = build.quantization is None or op in build.quantization.fused.values()
         self._fused = (
             build.op(
                 op,
                 in_size=linear.in_size,
-                out_size=out_size // 2 if is_gated else out_size,
+                out_size=out_size if activation is None else out_size // 2,
                 dtype=dtype_name(build.dtype),
             )
-            if is_fused
+            if has_norm and is_fused
             else None
         )
 
     def __call__(
-        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor
+        self, norm: RMSNorm | None, x: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output [T, out] for the normalised x + residual [T, in], and that sum.
 
         The sum may overwrite the residual.
         """
+        if norm is None:
+            residual.add_(x)
+            return self._linear(residual), residual
         if self._fused is None:
             normed, residual = norm.add_quantize(x, residual)
             return self._linear(normed), residual

@@ -10,7 +10,7 @@ import torch
 
 from tokenspeed_core.api import BuildContext, Quantization
 from tokenspeed_models.layers.ops import dtype_name
-from tokenspeed_models.weights import OnlineQuantization, Shard, WeightSlot
+from tokenspeed_models.weights import OnlineQuantization, Shard, StackedShard, WeightSlot
 
 
 class QuantizedWeight:
@@ -70,7 +70,7 @@ class QuantizedWeight:
         self,
         name: str,
         rows: slice,
-        shard: Shard | None,
+        shard: Shard | StackedShard | None,
         projection: int = 0,
         expert: int | None = None,
     ) -> Iterator[WeightSlot]:

@@ -12,9 +12,12 @@ from tokenspeed_models.config import DecoderConfig
 from tokenspeed_models.layers.attention import Attention
 from tokenspeed_models.layers.causal_lm import CausalLM
 from tokenspeed_models.layers.decoder import DecoderLayer
+from tokenspeed_models.layers.embedding import Embedding, OutputHead
 from tokenspeed_models.layers.ignored_modules import build_for_module
 from tokenspeed_models.layers.mlp import MLP
 from tokenspeed_models.layers.moe import MoE
+from tokenspeed_models.layers.norm import RMSNorm
+from tokenspeed_models.layers.qk_norm import HeadNorm
 from tokenspeed_models.layers.rotary import rotary_table
 
 
@@ -36,13 +39,15 @@ class RotaryDecoder(CausalLM):
             )
             for layer in build.each_layer(c.num_layers)
         ]
+        embedding = Embedding(build, c.vocab_size, c.hidden_size)
         super().__init__(
             build,
             layers,
-            vocab_size=c.vocab_size,
-            hidden_size=c.hidden_size,
-            norm_eps=c.norm_eps,
-            tie_embeddings=c.tie_embeddings,
+            embedding=embedding,
+            norm=RMSNorm(build, c.hidden_size, c.norm_eps),
+            head=OutputHead(
+                build, c.vocab_size, c.hidden_size, embedding if c.tie_embeddings else None
+            ),
         )
 
 
@@ -63,7 +68,7 @@ def _attention(
         cos_sin=cos_sin,
         qkv_bias=c.qkv_bias,
         out_bias=c.out_bias,
-        qk_norm_eps=c.norm_eps if c.qk_norm else None,
+        qk_norm=HeadNorm(build, c.head_size, c.norm_eps) if c.qk_norm else None,
         window=c.windows[layer],
     )
 
