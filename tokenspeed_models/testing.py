@@ -24,6 +24,7 @@ class DenseBuild:
 
     def __init__(self, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
         self.dtype, self.device = dtype, torch.device(device)
+        self.max_model_len = 1 << 30
         self.quantization: Quantization | None = None
         self.problems: list[tuple[str, dict[str, Any]]] = []
         self.caches: dict[int, _DenseAttention] = {}

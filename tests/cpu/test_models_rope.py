@@ -8,11 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Phi3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from tokenspeed_models.layers import inverse_frequencies, rotary_table
-from tokenspeed_models.rope_config import read_rope
+from tokenspeed_models.rope_config import read_layer_rope, read_rope
 
 BASE: dict[str, Any] = {
     "vocab_size": 8,
@@ -138,8 +139,16 @@ def test_table_covers_the_scaled_context(keys: dict[str, Any], length: int) -> N
     ("keys", "message"),
     [
         (
-            {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
-            r"rope_scaling\.rope_type is 'longrope'",
+            {"rope_scaling": {"rope_type": "proportional", "factor": 2.0}},
+            r"rope_scaling\.rope_type is 'proportional'",
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+            r"rope_scaling\.short_factor is \[1.0\], expected a list of 16",
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0, "short_factor": [1.0]}},
+            "short_factor is not supported",
         ),
         ({"rope_parameters": {"rope_type": "linear"}}, r"rope_parameters\.factor is None"),
         (
@@ -156,3 +165,56 @@ def test_table_covers_the_scaled_context(keys: dict[str, Any], length: int) -> N
 def test_unsupported_value_is_named_by_its_key(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_rope({**BASE, **keys}, 32)
+
+
+def longrope(**scaling: Any) -> dict[str, Any]:
+    """Return a configuration with LongRoPE on 12 of 16 values of each head."""
+    factors = {
+        "short_factor": [1.0, 1.0, 1.1, 1.2, 1.3, 1.5],
+        "long_factor": [1.0, 2.0, 4.0, 8.0, 20.0, 50.0],
+    }
+    return {
+        **BASE,
+        "num_attention_heads": 4,
+        "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 64,
+        "pad_token_id": None,
+        "rope_scaling": {"type": "longrope", **factors, **scaling},
+    }
+
+
+@pytest.mark.parametrize("max_model_len", [64, 65, 256])
+@pytest.mark.parametrize("scaling", [{}, {"attention_factor": 1.3}], ids=str)
+def test_longrope_table_equals_transformers(max_model_len: int, scaling: dict[str, Any]) -> None:
+    config = longrope(**scaling)
+    reference = Phi3RotaryEmbedding(Phi3Config(**config))
+    cosines, sines = reference(torch.zeros(1), torch.arange(max_model_len)[None])
+    rope = read_rope(config, 16, is_partial=True)
+    assert (rope.size, rope.max_positions) == (12, 256)
+    table = rotary_table(rope, torch.device("cpu"), max_model_len)
+    expected = torch.cat((cosines[0, :, :6], sines[0, :, :6]), dim=1)
+    torch.testing.assert_close(table, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_table_ends_at_the_longest_sequence() -> None:
+    rope = read_rope(BASE, 32)
+    assert rotary_table(rope, torch.device("cpu"), 100).shape == (100, 32)
+    assert rotary_table(rope, torch.device("cpu"), 1000).shape == (256, 32)
+
+
+def test_layer_types_have_their_own_rotation() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    old = {**BASE, "rope_theta": 5e5, "rope_scaling": yarn}
+    new = {
+        **BASE,
+        "rope_parameters": {
+            "full_attention": {**yarn, "rope_theta": 5e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+        },
+    }
+    for config, theta in ((old, 300.0), (new, 1e4)):
+        full = read_layer_rope(config, 32, "full_attention", 1e6)
+        assert (full.theta, full.scaling) == (5e5, read_rope(old, 32).scaling)
+        local = read_layer_rope(config, 32, "sliding_attention", theta)
+        assert (local.theta, local.scaling) == (300.0, None)
+    assert read_layer_rope(BASE, 32, "full_attention", 1e6).theta == 1e6

@@ -136,10 +136,14 @@ class AttentionCall(Protocol):
 
 
 class BuildContext(Protocol):
-    """The context of a model's constructor: its device and dtype, its quantization, and access to kernels."""
+    """The context of a model's constructor: its device and dtype, its quantization, and access to kernels.
+
+    `max_model_len` is the engine's longest sequence, in tokens.
+    """
 
     dtype: torch.dtype
     device: torch.device
+    max_model_len: int
     quantization: Quantization | None
 
     def each_layer(self, num_layers: int) -> Iterator[int]:

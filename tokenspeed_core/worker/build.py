@@ -35,6 +35,7 @@ class ModelBuild:
         self.dtype: torch.dtype = getattr(torch, resolved.config.dtype)
         self.kv_dtype: torch.dtype = getattr(torch, resolved.kv_dtype)
         self.device = device
+        self.max_model_len = resolved.limits.max_model_len
         self.quantization = resolved.quantization
         self.selector = selector
         self.layers: list[AttentionLayer] = []

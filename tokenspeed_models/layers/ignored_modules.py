@@ -22,6 +22,7 @@ class UnquantizedBuild:
     def __init__(self, build: BuildContext, dtype: torch.dtype | None = None) -> None:
         self._build = build
         self.dtype, self.device = dtype or build.dtype, build.device
+        self.max_model_len = build.max_model_len
         self.quantization: Quantization | None = None
 
     def each_layer(self, num_layers: int) -> Iterator[int]:

@@ -6,14 +6,28 @@ Frequencies are computed on the CPU in float32, so that all devices use the same
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
-from tokenspeed_models.rope_config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+from tokenspeed_models.rope_config import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeConfig,
+    YarnScaling,
+)
 
 
-def rotary_table(rope: RopeConfig, device: torch.device) -> torch.Tensor:
-    """Return the table, float32 [max_positions, size]: size/2 cosines, then size/2 sines."""
+def rotary_table(
+    rope: RopeConfig, device: torch.device, max_model_len: int | None = None
+) -> torch.Tensor:
+    """Return the table, float32 [P, size]: size/2 cosines, then size/2 sines.
+
+    It has as many positions P as the scaling supports, or as the engine's longest sequence `max_model_len` needs.
+    """
+    if max_model_len is not None:
+        rope = replace(rope, max_positions=min(rope.max_positions, max_model_len))
     table = torch.empty(rope.max_positions, rope.size, dtype=torch.float32, device=device)
     # A plan needs no values, and torch would import its compiler to compute them on the meta device.
     if table.is_meta:
@@ -40,6 +54,10 @@ def inverse_frequencies(rope: RopeConfig) -> tuple[torch.Tensor, float]:
             return _llama3(1.0 / wavelengths, rope.scaling), 1.0
         case YarnScaling():
             return _yarn(wavelengths, rope, rope.scaling), _yarn_attention_factor(rope.scaling)
+        case LongRopeScaling(short_factors, long_factors, original_max_positions, factor):
+            is_long = rope.max_positions > original_max_positions
+            factors = torch.tensor(long_factors if is_long else short_factors)
+            return 1.0 / (factors * wavelengths), factor
 
 
 def _llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:

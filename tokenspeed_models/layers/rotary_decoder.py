@@ -28,7 +28,7 @@ class RotaryDecoder(CausalLM):
     """
 
     def __init__(self, c: DecoderConfig, config: Mapping[str, Any], build: BuildContext) -> None:
-        cos_sin = rotary_table(c.rope, build.device)
+        cos_sin = rotary_table(c.rope, build.device, build.max_model_len)
         layers = [
             DecoderLayer(
                 build,
