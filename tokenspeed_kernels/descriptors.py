@@ -133,6 +133,8 @@ TORCH_LINEAR = (
     _torch("quantize_fp8_groups", "fp8_block:quantize_fp8_groups"),
     _torch("quantize_fp8_blocks", "fp8_block:quantize_fp8_blocks"),
     _torch("linear_fp8_block", "fp8_block:linear_fp8_block"),
+    _torch("mla_absorb", "mla:mla_absorb"),
+    _torch("mla_project", "mla:mla_project"),
 )
 TORCH_MOE = (
     _torch("moe_route", "moe:moe_route"),
@@ -145,8 +147,13 @@ TORCH_CACHE = (
     _torch("map_tokens", "cache:map_tokens"),
     _cpu("advance_rows", "step:advance_rows", _GRAPH_SAFE),
     _cpu("map_tokens", "step:map_tokens", _GRAPH_SAFE),
+    _torch("mla_write", "mla:mla_write", frozenset()),
 )
-TORCH_ATTENTION = (_torch("attention", "attention:attention", frozenset({"window"})),)
+TORCH_ATTENTION = (
+    _torch("attention", "attention:attention", frozenset({"window"})),
+    _torch("mla_decode", "mla:mla_decode"),
+    _torch("mla_prefill", "mla:mla_prefill", frozenset()),
+)
 TORCH_SAMPLING = (
     _torch("greedy", "sampling:greedy"),
     _torch("sample", "sampling:sample"),

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tokenspeed_core.api import AttentionCall, Model, Quantization, Rotation
+from tokenspeed_core.api import (
+    AttentionCall,
+    LatentAttentionCall,
+    LatentSizes,
+    Model,
+    Quantization,
+    Rotation,
+)
 
 
 class DenseBuild:
@@ -27,7 +34,7 @@ class DenseBuild:
         self.max_model_len = 1 << 30
         self.quantization: Quantization | None = None
         self.problems: list[tuple[str, dict[str, Any]]] = []
-        self.caches: dict[int, _DenseAttention] = {}
+        self.caches: dict[int, _DenseAttention | _DenseLatentAttention] = {}
 
     def each_layer(self, num_layers: int) -> Iterator[int]:
         """Yield the layer indices."""
@@ -73,8 +80,18 @@ class DenseBuild:
                 dtype=str(self.dtype).removeprefix("torch."),
             )
         )
-        self.caches[layer] = _DenseAttention(num_heads // num_kv_heads, scale, window, rotate)
-        return self.caches[layer]
+        call = _DenseAttention(num_heads // num_kv_heads, scale, window, rotate)
+        self.caches[layer] = call
+        return call
+
+    def latent_attention(
+        self, *, layer: int, sizes: LatentSizes, scale: float, group: str = "latent"
+    ) -> LatentAttentionCall:
+        """Return a layer's latent attention with its own cache."""
+        self.problems.append(("latent_attention", {"layer": layer, "group": group}))
+        call = _DenseLatentAttention(sizes, scale)
+        self.caches[layer] = call
+        return call
 
     def clear(self) -> None:
         """Forget the sequence."""
@@ -131,6 +148,45 @@ class _DenseAttention:
         return torch.einsum("hqk,khd->qhd", weights, values)
 
 
+class _DenseLatentAttention:
+    """Causal latent attention over all tokens of one sequence, with keys and values expanded for each head."""
+
+    def __init__(self, sizes: LatentSizes, scale: float) -> None:
+        self.sizes, self.scale = sizes, scale
+        self.clear()
+
+    def clear(self) -> None:
+        self.entries: list[Tensor] = []
+
+    def __call__(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        positions: Tensor,
+        cos_sin: Tensor,
+        interleaved: bool,
+        kv_up: Tensor,
+    ) -> Tensor:
+        sizes = self.sizes
+        latent = _norm(kv[:, : sizes.latent_size], norm_weight, eps)
+        shared = kv[:, None, sizes.latent_size :].clone()
+        _rotate(q[..., sizes.nope_size :], shared, positions, cos_sin, interleaved)
+        self.entries.append(torch.cat((latent, shared[:, 0]), dim=-1))
+        latents, keys = torch.cat(self.entries).split_with_sizes(
+            (sizes.latent_size, sizes.rope_size), dim=-1
+        )
+        expanded = torch.einsum("hdl,kl->hkd", kv_up, latents)
+        nope, values = expanded.split_with_sizes((sizes.nope_size, sizes.value_size), dim=-1)
+        scores = torch.einsum("qhd,hkd->hqk", q[..., : sizes.nope_size], nope)
+        scores += torch.einsum("qhd,kd->hqk", q[..., sizes.nope_size :], keys)
+        future = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device)
+        future = future.triu(scores.shape[2] - scores.shape[1] + 1)
+        weights = (scores * self.scale).masked_fill(future, float("-inf")).softmax(dim=-1)
+        return torch.einsum("hqk,hkd->qhd", weights, values)
+
+
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
@@ -142,10 +198,12 @@ def _add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[
 
 
 def _rotate(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool) -> None:
-    if interleaved:
-        raise ValueError("interleaved rotation is not implemented here")
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
     for heads in (q, k):
+        if interleaved:
+            pairs = torch.view_as_complex(heads.float().reshape(*heads.shape[:-1], -1, 2))
+            heads.copy_(torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2))
+            continue
         first, second = heads[..., : cos_sin.shape[1]].float().chunk(2, dim=-1)
         rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
         heads[..., : cos_sin.shape[1]] = rotated.to(heads.dtype)

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tokenspeed_kernels_blackwell.mla.reference import mla_decode
 from torch import Tensor, nn
 from transformers import DeepseekV2Config, DeepseekV3Config
 from transformers.models.deepseek_v2 import modeling_deepseek_v2 as v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
+
+from tokenspeed_kernels.reference.mla import mla_decode
 
 HEADS, LATENT, ROPE, NOPE, VALUE, HIDDEN = 4, 32, 16, 24, 20, 96
 LENGTHS, BLOCK_SIZE = (21, 1, 16, 40), 8
@@ -96,6 +97,7 @@ def test_absorbed_mla_decode_matches_transformers(
             table[row, index] = block = next(blocks)
             cache[block, : part.shape[0]] = part
     problem = {
+        "phase": "decode",
         "num_heads": HEADS,
         "latent_size": LATENT,
         "rope_size": ROPE,
@@ -109,3 +111,42 @@ def test_absorbed_mla_decode_matches_transformers(
     )
     found = module.o_proj(torch.einsum("thl,hvl->thv", y, up_v).flatten(1))
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-5)
+
+
+SMALL = {
+    "num_heads": 3,
+    "latent_size": 8,
+    "rope_size": 4,
+    "block_size": 4,
+    "dtype": "float32",
+    "kv_dtype": "float32",
+}
+
+
+def test_reference_matches_explicit_attention() -> None:
+    torch.manual_seed(0)
+    cache, q = torch.randn(5, 4, 12), torch.randn(2, 3, 12)
+    table, lengths = (
+        torch.tensor([[4, 0], [2, 1]], dtype=torch.int32),
+        torch.tensor([6, 3], dtype=torch.int32),
+    )
+    y = mla_decode(SMALL)(q, cache, table, lengths, 6, 0.5)
+    for row, entries in enumerate((torch.cat([cache[4], cache[0]])[:6], cache[2][:3])):
+        for head in range(3):
+            weights = torch.stack([q[row, head] @ entry * 0.5 for entry in entries]).exp()
+            expected = (
+                sum(weight * entry[:8] for weight, entry in zip(weights, entries, strict=True))
+                / weights.sum()
+            )
+            torch.testing.assert_close(y[row, head], expected)
+
+
+def test_reference_ignores_unwritten_entries() -> None:
+    cache = torch.full((3, 4, 12), float("nan"))
+    cache[1, :2] = 1.0
+    table = torch.tensor([[1, -1, 99], [-1, -1, -1]], dtype=torch.int32)
+    y = mla_decode(SMALL)(
+        torch.ones(2, 3, 12), cache, table, torch.tensor([2, 0], dtype=torch.int32), 12, 1.0
+    )
+    assert torch.equal(y[0], torch.ones(3, 8))
+    assert torch.equal(y[1], torch.zeros(3, 8))

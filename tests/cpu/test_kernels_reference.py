@@ -6,6 +6,7 @@ import pytest
 import torch
 from tokenspeed_testing.attention import check_attention
 from tokenspeed_testing.conformance import check
+from tokenspeed_testing.shapes import NUM_ROWS
 
 from tokenspeed_core.api.kernels import KernelSpec
 from tokenspeed_core.kernels.installed import installed_kernels, installed_ops
@@ -24,7 +25,8 @@ TORCH = [
 
 @pytest.mark.parametrize("spec", [s for s in TORCH if s.op != "attention"], ids=lambda s: s.op)
 def test_reference_conforms(spec: KernelSpec) -> None:
-    check(spec, CPU)
+    # Expanded keys of many rows take long on a CPU.
+    check(spec, CPU, num_rows=(0, 1, 7) if spec.op.startswith("mla_") else NUM_ROWS)
 
 
 def test_every_op_has_a_reference() -> None:
@@ -38,5 +40,5 @@ def test_every_op_has_a_reference() -> None:
 
 
 def test_reference_attention_conforms() -> None:
-    (spec,) = descriptors.TORCH_ATTENTION
+    spec, *_ = descriptors.TORCH_ATTENTION
     assert check_attention(spec, CPU) > 30

@@ -92,3 +92,22 @@ class SlidingWindow:
     def first_needed(self, length: int) -> int:
         """Return the first token in the window of a query at position `length`."""
         return max(0, length - self.window + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Entries of every token that all heads share (MLA): a latent of L values, then R values of a rotated key."""
+
+    name: str
+    num_layers: int
+    latent_size: int
+    rope_size: int
+
+    @property
+    def parts(self) -> tuple[CachePart, ...]:
+        """One entry per token."""
+        return (CachePart("latent", (self.latent_size + self.rope_size,)),)
+
+    def first_needed(self, length: int) -> int:
+        """Return 0: a query reads all tokens before it."""
+        return 0

@@ -135,6 +135,42 @@ class AttentionCall(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class LatentSizes:
+    """The shape of a layer's multi-head latent attention (MLA, arXiv:2405.04434). Sizes are values.
+
+    A token's cache entry is a latent and a rotated key part. A head's key is an expansion of the latent, then that part.
+    """
+
+    num_heads: int  # H
+    latent_size: int  # L
+    rope_size: int  # R, the rotated values of a query and of a key
+    nope_size: int  # N, the values of a query and of a key that are not rotated
+    value_size: int  # V
+
+
+class LatentAttentionCall(Protocol):
+    """A layer's latent attention, bound to its cache: it rotates, writes the cache entries, then attends."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        norm_weight: torch.Tensor,
+        eps: float,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        interleaved: bool,
+        kv_up: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attend. q [T, H, N + R], whose last R values are rotated in place; returns [T, H, V].
+
+        kv [T, L + R] is the latent before its RMS norm (norm_weight [L], eps), then the key part before its rotation.
+        positions, cos_sin and interleaved are as in the op `rope`. kv_up [H, N + V, L] expands a latent to each head's
+        key and value. The call may keep kv_up: it must be the same parameter in each step.
+        """
+
+
 class BuildContext(Protocol):
     """The context of a model's constructor: its device and dtype, its quantization, and access to kernels.
 
@@ -174,6 +210,14 @@ class BuildContext(Protocol):
 
         The window, heads, head size and number of layers must match the group. With a `rotation`, one kernel may
         rotate and write the cache; without, q and k are used unchanged.
+        """
+
+    def latent_attention(
+        self, *, layer: int, sizes: LatentSizes, scale: float, group: str = "latent"
+    ) -> LatentAttentionCall:
+        """Register a layer's latent attention in a cache group of the model's `ModelInfo` and return its call.
+
+        `scale` is the factor of the scores. The sizes and the number of layers must match the group.
         """
 
 

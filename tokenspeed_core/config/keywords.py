@@ -38,6 +38,7 @@ class EngineKeywords(TypedDict, total=False):
     cudagraph_capture_sizes: Sequence[int] | None
     seed: int
     attention_backend: str | Sequence[str] | Mapping[str, str | Sequence[str]]
+    mla_chunk_multiplier: int
     moe_backend: str | Sequence[str] | Mapping[str, str | Sequence[str]]
     sampling_backend: str | Sequence[str] | Mapping[str, str | Sequence[str]]
     grammar_backend: str

@@ -197,6 +197,13 @@ class Config(ServerSettings):
         kind="kernels.attention",
         takes="NAME[,NAME...]",
     )
+    mla_chunk_multiplier: int = setting(
+        4,
+        "backends",
+        "Cached tokens that MLA prefill expands at once, in maximum steps.",
+        ge=1,
+        le=1024,
+    )
     moe_backend: BackendChoice = setting(
         {"default": AUTO},
         "backends",

@@ -52,6 +52,20 @@ class AttentionGroup:
                 if problem.phase == phase:
                     kernel.prepare(step)
 
+    def attend(self, attend: Callable[[Batch], None]) -> None:
+        """Call `attend` for each batch of the step. On a device, two batches run in parallel."""
+        first, *others = self.batches
+        side = self.side if others else None
+        if side is not None:
+            side.wait_stream(torch.cuda.current_stream())
+        # Prefills first: they are few long programs, and decodes fit between them.
+        with torch.cuda.stream(side):
+            for batch in others:
+                attend(batch)
+        attend(first)
+        if side is not None:
+            torch.cuda.current_stream().wait_stream(side)
+
 
 @dataclass(slots=True, eq=False)
 class AttentionLayer:
@@ -80,17 +94,7 @@ class AttentionLayer:
         """Rotate q and k, write k, v [T, K, D] into the cache, then attend; q and the result are [T, H, D]."""
         self.write_kv(q, k, v, *self.caches, self.group.kv_slots, *rotation)
         out = q.new_empty(q.shape)
-        first, *others = self.group.batches
-        side = self.group.side if others else None
-        if side is not None:
-            side.wait_stream(torch.cuda.current_stream())
-        # Prefills first: they are few long programs, and decodes fit between them.
-        with torch.cuda.stream(side):
-            for batch in others:
-                self._attend(batch, q, out)
-        self._attend(first, q, out)
-        if side is not None:
-            torch.cuda.current_stream().wait_stream(side)
+        self.group.attend(lambda batch: self._attend(batch, q, out))
         return out if self.kv_scale == 1.0 else out.mul_(self.kv_scale)
 
     def _attend(self, batch: Batch, q: Tensor, out: Tensor) -> None:

@@ -11,14 +11,20 @@ import torch
 from tokenspeed_core.api.attention import AttentionLimits, AttentionProblem
 from tokenspeed_core.api.cache_groups import CacheGroupSpec, CachePart, keys_and_values
 from tokenspeed_core.api.kernels import PHASES, KernelSpec
-from tokenspeed_core.api.models import Rotation
+from tokenspeed_core.api.models import LatentSizes, Rotation
 from tokenspeed_core.api.ops import Problem
 from tokenspeed_core.errors import CheckpointError, PluginError, TokenSpeedError
 from tokenspeed_core.kernels.error_attribution import describe_kernel
 from tokenspeed_core.kernels.plan import KernelPlan, NothingFitsError, PlannedOp
 from tokenspeed_core.kernels.select import Choice, Selector
 from tokenspeed_core.resolved import Resolved
-from tokenspeed_core.worker.attention import AttentionGroup, AttentionLayer, make_write_kv
+from tokenspeed_core.worker.attention import (
+    AttentionGroup,
+    AttentionLayer,
+    CachedLayer,
+    make_write_kv,
+)
+from tokenspeed_core.worker.latent import OPS, LatentKernels, LatentLayer
 
 _BLOCK_SIZES = (16, 32, 64, 128, 256)
 
@@ -39,14 +45,21 @@ class ModelBuild:
         self.quantization = resolved.quantization
         self.selector = selector
         self.layers: list[AttentionLayer] = []
+        self.latent_layers: list[LatentLayer] = []
         info = resolved.checkpoint.info
         self._architecture = info.architecture
         self._group_specs = {group.name: group for group in info.cache_groups}
         self.groups = {name: AttentionGroup(spec) for name, spec in self._group_specs.items()}
         self._kv_scales = resolved.kv_scales
+        self._max_expanded = resolved.config.mla_chunk_multiplier * resolved.limits.max_num_tokens
         self._layer: int | None = None
         self._kernels: dict[tuple[KernelSpec, tuple[tuple[str, Any], ...]], Callable[..., Any]] = {}
         self._bound: list[tuple[Any, Choice]] = []
+
+    @property
+    def cached_layers(self) -> list[CachedLayer]:
+        """The layers that keep a part of the KV cache."""
+        return [*self.layers, *self.latent_layers]
 
     def each_layer(self, num_layers: int) -> Iterator[int]:
         """Yield the layers from 0, so that the kernel plan knows which layer asks for an op."""
@@ -103,13 +116,8 @@ class ModelBuild:
 
         Raises CheckpointError if the layer does not match the cache group that the family's `describe` declared.
         """
-        if group not in self.groups:
-            raise CheckpointError(
-                f"{self._architecture} layer {layer}: unknown cache group {group!r}; `describe` declares "
-                f"{', '.join(self.groups) or 'none'}"
-            )
-        index = sum(each.group is self.groups[group] for each in self.layers)
-        self._check_layer(layer, group, index, keys_and_values(num_kv_heads, head_size), window)
+        parts = keys_and_values(num_kv_heads, head_size)
+        index = self._next_index(layer, group, parts, window)
         call = AttentionLayer(
             self.groups[group],
             index,
@@ -125,16 +133,33 @@ class ModelBuild:
         self.layers.append(call)
         return call
 
-    def _check_layer(
-        self,
-        layer: int,
-        group: str,
-        index: int,
-        parts: tuple[CachePart, ...],
-        window: int | None,
-    ) -> None:
-        """Raise CheckpointError unless a layer's attention matches its cache group."""
-        spec = self._group_specs[group]
+    def latent_attention(
+        self, *, layer: int, sizes: LatentSizes, scale: float, group: str = "latent"
+    ) -> LatentLayer:
+        """Register a layer's latent attention. Raises CheckpointError as `attention` does."""
+        width = sizes.latent_size + sizes.rope_size
+        index = self._next_index(layer, group, (CachePart("latent", (width,)),))
+        kv_scale = self._kv_scales[layer] if self._kv_scales else 1.0
+        call = LatentLayer(
+            self.groups[group], index, layer, sizes, scale, self._max_expanded, kv_scale
+        )
+        self.latent_layers.append(call)
+        return call
+
+    def _num_layers(self, group: str) -> int:
+        """Return the number of layers that use a cache group so far."""
+        return sum(each.group is self.groups[group] for each in self.cached_layers)
+
+    def _next_index(
+        self, layer: int, group: str, parts: tuple[CachePart, ...], window: int | None = None
+    ) -> int:
+        """Return the index of a new layer in its cache group. Raises CheckpointError unless the layer matches it."""
+        if group not in self.groups:
+            raise CheckpointError(
+                f"{self._architecture} layer {layer}: unknown cache group {group!r}; `describe` declares "
+                f"{', '.join(self.groups) or 'none'}"
+            )
+        spec, index = self._group_specs[group], self._num_layers(group)
         if index >= spec.num_layers:
             raise self._mismatch(layer, group, f"{index + 1} or more layers", spec.num_layers)
         if parts != spec.parts:
@@ -142,6 +167,7 @@ class ModelBuild:
         kept_window = _kept_window(spec)
         if kept_window is not None and (window is None or window > kept_window):
             raise self._mismatch(layer, group, f"window {window}", f"{kept_window} tokens")
+        return index
 
     def _mismatch(self, layer: int, group: str, wanted: str, kept: object) -> CheckpointError:
         return CheckpointError(
@@ -152,7 +178,7 @@ class ModelBuild:
     def check_groups(self) -> None:
         """Raise CheckpointError if a cache group has memory for more layers than use it."""
         for name, spec in self._group_specs.items():
-            num_layers = sum(each.group is self.groups[name] for each in self.layers)
+            num_layers = self._num_layers(name)
             if num_layers != spec.num_layers:
                 raise CheckpointError(
                     f"{self._architecture}: cache group {name!r} declares {spec.num_layers} layers, and "
@@ -184,6 +210,21 @@ class ModelBuild:
                 problem = self.problem(layer, block_size, phase)
                 layer.choices[phase] = self.selector.select_attention(problem, layer=layer.layer)
             layer.write_kv = self._write_kv(layer, asdict(problem))
+        for latent in self.latent_layers:
+            choices = self.select_latent(self.selector, latent, block_size)
+            latent.kernels = LatentKernels(*(self._load(choice) for choice in choices))
+
+    def select_latent(
+        self, selector: Selector, layer: LatentLayer, block_size: int
+    ) -> list[Choice]:
+        """Choose the kernels of a layer's latent attention, in the order of `OPS`. Raises SelectionError."""
+        name, kv_name = (str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.kv_dtype))
+        axes = {**asdict(layer.sizes), "block_size": block_size, "dtype": name, "kv_dtype": kv_name}
+        return [
+            choice
+            for op, phase in OPS
+            for choice in selector.select_all((op,), {**axes, "phase": phase}, layer=layer.layer)
+        ]
 
     def _write_kv(self, layer: AttentionLayer, axes: Problem) -> Callable[..., None]:
         """Return the function that rotates and writes the cache: one fused kernel if it fits and there is no scale."""
@@ -236,6 +277,8 @@ def solve_block_size(build: ModelBuild, wanted: int | None, scratch: Callable[[]
             for layer in build.layers:
                 for phase in PHASES:
                     attempt.select_attention(build.problem(layer, size, phase), layer=layer.layer)
+            for latent in build.latent_layers:
+                build.select_latent(attempt, latent, size)
         except NothingFitsError as error:
             (ended,) = error.plan.ops
             reasons = (

@@ -113,9 +113,8 @@ class LocalRunner:
         self._free_arena()
         self._use_stream()
         self._arena = _empty_arena(num_blocks + 1, self.block_bytes, self._device)
-        bind_arena(
-            self._assembly.build.layers, self._arena, self.block_size, self._assembly.build.kv_dtype
-        )
+        build = self._assembly.build
+        bind_arena(build.cached_layers, self._arena, self.block_size, build.kv_dtype)
         self.num_blocks = num_blocks
         self.forget()
 
@@ -206,7 +205,7 @@ class LocalRunner:
 
     def _free_arena(self) -> None:
         self._arena = torch.zeros(0, dtype=torch.uint8)
-        for layer in self._assembly.build.layers:
+        for layer in self._assembly.build.cached_layers:
             layer.caches = ()
 
     def _failed(self, step_id: int, what: str, error: BaseException) -> StepFailed:

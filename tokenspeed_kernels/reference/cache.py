@@ -15,7 +15,7 @@ def as_bytes(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
-def _narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
+def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype.itemsize > 1:
         return x.to(dtype)
     largest = torch.finfo(dtype).max
@@ -36,7 +36,7 @@ def write_kv(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tens
             k, v, slots = k[kept], v[kept], slots[kept]
         index = (slots // block_size, slots % block_size)
         for cache, new in ((k_cache, k), (v_cache, v)):
-            as_bytes(cache).index_put_(index, as_bytes(_narrowed(new, cache.dtype)))
+            as_bytes(cache).index_put_(index, as_bytes(narrowed(new, cache.dtype)))
 
     return write
 

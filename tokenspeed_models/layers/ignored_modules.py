@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tokenspeed_core.api import AttentionCall, BuildContext, Quantization
+from tokenspeed_core.api import AttentionCall, BuildContext, LatentAttentionCall, Quantization
 from tokenspeed_models.quantization_config import ignored_modules
 
 _PROJECTIONS = {
@@ -40,6 +40,10 @@ class UnquantizedBuild:
     def attention(self, **layer: Any) -> AttentionCall:
         """Register a layer's attention."""
         return self._build.attention(**layer)
+
+    def latent_attention(self, **layer: Any) -> LatentAttentionCall:
+        """Register a layer's latent attention."""
+        return self._build.latent_attention(**layer)
 
 
 def build_for_module(

@@ -1,17 +1,13 @@
-"""MLA decode: the reference, the kernel's machine code, and selection."""
+"""MLA decode: the kernel's machine code, and selection."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-import torch
 from machine_code import REGISTERS, SHARED_BYTES, TENSOR_COLUMNS, compiled
-from tokenspeed_kernels_blackwell import TORCH_MLA
 from tokenspeed_kernels_blackwell.mla.decode import FEW, MANY, NUM_STAGES, TAIL, Tiling
 from tokenspeed_kernels_blackwell.mla.decode_kernel import attend, merge
-from tokenspeed_kernels_blackwell.mla.reference import mla_decode
-from tokenspeed_testing.conformance import check
 from tokenspeed_testing.explain import explain
 
 from tokenspeed_core.api.kernels import PlatformInfo
@@ -22,6 +18,7 @@ from tokenspeed_core.kernels.select import Selector
 from tokenspeed_core.plugins import Catalog
 
 DEEPSEEK = {
+    "phase": "decode",
     "num_heads": 128,
     "latent_size": 512,
     "rope_size": 64,
@@ -29,19 +26,11 @@ DEEPSEEK = {
     "dtype": "bfloat16",
     "kv_dtype": "bfloat16",
 }
-SMALL = {
-    "num_heads": 3,
-    "latent_size": 8,
-    "rope_size": 4,
-    "block_size": 4,
-    "dtype": "float32",
-    "kv_dtype": "float32",
-}
 
 
 def selector(capability: tuple[int, int], *backends: str) -> Selector:
     catalog = Catalog.discover()
-    wanted = [Override.parse("mla", backends)] if backends else []
+    wanted = [Override.parse("attention", backends)] if backends else []
     return Selector(
         installed_kernels(catalog),
         PlatformInfo("cuda", capability),
@@ -52,43 +41,10 @@ def selector(capability: tuple[int, int], *backends: str) -> Selector:
     )
 
 
-def test_reference_conforms() -> None:
-    assert check(TORCH_MLA, torch.device("cpu")) > 20
-
-
-def test_reference_matches_explicit_attention() -> None:
-    torch.manual_seed(0)
-    cache, q = torch.randn(5, 4, 12), torch.randn(2, 3, 12)
-    table, lengths = (
-        torch.tensor([[4, 0], [2, 1]], dtype=torch.int32),
-        torch.tensor([6, 3], dtype=torch.int32),
-    )
-    y = mla_decode(SMALL)(q, cache, table, lengths, 6, 0.5)
-    for row, entries in enumerate((torch.cat([cache[4], cache[0]])[:6], cache[2][:3])):
-        for head in range(3):
-            weights = torch.stack([q[row, head] @ entry * 0.5 for entry in entries]).exp()
-            expected = (
-                sum(weight * entry[:8] for weight, entry in zip(weights, entries, strict=True))
-                / weights.sum()
-            )
-            torch.testing.assert_close(y[row, head], expected)
-
-
-def test_reference_ignores_unwritten_entries() -> None:
-    cache = torch.full((3, 4, 12), float("nan"))
-    cache[1, :2] = 1.0
-    table = torch.tensor([[1, -1, 99], [-1, -1, -1]], dtype=torch.int32)
-    y = mla_decode(SMALL)(
-        torch.ones(2, 3, 12), cache, table, torch.tensor([2, 0], dtype=torch.int32), 12, 1.0
-    )
-    assert torch.equal(y[0], torch.ones(3, 8))
-    assert torch.equal(y[1], torch.zeros(3, 8))
-
-
 @pytest.mark.parametrize("num_heads", [16, 64, 128])
 def test_auto_selects_our_kernel_and_the_library_needs_a_name(num_heads: int) -> None:
     problem = {**DEEPSEEK, "num_heads": num_heads}
-    for names, taken in (((), "blackwell"), (("flashinfer",), "flashinfer")):
+    for names, taken in (((), "blackwell"), (("trtllm_mla",), "trtllm_mla")):
         chosen = selector((10, 3), *names)
         assert chosen.select("mla_decode", problem).spec.backend == taken
         passed_over = "must be compiled before the first call" in explain(
@@ -105,7 +61,7 @@ def test_unsupported_shapes_are_rejected_at_build() -> None:
         ("dtype", "float16", "dtype float16 is not supported"),
     ):
         with pytest.raises(SelectionError, match=reason):
-            selector((10, 0), "flashinfer").select("mla_decode", {**DEEPSEEK, axis: value})
+            selector((10, 0), "trtllm_mla").select("mla_decode", {**DEEPSEEK, axis: value})
     chosen = selector((9, 0))
     assert chosen.select("mla_decode", DEEPSEEK).spec.backend == "torch"
     assert "compute capability 9.0 is not supported" in explain(chosen.plan(), "mla_decode")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tokenspeed_core.api import AxisLimit, Capability, KernelSpec
 
 __all__ = [
+    "BLACKWELL_ATTENTION",
     "BLOCK_SCALED",
     "MOE",
     "FA4",
@@ -14,7 +15,6 @@ __all__ = [
     "PREFILL",
     "TORCH_BLOCKS",
     "TORCH_MOE",
-    "TORCH_MLA",
 ]
 
 _HALVES = ("bfloat16", "float16")
@@ -159,12 +159,13 @@ MLA = KernelSpec(
     load="tokenspeed_kernels_blackwell.mla.decode:mla_decode",
     requires=("triton",),
 )
+BLACKWELL_ATTENTION = (PREFILL, MLA)
 
 
 def _flashinfer_mla(min_heads: int, max_heads: int) -> KernelSpec:
     return KernelSpec(
         op="mla_decode",
-        backend="flashinfer",
+        backend="trtllm_mla",
         capability=Capability(
             platforms=("cuda",),
             min_compute_capability=_MIN_CAPABILITY,
@@ -184,15 +185,3 @@ def _flashinfer_mla(min_heads: int, max_heads: int) -> KernelSpec:
 
 # The library rejects 65 to 127 heads.
 FLASHINFER_MLA = (_flashinfer_mla(1, 64), _flashinfer_mla(128, 128))
-TORCH_MLA = KernelSpec(
-    op="mla_decode",
-    backend="torch",
-    capability=Capability(
-        platforms=("cpu", "cuda"),
-        dtypes=("float32", *_HALVES),
-        kv_dtypes=("float32", *_HALVES),
-        features=frozenset({"graph_safe"}),
-    ),
-    load="tokenspeed_kernels_blackwell.mla.reference:mla_decode",
-    reference=True,
-)

@@ -90,37 +90,6 @@ NVFP4_METHOD = Quantization(
     fused={"moe_experts": "moe_experts_nvfp4"},
 )
 
-MLA = (
-    OpContract(
-        "mla_decode",
-        "mla",
-        "(q [T, H, L + R], cache [B, block_size, L + R], block_table int32 [T, M], seq_lens int32 [T], max_seq_len: "
-        "int, scale: float) -> y [T, H, L]: one query per row; all heads attend to the row's seq_lens cache entries, and "
-        "the first L elements of an entry are its value: softmax(scale * q . entries) @ entries[:, :L], zeros where "
-        "seq_lens is 0. seq_lens <= max_seq_len. Blocks and table entries past a row's length may hold anything. q is "
-        "the absorbed query (q_nope times the key up-projection), then the rotated part; an entry is the normalised "
-        "latent, then the rotated key. The cache is strided on B",
-        {
-            "num_heads": "query heads H",
-            "latent_size": "latent size L",
-            "rope_size": "rotated elements R",
-            "block_size": "tokens per block",
-            "kv_dtype": "dtype of the cache",
-        },
-        "tokenspeed_kernels_blackwell.mla.reference:mla_decode",
-        "tokenspeed_kernels_blackwell.mla.inputs:mla_decode",
-        DOTS,
-        rows=("q", "block_table", "seq_lens"),
-        errors="ValueError: more rows than the backend supports",
-        cases=(
-            {"num_heads": 5, "latent_size": 48, "rope_size": 16, "block_size": 8},
-            {"num_heads": 16, "latent_size": 512, "rope_size": 64, "block_size": 64},
-            {"num_heads": 7, "latent_size": 512, "rope_size": 64, "block_size": 32},
-            {"num_heads": 128, "latent_size": 512, "rope_size": 64, "block_size": 64},
-        ),
-    ),
-)
-
 _MOE_AXES = {
     "num_experts": "experts E",
     "top_k": "experts per token, k",

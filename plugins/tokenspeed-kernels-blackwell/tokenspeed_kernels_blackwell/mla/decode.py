@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokenspeed_core.api import Problem
 from tokenspeed_kernels_blackwell.mla.decode_kernel import attend, merge
-from tokenspeed_kernels_blackwell.mla.reference import MlaDecode
 
 TAIL = 16  # entries per iteration in a row's last block, where masking is needed
 NUM_STAGES = 2  # pipeline stages, within the 227 KiB of shared memory
@@ -34,7 +33,7 @@ class Tiling:
 FEW, MANY = Tiling(16, 4), Tiling(32, 8)
 
 
-def mla_decode(problem: Problem) -> MlaDecode:
+def mla_decode(problem: Problem) -> Callable[..., Tensor]:
     """Return `decode(q, cache, block_table, seq_lens, max_seq_len, scale) -> y [T, H, L]`; see the op's contract for shapes."""
     num_heads: int = problem["num_heads"]
     latent_size: int = problem["latent_size"]
