@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tokenspeed_core.api.grammars import GrammarSpec
-from tokenspeed_core.api.models import Quantization
 from tokenspeed_core.api.policy import Policy
+from tokenspeed_core.checkpoint.quantization import ResolvedQuantization
 from tokenspeed_core.checkpoint.resolve import ResolvedCheckpoint
 from tokenspeed_core.config import Config
 from tokenspeed_core.kernels.overrides import Override
@@ -21,7 +21,7 @@ class Resolved:
     config: Config  # `dtype` and `max_model_len` are no longer "auto"
     checkpoint: ResolvedCheckpoint
     limits: SchedulerLimits  # a smaller KV cache may lower them
-    quantization: Quantization | None
+    quantization: ResolvedQuantization | None
     overrides: tuple[Override, ...]
     kv_scales: tuple[float, ...]  # divisor of each layer's keys and values in the cache; empty: 1
     policy: Policy

@@ -5,7 +5,7 @@ Imports no tensor library.
 
 from __future__ import annotations
 
-from tokenspeed_core.api import DOTS, OpContract, OpReference, Quantization, Tolerance
+from tokenspeed_core.api import DOTS, OpContract, OpReference, Tolerance
 
 _INPUTS = "tokenspeed_kernels.inputs"
 _REFERENCE = "tokenspeed_kernels.reference"
@@ -474,20 +474,6 @@ FP8 = (
         ),
     ),
 )
-FP8_METHOD = Quantization(
-    name="fp8",
-    dtype="float8_e4m3fn",
-    quantize="quantize_fp8",
-    linear="linear_fp8",
-    fused={
-        "add_rms_norm": "add_rms_norm_fp8",
-        "silu_mul": "silu_mul_fp8",
-        "linear": "quantize_linear_fp8",
-        "add_rms_norm_linear": "add_rms_norm_linear_fp8",
-        "add_rms_norm_mlp": "add_rms_norm_mlp_fp8",
-        "moe_experts": "moe_experts_fp8",
-    },
-)
 
 _GROUPED_ROWS = ({"size": 64}, {"size": 256}, {"size": 1100})
 FP8_BLOCK = (
@@ -557,14 +543,4 @@ FP8_BLOCK = (
             {"in_size": 208, "out_size": 48},
         ),
     ),
-)
-FP8_BLOCK_METHOD = Quantization(
-    name="fp8-block",
-    dtype="float8_e4m3fn",
-    quantize="quantize_fp8_groups",
-    linear="linear_fp8_block",
-    fused={"add_rms_norm": "add_rms_norm_fp8_groups", "silu_mul": "silu_mul_fp8_groups"},
-    quantize_weight="quantize_fp8_blocks",
-    scale_block=(128, 128),
-    scale_name="weight_scale_inv",
 )

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenspeed_models.moe_config import MoeConfig
-from tokenspeed_models.quantization_config import read_quantization
 from tokenspeed_models.rope_config import RopeConfig, read_rope
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -116,7 +115,6 @@ class DecoderConfig:
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
-    quantization: str | None
 
 
 def read_decoder(
@@ -171,7 +169,6 @@ def read_decoder(
         max_model_len=rope.max_positions,
         eos_token_ids=keys.integers("eos_token_id"),
         bos_token_id=bos[0] if bos else None,
-        quantization=read_quantization(config),
     )
 
 

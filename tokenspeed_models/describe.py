@@ -119,7 +119,6 @@ def model_info(decoder: DecoderConfig) -> ModelInfo:
         cache_groups=cache_groups(decoder),
         eos_token_ids=decoder.eos_token_ids,
         bos_token_id=decoder.bos_token_id,
-        quantization=decoder.quantization,
     )
 
 

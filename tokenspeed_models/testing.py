@@ -18,7 +18,7 @@ from tokenspeed_core.api import (
     LatentAttentionCall,
     LatentSizes,
     Model,
-    Quantization,
+    QuantizationScheme,
     Rotation,
 )
 
@@ -32,13 +32,16 @@ class DenseBuild:
     def __init__(self, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
         self.dtype, self.device = dtype, torch.device(device)
         self.max_model_len = 1 << 30
-        self.quantization: Quantization | None = None
         self.problems: list[tuple[str, dict[str, Any]]] = []
         self.caches: dict[int, _DenseAttention | _DenseLatentAttention] = {}
 
     def each_layer(self, num_layers: int) -> Iterator[int]:
         """Yield the layer indices."""
         yield from range(num_layers)
+
+    def scheme(self, layer: str) -> QuantizationScheme | None:
+        """Return None: no linear layer is quantized."""
+        return None
 
     def op(self, op: str, **problem: Any) -> Callable[..., Any]:
         """Return a plain torch implementation of an op. Raises ValueError if the problem has wrong axes."""

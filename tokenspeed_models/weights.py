@@ -170,6 +170,13 @@ class _Scales:
         return [name for name in self._given if name not in self._needed]
 
 
+def published_name(name: str, renames: Mapping[str, str]) -> str:
+    """Return the name that published checkpoints have for a tensor or a module."""
+    for part, published in renames.items():
+        name = name.replace(part, published)
+    return name
+
+
 class WeightMap:
     """All slots of a model by checkpoint name.
 
@@ -207,21 +214,15 @@ class WeightMap:
             for known in self._ignored
         )
 
-    def _published(self, name: str) -> str:
-        """Return the name that published checkpoints have for a slot or a scale."""
-        for part, published in self._renames.items():
-            name = name.replace(part, published)
-        return name
-
     def _renamed(self, slot: WeightSlot) -> WeightSlot:
         quantization = slot.quantization
         if quantization is not None:
-            scale_name = self._published(quantization.scale_name)
+            scale_name = published_name(quantization.scale_name, self._renames)
             quantization = replace(quantization, scale_name=scale_name)
         return replace(
             slot,
-            name=self._published(slot.name),
-            replaces=tuple(map(self._published, slot.replaces)),
+            name=published_name(slot.name, self._renames),
+            replaces=tuple(published_name(each, self._renames) for each in slot.replaces),
             quantization=quantization,
         )
 
@@ -235,7 +236,7 @@ class WeightMap:
         pending = {slot.name: None for slot in self}
         errors, seen, scales = _LoadErrors(), set(), _Scales(self._quantizations)
         for given, tensor in weights:
-            name = self._published(given)
+            name = published_name(given, self._renames)
             slot = self._slots.get(name)
             if slot is None:
                 if name in scales:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tokenspeed_core.api import ModelSpec, Quantization
+from tokenspeed_core.api import LayerSchemes, ModelSpec, QuantizationScheme
+from tokenspeed_core.checkpoint.quantization import find_quantization
 from tokenspeed_core.kernels.installed import installed_ops
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.entry import load_target
@@ -51,17 +53,24 @@ PER_CHANNEL: dict[str, Any] = {
 
 
 class QuantizedBuild(DenseBuild):
-    """A build with the reference kernels of a method's ops, and plain torch for all other ops."""
+    """A build with the reference kernels of a scheme's ops, and plain torch for all other ops.
 
-    def __init__(self, method: Quantization, dtype: torch.dtype = torch.float32) -> None:
+    The scheme applies to the layers that `is_quantized` selects, to all by default.
+    """
+
+    def __init__(self, scheme: QuantizationScheme, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(dtype)
-        self.quantization = method
-        names = {method.quantize, method.quantize_weight, method.linear, *method.fused.values()}
+        self.own_scheme = scheme
+        self.is_quantized: Callable[[str], Any] = lambda layer: True
+        names = {scheme.quantize, scheme.quantize_weight, scheme.linear, *scheme.fused.values()}
         self._references = {
             name: contract.reference
             for name, contract in installed_ops(Catalog.discover()).items()
             if name in names
         }
+
+    def scheme(self, layer: str) -> QuantizationScheme | None:
+        return self.own_scheme if self.is_quantized(layer) else None
 
     def op(self, op: str, **problem: Any) -> Callable[..., Any]:
         if op not in self._references:
@@ -81,9 +90,22 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
+def read_schemes(settings: Any) -> tuple[str, LayerSchemes]:
+    """Return the installed method that reads a `quantization_config`, and its schemes."""
+    checkpoint: Any = SimpleNamespace(
+        name="tiny", path="tiny", config={"quantization_config": settings}
+    )
+    found = find_quantization(None, checkpoint, Catalog.discover())
+    assert found is not None
+    return found.name, found.scheme_of
+
+
 def load(spec: ModelSpec, folder: Path, build: DenseBuild) -> Any:
     """Return a model with the weights of a checkpoint."""
-    model = load_target(spec.load)(json.loads((folder / "config.json").read_text()), build)
+    config = json.loads((folder / "config.json").read_text())
+    if isinstance(build, QuantizedBuild) and "quantization_config" in config:
+        _, build.is_quantized = read_schemes(config["quantization_config"])
+    model = load_target(spec.load)(config, build)
     model.load_weights(read_safetensors(str(folder), model, lambda done, total: None))
     return model
 

@@ -126,11 +126,6 @@ def test_mistral_window_is_on_unless_null() -> None:
         (describe_llama, {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         (
             describe_llama,
-            {"quantization_config": {"quant_method": "fp8"}},
-            "quantization_config",
-        ),
-        (
-            describe_llama,
             {"vocab_size": None},
             "vocab_size is missing",
         ),

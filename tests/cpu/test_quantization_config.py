@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from block_scaled import FORMATS, MODELOPT, compressed_config
 from fine_grained import STORED as FINE_GRAINED
-from quantized_build import PER_CHANNEL
+from quantized_build import PER_CHANNEL, read_schemes
 
-from tokenspeed_models.quantization_config import ignored_modules, read_quantization
+from tokenspeed_core.errors import CheckpointError
+
+LAYER = "model.layers.0.mlp.up_proj"
 
 
-def check_refused(config: dict[str, Any]) -> None:
-    """Check that the error lists all supported formats."""
-    with pytest.raises(ValueError, match=r"quantization_config.*FP8.*MXFP8.*NVFP4"):
-        read_quantization({"quantization_config": config})
+def check_refused(settings: dict[str, Any], found: str = "") -> None:
+    """Check that the error says what was found."""
+    with pytest.raises(CheckpointError, match=f"quantization_config is not supported.*{found}"):
+        read_schemes(settings)
+
+
+def read(settings: dict[str, Any]) -> tuple[str, str]:
+    """Return the names of the method and of the scheme of a layer."""
+    method, scheme_of = read_schemes(settings)
+    scheme = scheme_of(LAYER)
+    assert scheme is not None
+    return method, scheme.name
+
+
+def unquantized(settings: dict[str, Any], layers: Sequence[str]) -> list[str]:
+    """Return the layers without a scheme."""
+    _, scheme_of = read_schemes(settings)
+    return [layer for layer in layers if scheme_of(layer) is None]
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -40,7 +57,7 @@ def check_refused(config: dict[str, Any]) -> None:
 def test_mxfp8_and_nvfp4_of_both_writers_are_read(form: str, changes: dict[str, Any]) -> None:
     older_modelopt = {**MODELOPT[form], "quant_method": "modelopt_fp4"}
     for config in (compressed_config(form), MODELOPT[form], older_modelopt):
-        assert read_quantization({"quantization_config": {**config, **changes}}) == form
+        assert read({**config, **changes}) == (form, form)
 
 
 @pytest.mark.parametrize(
@@ -78,8 +95,8 @@ def test_unsupported_mxfp8_and_nvfp4_are_refused(form: str, changes: dict[str, A
 
 
 def test_fp8_with_a_quantized_head_is_refused() -> None:
-    assert read_quantization({"quantization_config": PER_CHANNEL}) == "fp8"
-    check_refused({**PER_CHANNEL, "ignore": ["re:.*mlp.gate$"]})
+    assert read(PER_CHANNEL) == ("compressed-tensors", "fp8")
+    check_refused({**PER_CHANNEL, "ignore": ["re:.*mlp.gate$"]}, "lm_head")
 
 
 @pytest.mark.parametrize(
@@ -99,7 +116,7 @@ def test_fp8_with_a_quantized_head_is_refused() -> None:
     ],
 )
 def test_fine_grained_fp8_is_read(changes: dict[str, Any]) -> None:
-    assert read_quantization({"quantization_config": {**FINE_GRAINED, **changes}}) == "fp8-block"
+    assert read({**FINE_GRAINED, **changes}) == ("fp8", "fp8-block")
 
 
 @pytest.mark.parametrize(
@@ -109,7 +126,6 @@ def test_fine_grained_fp8_is_read(changes: dict[str, Any]) -> None:
         {"weight_block_size": None},
         {"activation_scheme": "static"},
         {"scale_fmt": "ue8m0"},
-        {"modules_to_not_convert": ["model.layers.0.mlp.down_proj"]},
         {"modules_to_convert": ["embed_tokens"]},
         {"quant_method": "mxfp4"},
         {"fmt": "e5m2"},
@@ -137,12 +153,15 @@ def test_ignored_modules_match_like_the_writers(pattern: str, matched: list[str]
         "model.layers.10.mlp.up_proj",
         "model.layers.2.self_attn.q_proj",
     ]
-    for config in ({"ignore": [pattern]}, {"quantization": {"exclude_modules": [pattern]}}):
-        assert ignored_modules({"quantization_config": config}, names) == matched
-    groups = {"config_groups": {"group_0": {"targets": [pattern]}}}
     others = [name for name in names if name not in matched]
-    assert ignored_modules({"quantization_config": groups}, names) == others
-    assert ignored_modules({}, names) == []
+    ignored = {**MODELOPT["mxfp8"], "ignore": [pattern]}
+    assert unquantized(ignored, names) == matched
+    nested = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "MXFP8"}}
+    nested["quantization"]["exclude_modules"] = [pattern]
+    assert unquantized(nested, names) == matched
+    (group,) = PER_CHANNEL["config_groups"].values()
+    groups = {"config_groups": {"group_0": {**group, "targets": [pattern]}}}
+    assert unquantized({**PER_CHANNEL, **groups}, names) == others
 
 
 def test_patterns_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,12 +172,11 @@ def test_patterns_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     # more than the cache of `re` holds
     patterns = [rf"re:once\.{layer}\." for layer in range(600)]
-    config = {"quantization_config": {"ignore": patterns}}
+    _, scheme_of = read_schemes({**MODELOPT["mxfp8"], "ignore": patterns})
     for layer in range(3):
-        ignored_modules(config, [f"once.{layer}.mlp.up_proj"])
+        scheme_of(f"once.{layer}.mlp.up_proj")
     assert sum("once" in pattern for pattern in compiled) == len(patterns)
 
 
 def test_invalid_regular_expression_is_named() -> None:
-    with pytest.raises(ValueError, match=r"'re:\('"):
-        ignored_modules({"quantization_config": {"ignore": ["re:("]}}, [])
+    check_refused({**MODELOPT["mxfp8"], "ignore": ["re:("]}, r"'re:\('")

@@ -24,9 +24,11 @@ from quantized_build import (
 )
 from safetensors.torch import load_file, save_file
 from tiny_families import save_reference
+from tokenspeed_quantization.schemes import FP8
 
 from tokenspeed_core import LLM, SamplingParams
-from tokenspeed_core.api import BuildContext, ModelSpec, Quantization
+from tokenspeed_core.api import BuildContext, ModelSpec, QuantizationScheme
+from tokenspeed_core.checkpoint.quantization import ResolvedQuantization
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.factory import discover, resolve
 from tokenspeed_core.errors import CheckpointError, ConfigError, PluginError
@@ -35,7 +37,6 @@ from tokenspeed_core.plugins.entry import load_target
 from tokenspeed_core.resolved import Resolved
 from tokenspeed_core.worker.local import plan_only
 from tokenspeed_kernels import inputs
-from tokenspeed_kernels.contracts import FP8_METHOD
 from tokenspeed_kernels.reference import activation, fp8, fp8_block, moe, norm
 from tokenspeed_models.describe import read_qwen3
 from tokenspeed_models.layers import Linear, Projection
@@ -44,7 +45,8 @@ from tokenspeed_models.testing import DenseBuild, sequence_logits
 from tokenspeed_models.weights import WeightMap
 
 HALF_STEP = 2.0**-4  # the relative rounding error of e4m3: four significant bits
-OTHER = Quantization("other", "float8_e4m3fn", "quantize_fp8", "linear_fp8")
+OTHER = QuantizationScheme("other", "float8_e4m3fn", "quantize_fp8", "linear_fp8")
+EVERYWHERE = ResolvedQuantization("other", lambda layer: OTHER)
 
 
 def test_rows_are_quantized_with_their_own_scale() -> None:
@@ -98,7 +100,7 @@ def test_fused_ops_equal_the_separate_ops(
 
 
 def test_linear_layer_has_a_scale_per_channel() -> None:
-    build = QuantizedBuild(FP8_METHOD, torch.bfloat16)
+    build = QuantizedBuild(FP8, torch.bfloat16)
     linear = Linear(build, 32, (Projection("a", 24, None), Projection("b", 8, None)), bias=True)
     assert linear.weight.dtype == torch.float8_e4m3fn
     assert linear.scale is not None
@@ -159,12 +161,12 @@ def test_logits_are_close_to_the_unquantized_model(
     family: str, unquantized: list[int], tmp_path: Path
 ) -> None:
     reference = save_reference(family, tmp_path, initializer_range=0.08)
-    build = QuantizedBuild(FP8_METHOD)
+    build = QuantizedBuild(FP8)
     found = checkpoint_logits(SPECS[family], tmp_path, build)
     # three layers of random weights; each GEMM is off by about 4 %
     assert 0.01 < relative(found, transformers_logits(reference)) < 0.15
     ops = {op for op, _ in build.problems}
-    assert {"linear_fp8", "quantize_fp8", "add_rms_norm_fp8", "silu_mul_fp8"} <= ops
+    assert {"linear_fp8", "quantize_fp8", "add_rms_norm_linear_fp8", "silu_mul_fp8"} <= ops
     assert ("moe_experts_fp8" in ops) == (family == "Qwen3Moe")
     sizes = [problem["out_size"] for op, problem in build.problems if op == "linear"]
     assert sizes == unquantized
@@ -172,7 +174,7 @@ def test_logits_are_close_to_the_unquantized_model(
 
 def test_experts_are_served_in_fp8(tmp_path: Path) -> None:
     save_reference("Qwen3Moe", tmp_path, initializer_range=0.08)
-    expected = checkpoint_logits(SPECS["Qwen3Moe"], tmp_path, QuantizedBuild(FP8_METHOD))
+    expected = checkpoint_logits(SPECS["Qwen3Moe"], tmp_path, QuantizedBuild(FP8))
     settings: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True}
     with LLM(str(tmp_path), quantization="fp8", max_total_tokens=256, **settings) as llm:
         params = SamplingParams(temperature=0, max_tokens=1, logprobs=5)
@@ -183,7 +185,7 @@ def test_experts_are_served_in_fp8(tmp_path: Path) -> None:
 
 
 def test_dummy_weights_are_quantized_on_load() -> None:
-    build = QuantizedBuild(FP8_METHOD, torch.bfloat16)
+    build = QuantizedBuild(FP8, torch.bfloat16)
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "hidden_size": 32,
@@ -217,8 +219,8 @@ def test_method_without_experts_refuses_models_with_experts(
 ) -> None:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     resolved = tiny(hf_overrides={"architectures": ["Qwen3MoeForCausalLM"], **experts})
-    with pytest.raises(CheckpointError, match="--quantization other"):
-        plan_only(replace(resolved, quantization=OTHER), catalog)
+    with pytest.raises(CheckpointError, match="quantization other"):
+        plan_only(replace(resolved, quantization=EVERYWHERE), catalog)
 
 
 class NoLinears:
@@ -239,13 +241,16 @@ class NoLinears:
 def test_method_without_effect_on_a_family_is_refused(
     tiny: Callable[..., Resolved], catalog: Catalog
 ) -> None:
-    resolved = replace(tiny(), quantization=OTHER)
-    plan, memory = plan_only(resolved, catalog)
+    resolved = replace(tiny(), quantization=EVERYWHERE)
+    plan, memory, schemes = plan_only(resolved, catalog)
+    assert schemes["model.layers.1.self_attn.k_proj"] == OTHER
     assert plan.find("linear_fp8")
     assert not plan.find("silu_mul_fp8")
     assert memory["weight_bytes"] is None
     spec = ModelSpec("Qwen3ForCausalLM", "", f"{__name__}:NoLinears")
-    with pytest.raises(CheckpointError, match=r"Qwen3ForCausalLM .* linear_fp8"):
+    with pytest.raises(
+        CheckpointError, match=r"--quantization other has no effect: Qwen3ForCausalLM"
+    ):
         plan_only(replace(resolved, checkpoint=replace(resolved.checkpoint, spec=spec)), catalog)
 
 
@@ -269,9 +274,7 @@ def store_quantized(folder: Path, **changes: Any) -> None:
 def test_quantized_checkpoint_is_read_unchanged(family: str, tmp_path: Path) -> None:
     reference = save_reference(family, tmp_path, initializer_range=0.08)
     store_quantized(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert load_target(SPECS[family].describe)(config).quantization == "fp8"
-    build = QuantizedBuild(FP8_METHOD)
+    build = QuantizedBuild(FP8)
     model = load(SPECS[family], tmp_path, build)
     stored = load_file(tmp_path / "model.safetensors")
     layer, name = model.layers[1], "model.layers.1.self_attn.q_proj.weight"
@@ -287,7 +290,7 @@ def test_quantized_checkpoint_is_read_unchanged(family: str, tmp_path: Path) -> 
 
 def test_missing_and_unexpected_scales_are_named() -> None:
     projections = Projection("a", 4, None), Projection("b", 4, None)
-    linear = Linear(QuantizedBuild(FP8_METHOD), 16, projections)
+    linear = Linear(QuantizedBuild(FP8), 16, projections)
     quantized, scale = fp8.quantize_rows(normal(4, 16))
     given = {"a.weight": quantized, "b.weight": normal(4, 16), "b.weight_scale": scale}
     with pytest.raises(ValueError, match=r"missing: a.weight_scale; unexpected: b.weight_scale"):
@@ -304,6 +307,9 @@ def test_method_of_the_checkpoint_is_used_and_another_refused(tmp_path: Path) ->
     store_quantized(tmp_path)
     config = Config.from_keywords(model=str(tmp_path), skip_tokenizer_init=True)
     catalog = discover(config)
-    assert resolve(config, catalog).quantization == FP8_METHOD
-    with pytest.raises(ConfigError, match=r"--quantization fp4: .* fp8"):
-        resolve(Config.from_keywords(model=str(tmp_path), quantization="fp4"), catalog)
+    found = resolve(config, catalog).quantization
+    assert found is not None
+    assert found.name == "compressed-tensors"
+    assert found.scheme_of("model.layers.0.mlp.up_proj") == FP8
+    with pytest.raises(ConfigError, match=r"--quantization mxfp8: .* compressed-tensors"):
+        resolve(Config.from_keywords(model=str(tmp_path), quantization="mxfp8"), catalog)

@@ -22,13 +22,13 @@ from quantized_build import (
 )
 from safetensors.torch import load_file, save_file
 from tiny_families import save_reference
+from tokenspeed_quantization.schemes import FP8_BLOCK
 from torch import Tensor
 
 from tokenspeed_core import LLM, SamplingParams
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.dry_run import dry_run
 from tokenspeed_core.errors import CheckpointError
-from tokenspeed_kernels.contracts import FP8_BLOCK_METHOD
 from tokenspeed_kernels.reference import fp8_block
 from tokenspeed_models.layers import Linear, Projection
 from tokenspeed_models.weights import WeightMap
@@ -41,7 +41,7 @@ class UnquantizedActivations(QuantizedBuild):
 
     def __init__(self) -> None:
         # the fused ops quantize activations too
-        super().__init__(replace(FP8_BLOCK_METHOD, fused={}))
+        super().__init__(replace(FP8_BLOCK, fused={}))
 
     def op(self, op: str, **problem: Any) -> Callable[..., Any]:
         if op == "quantize_fp8_groups":
@@ -87,7 +87,7 @@ def test_linear_multiplies_the_stored_values() -> None:
 def test_linear_layer_has_a_scale_per_block() -> None:
     sizes = {"a": 256, "b": 128, "c": 60}
     projections = tuple(Projection(name, size, None) for name, size in sizes.items())
-    build = QuantizedBuild(FP8_BLOCK_METHOD, torch.bfloat16)
+    build = QuantizedBuild(FP8_BLOCK, torch.bfloat16)
     linear = Linear(build, 256, projections, bias=True)
     assert linear.weight.dtype == torch.float8_e4m3fn
     assert linear.scale is not None
@@ -108,7 +108,7 @@ def test_linear_layer_has_a_scale_per_block() -> None:
 def test_projections_that_share_a_block_are_refused() -> None:
     projections = Projection("q", 192, None), Projection("k", 64, None)
     with pytest.raises(ValueError, match=r"--quantization fp8-block: k .* 192 .* 128"):
-        Linear(QuantizedBuild(FP8_BLOCK_METHOD), 256, projections)
+        Linear(QuantizedBuild(FP8_BLOCK), 256, projections)
 
 
 @pytest.mark.parametrize(("family", "scale_dtype"), FAMILIES)
@@ -123,7 +123,7 @@ def test_logits_equal_transformers(family: str, scale_dtype: torch.dtype, tmp_pa
 
     quantize_inputs(reference)
     expected = transformers_logits(reference)
-    found = checkpoint_logits(SPECS[family], tmp_path, QuantizedBuild(FP8_BLOCK_METHOD))
+    found = checkpoint_logits(SPECS[family], tmp_path, QuantizedBuild(FP8_BLOCK))
     assert min(relative(*rows) for rows in zip(found, expected, strict=True)) < 2e-5
     # A tie may be rounded in either direction, and later values depend on it.
     assert relative(found, expected) < 0.25 * relative(expected, dequantized)
@@ -157,9 +157,9 @@ def test_served_logprobs_equal_transformers(tmp_path: Path) -> None:
 
 def test_quantizing_on_load_equals_the_stored_checkpoint(tmp_path: Path) -> None:
     reference = save_reference("Llama", tmp_path, **SIZES)
-    found = checkpoint_logits(SPECS["Llama"], tmp_path, QuantizedBuild(FP8_BLOCK_METHOD))
+    found = checkpoint_logits(SPECS["Llama"], tmp_path, QuantizedBuild(FP8_BLOCK))
     store(tmp_path, reference)
-    expected = checkpoint_logits(SPECS["Llama"], tmp_path, QuantizedBuild(FP8_BLOCK_METHOD))
+    expected = checkpoint_logits(SPECS["Llama"], tmp_path, QuantizedBuild(FP8_BLOCK))
     assert relative(found, expected) < 0.01
 
 

@@ -32,8 +32,9 @@ from quantized_build import (
 )
 from safetensors.torch import load_file, save_file
 from tiny_families import save_reference
-from tokenspeed_kernels_blackwell.contracts import MXFP8_METHOD, NVFP4_METHOD
+from tokenspeed_kernels_blackwell.contracts import MXFP8, NVFP4
 from tokenspeed_kernels_blackwell.linear.reference import mxfp8_values, nvfp4_values
+from tokenspeed_quantization.schemes import FP8
 from torch import Tensor
 from torch.nn import functional
 
@@ -42,12 +43,11 @@ from tokenspeed_core.api.kernels import PlatformInfo
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.dry_run import dry_run, plan_kernels
 from tokenspeed_core.errors import CheckpointError, ConfigError
-from tokenspeed_kernels.contracts import FP8_METHOD
 from tokenspeed_models.layers import Linear, Projection
 from tokenspeed_models.testing import DenseBuild, sequence_logits
 from tokenspeed_models.weights import WeightMap
 
-METHODS = {"mxfp8": MXFP8_METHOD, "nvfp4": NVFP4_METHOD}
+METHODS = {"mxfp8": MXFP8, "nvfp4": NVFP4}
 WRITERS = ("llm-compressor", "modelopt")
 FORMS = [(form, writer) for form in FORMATS for writer in WRITERS]
 PROJECTIONS = Projection("a", 24, None), Projection("b", 8, None)
@@ -110,7 +110,7 @@ def test_linear_layer_has_the_values_of_compressed_tensors(form: str, writer: st
 
 
 def test_input_takes_the_largest_scale() -> None:
-    linear = Linear(QuantizedBuild(NVFP4_METHOD), 128, PROJECTIONS)
+    linear = Linear(QuantizedBuild(NVFP4), 128, PROJECTIONS)
     given, _ = stored_layer("nvfp4")
     WeightMap(linear.slots("p.")).load(given.items())
     assert linear.quantized_weight is not None
@@ -122,7 +122,7 @@ def test_input_takes_the_largest_scale() -> None:
 
 
 def test_projections_may_have_different_scales() -> None:
-    linear = Linear(UnquantizedActivations(NVFP4_METHOD), 128, PROJECTIONS, bias=True)
+    linear = Linear(UnquantizedActivations(NVFP4), 128, PROJECTIONS, bias=True)
     given, weight = stored_layer("nvfp4")
     given["p.b.weight_global_scale"] = given["p.b.weight_global_scale"] / 3
     bias = normal(32, seed=4)
@@ -136,7 +136,7 @@ def test_projections_may_have_different_scales() -> None:
 def test_gate_and_up_may_have_different_scales(tmp_path: Path) -> None:
     reference = save_reference("Qwen3Moe", tmp_path, **SIZES)
     store(tmp_path, reference, "nvfp4", "modelopt", TOKENS)
-    expected = checkpoint_logits(SPECS["Qwen3Moe"], tmp_path, QuantizedBuild(NVFP4_METHOD))
+    expected = checkpoint_logits(SPECS["Qwen3Moe"], tmp_path, QuantizedBuild(NVFP4))
     tensors = load_file(tmp_path / "model.safetensors")
     # Move a power of two from the block scales to the per-tensor scale: the weights do not change.
     for layer, expert, projection, factor in (
@@ -150,7 +150,7 @@ def test_gate_and_up_may_have_different_scales(tmp_path: Path) -> None:
         tensors[f"{name}.weight_scale"] = block_scale.to(torch.float8_e4m3fn)
         tensors[f"{name}.weight_scale_2"] *= factor
     save_file(tensors, tmp_path / "model.safetensors")
-    found = checkpoint_logits(SPECS["Qwen3Moe"], tmp_path, QuantizedBuild(NVFP4_METHOD))
+    found = checkpoint_logits(SPECS["Qwen3Moe"], tmp_path, QuantizedBuild(NVFP4))
     # Block scales of the activations in between may be so small that they are rounded.
     assert relative(found, expected) < 0.03
 
@@ -225,6 +225,12 @@ def targets(*names: str) -> dict[str, Any]:
     ("family", "writer", "ignored", "changes"),
     [
         ("Qwen3", "modelopt", "self_attn", {"ignore": ["lm_head", "*self_attn*"]}),
+        (
+            "Qwen3",
+            "modelopt",
+            "[od][a-z]*_proj",
+            {"ignore": ["lm_head", "*.o_proj", "*.down_proj"]},
+        ),
         ("Llama", "modelopt", r"layers\.0\.", {"ignore": ["lm_head", "model.layers.0"]}),
         (
             "Qwen3",
@@ -248,13 +254,13 @@ def test_ignored_modules_stay_unquantized(
 ) -> None:
     reference = save_reference(family, tmp_path, **SIZES)
     store(tmp_path, reference, "nvfp4", writer, TOKENS, unquantized=ignored, **changes)
-    expected, build = transformers_logits(reference), QuantizedBuild(NVFP4_METHOD)
+    expected, build = transformers_logits(reference), QuantizedBuild(NVFP4)
     found = checkpoint_logits(SPECS[family], tmp_path, build)
     low, high = ACTIVATIONS["nvfp4"]
     assert low / 3 < relative(found, expected) < 1.5 * high
     # The experts op quantizes activations itself.
     if not any(op.startswith("moe_experts_") for op, _ in build.problems):
-        exact = UnquantizedActivations(NVFP4_METHOD)
+        exact = UnquantizedActivations(NVFP4)
         assert relative(checkpoint_logits(SPECS[family], tmp_path, exact), expected) < 1e-5
     with LLM(
         str(tmp_path), device="cpu", skip_tokenizer_init=True, max_total_tokens=512, max_num_seqs=2
@@ -265,12 +271,12 @@ def test_ignored_modules_stay_unquantized(
     assert logprob_errors(answer.logprobs, found[-1:])[0] < 0.1
 
 
-def test_partly_ignored_module_is_refused(tmp_path: Path) -> None:
+def test_stacked_layers_with_different_schemes_are_refused(tmp_path: Path) -> None:
     reference = save_reference("Qwen3", tmp_path, **SIZES)
-    ignored = "model.layers.1.self_attn.o_proj"
+    ignored = "model.layers.1.self_attn.k_proj"
     store(tmp_path, reference, "nvfp4", "modelopt", TOKENS, ignore=["lm_head", ignored])
     config = Config.from_keywords(model=str(tmp_path), device="cpu", skip_tokenizer_init=True)
-    with pytest.raises(CheckpointError, match=rf"{ignored} .*q_proj"):
+    with pytest.raises(CheckpointError, match=r"nvfp4 for .*q_proj and none for .*k_proj"):
         dry_run(config)
 
 
@@ -278,9 +284,9 @@ def test_partly_ignored_module_is_refused(tmp_path: Path) -> None:
 def test_quantizing_on_load_is_close_to_the_stored_checkpoint(family: str, tmp_path: Path) -> None:
     reference = save_reference(family, tmp_path, **SIZES)
     original = transformers_logits(reference)
-    found = checkpoint_logits(SPECS[family], tmp_path, QuantizedBuild(MXFP8_METHOD))
+    found = checkpoint_logits(SPECS[family], tmp_path, QuantizedBuild(MXFP8))
     store(tmp_path, reference, "mxfp8", "llm-compressor", TOKENS)
-    expected = checkpoint_logits(SPECS[family], tmp_path, QuantizedBuild(MXFP8_METHOD))
+    expected = checkpoint_logits(SPECS[family], tmp_path, QuantizedBuild(MXFP8))
     assert 0.01 < relative(found, original) < 0.2
     # Both use power-of-two scales, but may choose different ones.
     assert relative(found, expected) < 0.2
@@ -288,7 +294,7 @@ def test_quantizing_on_load_is_close_to_the_stored_checkpoint(family: str, tmp_p
 
 def test_stacked_experts_are_quantized_on_load(tmp_path: Path) -> None:
     save_reference("Qwen3Moe", tmp_path, **SIZES)
-    expected = checkpoint_logits(SPECS["Qwen3Moe"], tmp_path, QuantizedBuild(MXFP8_METHOD))
+    expected = checkpoint_logits(SPECS["Qwen3Moe"], tmp_path, QuantizedBuild(MXFP8))
     tensors = load_file(tmp_path / "model.safetensors")
     for layer in (1, 2):
         prefix = f"model.layers.{layer}.mlp.experts"
@@ -300,7 +306,7 @@ def test_stacked_experts_are_quantized_on_load(tmp_path: Path) -> None:
         tensors[f"{prefix}.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in gate_up])
         tensors[f"{prefix}.down_proj"] = torch.stack(weights["down_proj"])
     save_file(tensors, tmp_path / "model.safetensors")
-    found = checkpoint_logits(SPECS["Qwen3Moe"], tmp_path, QuantizedBuild(MXFP8_METHOD))
+    found = checkpoint_logits(SPECS["Qwen3Moe"], tmp_path, QuantizedBuild(MXFP8))
     assert torch.equal(found, expected)
 
 
@@ -423,7 +429,7 @@ def test_quantized_weights_of_another_format_are_refused() -> None:
     unquantized = Linear(DenseBuild(), 128, PROJECTIONS)
     with pytest.raises(ValueError, match=r"p.a.weight has shape \[24, 64\], expected \[24, 128\]"):
         WeightMap(unquantized.slots("p.")).load(by_modelopt(given).items())
-    per_channel = Linear(QuantizedBuild(FP8_METHOD), 128, PROJECTIONS)
+    per_channel = Linear(QuantizedBuild(FP8), 128, PROJECTIONS)
     given, _ = stored_layer("mxfp8")
     with pytest.raises(ValueError, match=r"p\.a\.weight_scale has shape"):
         WeightMap(per_channel.slots("p.")).load(given.items())

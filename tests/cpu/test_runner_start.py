@@ -78,7 +78,7 @@ def test_sampled_ids_fit_into_the_transfer_buffer() -> None:
 def test_plan_without_weights_selects_the_same_kernels(
     catalog: Catalog, tiny: Make, runner: LocalRunner
 ) -> None:
-    plan, memory = plan_only(tiny(), catalog)
+    plan, memory, _ = plan_only(tiny(), catalog)
     assert plan == runner.kernel_plan
     assert memory["block_bytes"] == runner.block_bytes
     assert memory["num_blocks"] == runner.num_blocks

@@ -61,7 +61,6 @@ from tokenspeed_core.api.models import (
     Model,
     ModelInfo,
     ModelSpec,
-    Quantization,
     Rotation,
     WeightReader,
 )
@@ -76,6 +75,7 @@ from tokenspeed_core.api.parsers import (
     ReplyParser,
 )
 from tokenspeed_core.api.policy import Candidate, Decision, Limits, Policy, Room, View
+from tokenspeed_core.api.quantization import LayerSchemes, Quantization, QuantizationScheme
 
 __all__ = [
     "DOTS",
@@ -108,6 +108,7 @@ __all__ = [
     "GrammarRanking",
     "GrammarSpec",
     "KernelSpec",
+    "LayerSchemes",
     "Limits",
     "LatentAttention",
     "LatentAttentionCall",
@@ -130,6 +131,7 @@ __all__ = [
     "Policy",
     "Problem",
     "Quantization",
+    "QuantizationScheme",
     "Ranking",
     "ReasoningMarks",
     "ReplyEvent",

@@ -7,21 +7,21 @@ groups are planned without a tensor library.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
 
     from tokenspeed_core.api.cache_groups import CacheGroupSpec
+    from tokenspeed_core.api.quantization import QuantizationScheme
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """The properties of a checkpoint that the core needs.
 
-    `num_parameters` counts all weights (tied ones once); `cache_groups` are the caches of each sequence;
-    `quantization` is the quantization method of the checkpoint, None if it is not quantized.
+    `num_parameters` counts all weights (tied ones once); `cache_groups` are the caches of each sequence.
     """
 
     architecture: str
@@ -33,7 +33,6 @@ class ModelInfo:
     cache_groups: tuple[CacheGroupSpec, ...]
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
-    quantization: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,38 +71,6 @@ class LoadFormat:
     load: str
     detect: tuple[str, ...]
     by_name_only: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Quantization:
-    """A quantization method: an entry point of `tokenspeed.quantization` with the name that users type.
-
-    Weights [O, I] and activations [T, I] are quantized, each with scales, and linear layers multiply the quantized
-    values.
-
-    `fused` maps an op to a fused op. A normalisation or activation maps to the op that also quantizes its result.
-    "linear", "add_rms_norm_linear", "add_rms_norm_mlp" and "moe_experts" map to ops that take unquantized activations
-    and quantize them inside. Without "moe_experts", models with experts are refused.
-
-    With `has_tensor_scales`, each operand also has a per-tensor scale, float32 [1]. Per-tensor scales of activations
-    are measured on prompts, so a checkpoint must contain them, and weights cannot be quantized on load. They are extra
-    arguments: `quantize` takes the activations' scale last. `linear` takes the product of both operands' scales before
-    the bias. The experts' op takes the scale of a weight's inputs before that weight, and the per-tensor scales of the
-    experts' weights, [E], after the weight's other scales.
-    """
-
-    name: str
-    dtype: str  # of quantized values
-    quantize: str  # op that quantizes activations; returns values and scales; its axis is `size`
-    linear: str  # op with the axes of "linear"; takes x, its scales, weight, its scales, bias
-    fused: Mapping[str, str] = field(default_factory=dict)
-    quantize_weight: str | None = None  # the op that quantizes weights; None: `quantize`
-    # Rows and columns of a weight that share a scale. None: one scale per row.
-    scale_block: tuple[int, int] | None = None
-    scale_name: str = "weight_scale"  # the suffix of weight scales in a quantized checkpoint
-    scale_dtype: str = "float32"
-    values_per_element: int = 1  # adjacent values that are packed into one element of `dtype`
-    has_tensor_scales: bool = False
 
 
 class WeightReader(Protocol):
@@ -180,7 +147,12 @@ class BuildContext(Protocol):
     dtype: torch.dtype
     device: torch.device
     max_model_len: int
-    quantization: Quantization | None
+
+    def scheme(self, layer: str) -> QuantizationScheme | None:
+        """Return how a linear layer is quantized, None if it is not.
+
+        `layer` is its name in the checkpoint, such as "model.layers.0.self_attn.q_proj".
+        """
 
     def each_layer(self, num_layers: int) -> Iterator[int]:
         """Yield the layers from 0, so that the kernel plan knows which layer asks for an op."""

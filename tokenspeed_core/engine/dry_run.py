@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tokenspeed_core.api.kernels import PlatformInfo
+from tokenspeed_core.checkpoint.quantization import describe_schemes
 from tokenspeed_core.checkpoint.resolve import ResolvedCheckpoint, choose_format
 from tokenspeed_core.config import Config
 from tokenspeed_core.config.describe import as_written
@@ -42,7 +43,7 @@ def dry_run(config: Config) -> str:
     weights = choose_format(checkpoint.files, config.load_format, catalog)
     text = _describe_text(config, checkpoint)
     parsers = find_parsers(config, catalog, model_traits(config, checkpoint))
-    plan, memory = plan_only(resolved, catalog)
+    plan, memory, schemes = plan_only(resolved, catalog)
     is_cpu = resolve_device(config.device).type == "cpu"
     return "\n".join(
         [
@@ -57,6 +58,7 @@ def dry_run(config: Config) -> str:
                 f"  {name}: {'known after start' if size is None else f'{size:,}'}"
                 for name, size in memory.items()
             ),
+            *describe_schemes(resolved.quantization, schemes),
             kernel_table(plan),
             "collectives: none (one process)",
         ]

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenspeed_core import logs
-from tokenspeed_core.api.models import Quantization
 from tokenspeed_core.checkpoint.kv_scales import read_kv_scales
+from tokenspeed_core.checkpoint.quantization import find_quantization
 from tokenspeed_core.checkpoint.resolve import ResolvedCheckpoint, resolve_checkpoint
 from tokenspeed_core.config import Config
 from tokenspeed_core.config.backends import AUTO
@@ -129,7 +129,7 @@ def resolve(
         config=settled,
         checkpoint=checkpoint,
         limits=limits,
-        quantization=_find_quantization(config, checkpoint, catalog),
+        quantization=find_quantization(config.quantization, checkpoint, catalog),
         overrides=read_overrides(config),
         kv_scales=read_kv_scales(config.quantization_param_path, info.num_layers),
         policy=find_policy(config.schedule_policy, catalog),
@@ -280,30 +280,6 @@ def read_overrides(config: Config) -> tuple[Override, ...]:
     for scope, names in config.kernel_backend.items():
         found.append(Override.parse(scope, names, f"--kernel-backend {scope}{origin}"))
     return tuple(found)
-
-
-def _find_quantization(
-    config: Config, checkpoint: ResolvedCheckpoint, catalog: Catalog
-) -> Quantization | None:
-    """Return the method of the checkpoint or of --quantization. Raises ConfigError or PluginError."""
-    own = checkpoint.info.quantization
-    name = config.quantization or own
-    if name is None:
-        return None
-    if own is not None and name != own:
-        raise ConfigError(
-            f"--quantization {name}: {checkpoint.name} is already quantized as {own}; omit --quantization"
-        )
-    method = catalog.need(
-        catalog.get("quantization", name, flag="--quantization" if own is None else ""),
-        Quantization,
-    )
-    if method.has_tensor_scales and own is None:
-        raise ConfigError(
-            f"--quantization {name} needs activation scales measured by calibration, and {checkpoint.name} "
-            f"has none; give a checkpoint that is quantized as {name}, or choose another method"
-        )
-    return method
 
 
 def _grammar_backend(resolved: Resolved) -> GrammarBackend | None:

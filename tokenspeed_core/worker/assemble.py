@@ -109,12 +109,10 @@ def assemble(
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from error
     method = resolved.quantization
-    if method is not None and not any(
-        map(chosen.plan().find, (method.linear, *method.fused.values()))
-    ):
+    if method is not None and not any(build.schemes.values()):
         raise CheckpointError(
-            f"--quantization {method.name} has no effect: {checkpoint.info.architecture} does not use "
-            f"{method.linear}."
+            f"--quantization {method.name} has no effect: {checkpoint.info.architecture} has no linear layer that it "
+            "quantizes."
         )
     build.check_groups()
     block_size = solve_block_size(build, config.block_size, selector)

@@ -13,6 +13,7 @@ from tokenspeed_core.api.cache_groups import CacheGroupSpec, CachePart, keys_and
 from tokenspeed_core.api.kernels import PHASES, KernelSpec
 from tokenspeed_core.api.models import LatentSizes, Rotation
 from tokenspeed_core.api.ops import Problem
+from tokenspeed_core.api.quantization import QuantizationScheme
 from tokenspeed_core.errors import CheckpointError, PluginError, TokenSpeedError
 from tokenspeed_core.kernels.error_attribution import describe_kernel
 from tokenspeed_core.kernels.plan import KernelPlan, NothingFitsError, PlannedOp
@@ -42,7 +43,8 @@ class ModelBuild:
         self.kv_dtype: torch.dtype = getattr(torch, resolved.kv_dtype)
         self.device = device
         self.max_model_len = resolved.limits.max_model_len
-        self.quantization = resolved.quantization
+        self.schemes: dict[str, QuantizationScheme | None] = {}
+        self._quantization = resolved.quantization
         self.selector = selector
         self.layers: list[AttentionLayer] = []
         self.latent_layers: list[LatentLayer] = []
@@ -66,6 +68,12 @@ class ModelBuild:
         for self._layer in range(num_layers):
             yield self._layer
         self._layer = None
+
+    def scheme(self, layer: str) -> QuantizationScheme | None:
+        """Return how a linear layer is quantized, None if it is not; `schemes` records the answer."""
+        found = None if self._quantization is None else self._quantization.scheme_of(layer)
+        self.schemes[layer] = found
+        return found
 
     def op(self, op: str, **problem: Any) -> Callable[..., Any]:
         """Return the selected kernel of an op; equal problems of one kernel share one object."""

@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from tokenspeed_core.api.models import Model, WeightReader
+from tokenspeed_core.api.quantization import QuantizationScheme
 from tokenspeed_core.api.step import OutOfMemory
 from tokenspeed_core.checkpoint.resolve import choose_format
 from tokenspeed_core.errors import CapacityError, CheckpointError
@@ -62,10 +63,12 @@ def build(resolved: Resolved, catalog: Catalog, progress: Progress) -> LocalRunn
     return _start_on_device(assembly, device, progress)
 
 
-def plan_only(resolved: Resolved, catalog: Catalog) -> tuple[KernelPlan, Mapping[str, Any]]:
-    """Return the kernel plan and the memory in bytes, without loading weights or allocating on the device.
+def plan_only(
+    resolved: Resolved, catalog: Catalog
+) -> tuple[KernelPlan, Mapping[str, Any], Mapping[str, QuantizationScheme | None]]:
+    """Return the kernel plan, the memory in bytes and the scheme of each linear layer.
 
-    Raises as `build` does.
+    Loads no weights and allocates nothing on the device. Raises as `build` does.
     """
     config = resolved.config
     device = resolve_device(config.device)
@@ -86,7 +89,7 @@ def plan_only(resolved: Resolved, catalog: Catalog) -> tuple[KernelPlan, Mapping
         if is_cpu or not weights
         else {"left_bytes": int(total * config.gpu_memory_utilization) - weights}
     )
-    return plan, {
+    sizes = {
         "device_bytes": total,
         "weight_bytes": weights,
         "block_size": assembly.block_size,
@@ -94,6 +97,7 @@ def plan_only(resolved: Resolved, catalog: Catalog) -> tuple[KernelPlan, Mapping
         "num_blocks": blocks,
         **left,
     }
+    return plan, sizes, assembly.build.schemes
 
 
 def _log_kernel_notices(plan: KernelPlan, device: torch.device) -> None:

@@ -14,4 +14,4 @@ class LlamaForCausalLM(RotaryDecoder):
     """`LlamaForCausalLM` checkpoints."""
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext) -> None:
-        super().__init__(read_llama(config), config, build)
+        super().__init__(read_llama(config), build)

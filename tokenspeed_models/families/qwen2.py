@@ -14,4 +14,4 @@ class Qwen2ForCausalLM(RotaryDecoder):
     """`Qwen2ForCausalLM` checkpoints."""
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext) -> None:
-        super().__init__(read_qwen2(config), config, build)
+        super().__init__(read_qwen2(config), build)

@@ -14,4 +14,4 @@ class Qwen3ForCausalLM(RotaryDecoder):
     """`Qwen3ForCausalLM` checkpoints."""
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext) -> None:
-        super().__init__(read_qwen3(config), config, build)
+        super().__init__(read_qwen3(config), build)

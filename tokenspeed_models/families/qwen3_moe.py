@@ -14,4 +14,4 @@ class Qwen3MoeForCausalLM(RotaryDecoder):
     """`Qwen3MoeForCausalLM` checkpoints."""
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext) -> None:
-        super().__init__(read_qwen3_moe(config), config, build)
+        super().__init__(read_qwen3_moe(config), build)

@@ -10,7 +10,6 @@ from tokenspeed_models.layers.attention import Attention
 from tokenspeed_models.layers.causal_lm import CausalLM
 from tokenspeed_models.layers.decoder import DecoderLayer, Layer, PostNormDecoderLayer
 from tokenspeed_models.layers.embedding import Embedding, OutputHead
-from tokenspeed_models.layers.ignored_modules import build_for_module
 from tokenspeed_models.layers.linear import Linear, Projection
 from tokenspeed_models.layers.mlp import MLP
 from tokenspeed_models.layers.moe import MoE, Router, SharedExperts
@@ -18,6 +17,7 @@ from tokenspeed_models.layers.norm import RMSNorm
 from tokenspeed_models.layers.qk_norm import AllHeadNorm, HeadNorm
 from tokenspeed_models.layers.rotary import inverse_frequencies, rotary_table
 from tokenspeed_models.layers.rotary_decoder import RotaryDecoder
+from tokenspeed_models.layers.scheme import ModuleBuild, UnquantizedBuild, shared_scheme
 
 __all__ = [
     "MLP",
@@ -30,6 +30,7 @@ __all__ = [
     "Layer",
     "Linear",
     "MoE",
+    "ModuleBuild",
     "OutputHead",
     "PostNormDecoderLayer",
     "Projection",
@@ -37,7 +38,8 @@ __all__ = [
     "RotaryDecoder",
     "Router",
     "SharedExperts",
-    "build_for_module",
+    "UnquantizedBuild",
     "inverse_frequencies",
     "rotary_table",
+    "shared_scheme",
 ]

@@ -10,6 +10,7 @@ import torch
 from tokenspeed_core.api import BuildContext
 from tokenspeed_models.layers.ops import dtype_name
 from tokenspeed_models.layers.quantized_weight import QuantizedWeight
+from tokenspeed_models.layers.scheme import shared_scheme
 from tokenspeed_models.weights import Shard, StackedShard, WeightSlot
 
 Activation = torch.Tensor | tuple[torch.Tensor, ...]
@@ -38,8 +39,8 @@ def stacked(
 class Linear:
     """Computes `x @ weight.T + bias` for the stacked weights of one or more projections.
 
-    Uses `build.quantization` if it is set. Raises ValueError if a projection starts inside a block of rows that
-    shares a scale.
+    `scheme` is how the checkpoint or the user quantizes them, None for unquantized weights. Raises ValueError if the
+    projections have different ones, or if one starts inside a block of rows that shares a scale.
     """
 
     def __init__(
@@ -51,27 +52,27 @@ class Linear:
         bias: bool = False,
     ) -> None:
         out_size = sum(projection.size for projection in projections)
-        method = build.quantization
         problem = {"in_size": in_size, "out_size": out_size, "dtype": dtype_name(build.dtype)}
         self.in_size, self.out_size, self.projections = in_size, out_size, projections
+        self.scheme = scheme = shared_scheme(build, (each.name for each in projections))
         self.bias = torch.empty(out_size, dtype=build.dtype, device=build.device) if bias else None
-        if method is None:
+        if scheme is None:
             self.weight = torch.empty(out_size, in_size, dtype=build.dtype, device=build.device)
             self.scale, self.quantized_weight = None, None
             self._linear = build.op("linear", **problem)
         else:
-            block_rows = method.scale_block[0] if method.scale_block else 1
-            _check_block_alignment(method.name, block_rows, projections)
+            block_rows = scheme.scale_block[0] if scheme.scale_block else 1
+            _check_block_alignment(scheme.name, block_rows, projections)
             self.quantized_weight = QuantizedWeight(
-                build, method, out_size, in_size, num_projections=len(projections)
+                build, scheme, out_size, in_size, num_projections=len(projections)
             )
             self.weight, self.scale = self.quantized_weight.values, self.quantized_weight.scale
             scales = self.quantized_weight.tensor_scales
             self._input_scale = () if scales is None else (scales.input_scale,)
             self._output_scale = () if scales is None else (scales.output_scales,)
-            self._quantize = build.op(method.quantize, size=in_size, dtype=dtype_name(build.dtype))
-            self._linear = build.op(method.linear, **problem)
-            fused = method.fused.get("linear")
+            self._quantize = build.op(scheme.quantize, size=in_size, dtype=dtype_name(build.dtype))
+            self._linear = build.op(scheme.linear, **problem)
+            fused = scheme.fused.get("linear")
             self._quantize_linear = None if fused is None else build.op(fused, **problem)
 
     @property

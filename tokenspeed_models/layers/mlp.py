@@ -9,7 +9,7 @@ import torch
 from tokenspeed_core.api import BuildContext
 from tokenspeed_models.layers.linear import Activation, Linear, Projection, stacked
 from tokenspeed_models.layers.norm import NormedLinear, RMSNorm
-from tokenspeed_models.layers.ops import dtype_name, quantized_op
+from tokenspeed_models.layers.ops import dtype_name
 from tokenspeed_models.sharding import Partial, Replicated, Sharded, ShardingSpec
 from tokenspeed_models.weights import Shard, WeightSlot
 
@@ -50,13 +50,14 @@ class MLP:
             build, intermediate_size, (Projection("down_proj", hidden_size, rows),), bias=bias
         )
         dtype = dtype_name(build.dtype)
-        whole = quantized_op(build, "add_rms_norm_mlp")
+        fused = {} if self.down.scheme is None else self.down.scheme.fused
+        whole = fused.get("add_rms_norm_mlp") if self.gate_up.scheme == self.down.scheme else None
         self._norm_mlp = (
             build.op(whole, hidden_size=hidden_size, size=intermediate_size, dtype=dtype)
-            if whole != "add_rms_norm_mlp" and activation == "silu" and has_norm
+            if whole is not None and activation == "silu" and has_norm
             else None
         )
-        is_gate_fused = has_norm and build.quantization is None
+        is_gate_fused = has_norm and self.gate_up.scheme is None
         self._normed_gate_up = NormedLinear(
             build,
             self.gate_up,
@@ -67,7 +68,9 @@ class MLP:
             None
             if is_gate_fused
             else build.op(
-                quantized_op(build, f"{activation}_mul"), size=intermediate_size, dtype=dtype
+                fused.get(f"{activation}_mul", f"{activation}_mul"),
+                size=intermediate_size,
+                dtype=dtype,
             )
         )
 

@@ -8,11 +8,11 @@ from dataclasses import asdict
 import torch
 
 from tokenspeed_core.api import BuildContext
-from tokenspeed_models.layers.ignored_modules import UnquantizedBuild
 from tokenspeed_models.layers.linear import Activation, Linear, Projection
 from tokenspeed_models.layers.norm import RMSNorm
-from tokenspeed_models.layers.ops import dtype_name, quantized_op
+from tokenspeed_models.layers.ops import dtype_name
 from tokenspeed_models.layers.quantized_weight import QuantizedWeight
+from tokenspeed_models.layers.scheme import ModuleBuild, UnquantizedBuild, shared_scheme
 from tokenspeed_models.moe_config import MoeConfig, RoutingConfig
 from tokenspeed_models.sharding import Partial, Replicated, ShardingSpec
 from tokenspeed_models.weights import Shard, WeightSlot
@@ -65,19 +65,21 @@ class SharedExperts:
     def __init__(
         self, build: BuildContext, hidden_size: int, intermediate_size: int, *, is_gated: bool
     ) -> None:
+        module = ModuleBuild(build, "shared_experts")
         columns, rows = Shard(0, "moe"), Shard(1, "moe")
         self.gate_up = Linear(
-            build,
+            module,
             hidden_size,
             (
                 Projection("gate_proj", intermediate_size, columns),
                 Projection("up_proj", intermediate_size, columns),
             ),
         )
-        self.down = Linear(build, intermediate_size, (Projection("down_proj", hidden_size, rows),))
-        self._silu_mul = build.op(
-            quantized_op(build, "silu_mul"), size=intermediate_size, dtype=dtype_name(build.dtype)
-        )
+        self.down = Linear(module, intermediate_size, (Projection("down_proj", hidden_size, rows),))
+        silu_mul = "silu_mul"
+        if self.down.scheme is not None:
+            silu_mul = self.down.scheme.fused.get(silu_mul, silu_mul)
+        self._silu_mul = build.op(silu_mul, size=intermediate_size, dtype=dtype_name(build.dtype))
         self.output_gate = (
             Linear(
                 UnquantizedBuild(build),
@@ -111,12 +113,14 @@ class MoE:
     """
 
     def __init__(self, build: BuildContext, hidden_size: int, config: MoeConfig) -> None:
-        method, dtype = build.quantization, dtype_name(build.dtype)
-        op = quantized_op(build, "moe_experts")
-        if method is not None and op == "moe_experts":
+        scheme = shared_scheme(build, _layer_names(config.routing.num_experts))
+        op = "moe_experts" if scheme is None else scheme.fused.get("moe_experts")
+        if scheme is not None and op is None:
             raise ValueError(
-                f"--quantization {method.name} does not support models with experts. Leave the flag out."
+                f"quantization {scheme.name} does not support models with experts. Use an unquantized checkpoint, or "
+                "another quantization."
             )
+        assert op is not None, "unquantized experts have an op"
         self.num_experts, self.intermediate_size = (
             config.routing.num_experts,
             config.intermediate_size,
@@ -138,13 +142,13 @@ class MoE:
         down_shape = num_experts, hidden_size, intermediate_size
         self._quantized: tuple[QuantizedWeight, QuantizedWeight] | None = None
         self._operands: tuple[torch.Tensor, ...]
-        if method is None:
+        if scheme is None:
             self.gate_up = torch.empty(gate_up_shape, dtype=build.dtype, device=build.device)
             self.down = torch.empty(down_shape, dtype=build.dtype, device=build.device)
             self._operands = (self.gate_up, self.down)
         else:
-            gate_up = QuantizedWeight(build, method, *gate_up_shape, num_projections=2)
-            down = QuantizedWeight(build, method, *down_shape, previous=gate_up)
+            gate_up = QuantizedWeight(build, scheme, *gate_up_shape, num_projections=2)
+            down = QuantizedWeight(build, scheme, *down_shape, previous=gate_up)
             self.gate_up, self.down = gate_up.values, down.values
             self._quantized = gate_up, down
             self._operands = (*gate_up.operands, *down.operands)
@@ -154,7 +158,7 @@ class MoE:
             top_k=config.routing.top_k,
             hidden_size=hidden_size,
             intermediate_size=intermediate_size,
-            dtype=dtype,
+            dtype=dtype_name(build.dtype),
         )
 
     def __call__(
@@ -211,3 +215,10 @@ class MoE:
         """Routing is replicated; the experts' output is a partial sum."""
         yield ShardingSpec(f"{prefix}gate", "moe", Replicated(), Replicated())
         yield ShardingSpec(f"{prefix}experts", "moe", Replicated(), Partial())
+
+
+def _layer_names(num_experts: int) -> Iterator[str]:
+    """Yield the names of the linear layers of all experts."""
+    for expert in range(num_experts):
+        for projection in ("gate_proj", "up_proj", "down_proj"):
+            yield f"experts.{expert}.{projection}"

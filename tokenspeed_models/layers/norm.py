@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 
 from tokenspeed_core.api import BuildContext
-from tokenspeed_models.layers.linear import Activation, Linear
-from tokenspeed_models.layers.ops import dtype_name, quantized_op
+from tokenspeed_models.layers.linear import Linear
+from tokenspeed_models.layers.ops import dtype_name
 from tokenspeed_models.sharding import Replicated, ShardingSpec
 from tokenspeed_models.weights import WeightSlot
 
@@ -29,10 +30,6 @@ class RMSNorm:
         dtype = dtype_name(build.dtype)
         self._norm = build.op("rms_norm", size=size, dtype=dtype)
         self._add_norm = build.op("add_rms_norm", size=size, dtype=dtype)
-        quantized = quantized_op(build, "add_rms_norm")
-        self._add_norm_quantize = (
-            None if quantized == "add_rms_norm" else build.op(quantized, size=size, dtype=dtype)
-        )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the normalised x [..., size]."""
@@ -45,15 +42,6 @@ class RMSNorm:
             x, residual, self.weight, self.eps
         )
         return result
-
-    def add_quantize(
-        self, x: torch.Tensor, residual: torch.Tensor
-    ) -> tuple[Activation, torch.Tensor]:
-        """Like `add`, but quantize the normalised sum too if the quantization method has an op for that."""
-        if self._add_norm_quantize is None:
-            return self.add(x, residual)
-        y, scale, residual = self._add_norm_quantize(x, residual, self.weight, self.eps)
-        return (y, scale), residual
 
     def slots(self, name: str) -> Iterator[WeightSlot]:
         """List the weight."""
@@ -87,8 +75,8 @@ def _store_sum(weight: torch.Tensor, offset: float, tensor: torch.Tensor) -> Non
 class NormedLinear:
     """Residual addition, RMS norm and a linear layer; with an `activation` also the gate of its two halves.
 
-    One op computes everything. With quantization this needs a fused op of the method; without one, the norm and the
-    linear layer run one after the other and the caller applies the gate. Blocks without a norm before them
+    One op computes everything. For a quantized linear layer this needs a fused op of its scheme; without one, the norm
+    (which may quantize its result) and the linear layer run one after the other. Blocks without a norm before them
     (`has_norm`) add and multiply.
     """
 
@@ -104,18 +92,20 @@ class NormedLinear:
         op = (
             "add_rms_norm_linear" if activation is None else f"add_rms_norm_linear_{activation}_mul"
         )
-        op = quantized_op(build, op)
-        is_fused = build.quantization is None or op in build.quantization.fused.values()
-        self._fused = (
-            build.op(
-                op,
+        scheme, dtype = linear.scheme, dtype_name(build.dtype)
+        fused = op if scheme is None else scheme.fused.get(op)
+        quantizing = None if scheme is None else scheme.fused.get("add_rms_norm")
+        self._fused: Callable[..., Any] | None = None
+        self._quantizing_norm: Callable[..., Any] | None = None
+        if has_norm and fused is not None:
+            self._fused = build.op(
+                fused,
                 in_size=linear.in_size,
                 out_size=out_size if activation is None else out_size // 2,
-                dtype=dtype_name(build.dtype),
+                dtype=dtype,
             )
-            if has_norm and is_fused
-            else None
-        )
+        elif has_norm and quantizing is not None:
+            self._quantizing_norm = build.op(quantizing, size=linear.in_size, dtype=dtype)
 
     def __call__(
         self, norm: RMSNorm | None, x: torch.Tensor, residual: torch.Tensor
@@ -127,10 +117,13 @@ class NormedLinear:
         if norm is None:
             residual.add_(x)
             return self._linear(residual), residual
-        if self._fused is None:
-            normed, residual = norm.add_quantize(x, residual)
-            return self._linear(normed), residual
-        result: tuple[torch.Tensor, torch.Tensor] = self._fused(
-            x, residual, norm.weight, norm.eps, *self._linear.operands
-        )
-        return result
+        if self._fused is not None:
+            result: tuple[torch.Tensor, torch.Tensor] = self._fused(
+                x, residual, norm.weight, norm.eps, *self._linear.operands
+            )
+            return result
+        if self._quantizing_norm is not None:
+            y, scale, residual = self._quantizing_norm(x, residual, norm.weight, norm.eps)
+            return self._linear((y, scale)), residual
+        normed, residual = norm.add(x, residual)
+        return self._linear(normed), residual

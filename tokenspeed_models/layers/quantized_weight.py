@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from tokenspeed_core.api import BuildContext, Quantization
+from tokenspeed_core.api import BuildContext, QuantizationScheme
 from tokenspeed_models.layers.ops import dtype_name
 from tokenspeed_models.weights import OnlineQuantization, Shard, StackedShard, WeightSlot
 
@@ -23,7 +23,7 @@ class QuantizedWeight:
     def __init__(
         self,
         build: BuildContext,
-        method: Quantization,
+        method: QuantizationScheme,
         *shape: int,
         num_projections: int = 1,
         previous: QuantizedWeight | None = None,

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
 from tokenspeed_core.api import BuildContext
@@ -13,29 +10,26 @@ from tokenspeed_models.layers.attention import Attention
 from tokenspeed_models.layers.causal_lm import CausalLM
 from tokenspeed_models.layers.decoder import DecoderLayer
 from tokenspeed_models.layers.embedding import Embedding, OutputHead
-from tokenspeed_models.layers.ignored_modules import build_for_module
 from tokenspeed_models.layers.mlp import MLP
 from tokenspeed_models.layers.moe import MoE
 from tokenspeed_models.layers.norm import RMSNorm
 from tokenspeed_models.layers.qk_norm import HeadNorm
 from tokenspeed_models.layers.rotary import rotary_table
+from tokenspeed_models.layers.scheme import ModuleBuild
 
 
 class RotaryDecoder(CausalLM):
-    """A causal language model without anything that `DecoderConfig` lacks. A family passes the config it has read.
+    """A causal language model without anything that `DecoderConfig` lacks. A family passes the config it has read."""
 
-    `config` is the checkpoint's config.json; it names the modules that are not quantized.
-    """
-
-    def __init__(self, c: DecoderConfig, config: Mapping[str, Any], build: BuildContext) -> None:
+    def __init__(self, c: DecoderConfig, build: BuildContext) -> None:
         cos_sin = rotary_table(c.rope, build.device, build.max_model_len)
         layers = [
             DecoderLayer(
                 build,
                 c.hidden_size,
                 c.norm_eps,
-                _attention(c, config, build, layer, cos_sin),
-                _mlp(c, config, build, layer),
+                _attention(c, build, layer, cos_sin),
+                _mlp(c, build, layer),
             )
             for layer in build.each_layer(c.num_layers)
         ]
@@ -53,13 +47,12 @@ class RotaryDecoder(CausalLM):
 
 def _attention(
     c: DecoderConfig,
-    config: Mapping[str, Any],
     build: BuildContext,
     layer: int,
     cos_sin: torch.Tensor,
 ) -> Attention:
     return Attention(
-        build_for_module(build, config, layer, "self_attn"),
+        ModuleBuild(build, f"model.layers.{layer}.self_attn"),
         layer=layer,
         hidden_size=c.hidden_size,
         num_heads=c.num_heads,
@@ -73,18 +66,18 @@ def _attention(
     )
 
 
-def _mlp(c: DecoderConfig, config: Mapping[str, Any], build: BuildContext, layer: int) -> MLP | MoE:
+def _mlp(c: DecoderConfig, build: BuildContext, layer: int) -> MLP | MoE:
     """Return the experts of a layer, or its MLP if it is dense."""
+    module = ModuleBuild(build, f"model.layers.{layer}.mlp")
     if c.moe is None or layer not in c.moe.layers:
         return MLP(
-            build_for_module(build, config, layer, "mlp"),
+            module,
             c.hidden_size,
             c.intermediate_size,
             bias=c.mlp_bias,
         )
-    num_experts = c.moe.routing.num_experts
     return MoE(
-        build_for_module(build, config, layer, "mlp", num_experts=num_experts),
+        module,
         c.hidden_size,
         c.moe,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenspeed_core.api import DOTS, EXACT, OpContract, Quantization, Tolerance
+from tokenspeed_core.api import DOTS, EXACT, OpContract, Quantization, QuantizationScheme, Tolerance
 
 _REFERENCE, _INPUTS = (
     "tokenspeed_kernels_blackwell.linear.reference",
@@ -69,7 +69,7 @@ BLOCK_SCALED = (
         cases=_CASES,
     ),
 )
-MXFP8_METHOD = Quantization(
+MXFP8 = QuantizationScheme(
     name="mxfp8",
     dtype="float8_e4m3fn",
     quantize="quantize_mxfp8",
@@ -78,7 +78,7 @@ MXFP8_METHOD = Quantization(
     scale_dtype="uint8",
     fused={"moe_experts": "moe_experts_mxfp8"},
 )
-NVFP4_METHOD = Quantization(
+NVFP4 = QuantizationScheme(
     name="nvfp4",
     dtype="uint8",
     quantize="quantize_nvfp4",
@@ -89,6 +89,9 @@ NVFP4_METHOD = Quantization(
     has_tensor_scales=True,
     fused={"moe_experts": "moe_experts_nvfp4"},
 )
+_READ = "tokenspeed_kernels_blackwell.quantization"
+MXFP8_METHOD = Quantization("mxfp8", f"{_READ}:read_mxfp8", MXFP8)
+NVFP4_METHOD = Quantization("nvfp4", f"{_READ}:read_nvfp4")
 
 _MOE_AXES = {
     "num_experts": "experts E",

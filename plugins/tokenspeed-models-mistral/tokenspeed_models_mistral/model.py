@@ -14,4 +14,4 @@ class MistralForCausalLM(RotaryDecoder):
     """`MistralForCausalLM` checkpoints."""
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext) -> None:
-        super().__init__(read_mistral(config), config, build)
+        super().__init__(read_mistral(config), build)

@@ -9,8 +9,9 @@ from typing import Any
 from tokenspeed_core.api.grammars import GrammarSpec
 from tokenspeed_core.api.kernels import Capability
 from tokenspeed_core.api.logits_processors import LogitsProcessorSpec
-from tokenspeed_core.api.models import Checkpoint, LoadFormat, ModelSpec, Quantization
+from tokenspeed_core.api.models import Checkpoint, LoadFormat, ModelSpec
 from tokenspeed_core.api.parsers import ParserSpec
+from tokenspeed_core.api.quantization import Quantization
 from tokenspeed_core.errors import describe_error
 from tokenspeed_core.kernels.installed import installed_kernels, installed_ops, installed_rankings
 from tokenspeed_core.kernels.refusals import hardware_refusals

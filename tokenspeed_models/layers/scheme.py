@@ -1,0 +1,76 @@
+"""The quantization scheme of each linear layer, by its name in the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from tokenspeed_core.api import AttentionCall, BuildContext, LatentAttentionCall, QuantizationScheme
+from tokenspeed_models.weights import published_name
+
+
+class ModuleBuild:
+    """A `BuildContext` for one module: names of linear layers are relative to its `name`.
+
+    `renames` maps parts of names to those that the family's published checkpoints have instead, as in `WeightMap`.
+    """
+
+    def __init__(
+        self, build: BuildContext, name: str, renames: Mapping[str, str] | None = None
+    ) -> None:
+        self._build, self._name, self._renames = build, name, renames or {}
+        self.dtype, self.device = build.dtype, build.device
+        self.max_model_len = build.max_model_len
+
+    def scheme(self, layer: str) -> QuantizationScheme | None:
+        """Return how a linear layer of the module is quantized, None if it is not."""
+        return self._build.scheme(published_name(f"{self._name}.{layer}", self._renames))
+
+    def each_layer(self, num_layers: int) -> Iterator[int]:
+        """Yield the layer indices."""
+        return self._build.each_layer(num_layers)
+
+    def op(self, op: str, **problem: Any) -> Callable[..., Any]:
+        """Return the selected kernel of an op."""
+        return self._build.op(op, **problem)
+
+    def fused(self, op: str, **problem: Any) -> Callable[..., Any] | None:
+        """Return the selected kernel of a fused op, or None."""
+        return self._build.fused(op, **problem)
+
+    def attention(self, **layer: Any) -> AttentionCall:
+        """Register a layer's attention."""
+        return self._build.attention(**layer)
+
+    def latent_attention(self, **layer: Any) -> LatentAttentionCall:
+        """Register a layer's latent attention."""
+        return self._build.latent_attention(**layer)
+
+
+class UnquantizedBuild(ModuleBuild):
+    """A `BuildContext` for layers that are never quantized, such as routers, in another dtype if one is given."""
+
+    def __init__(self, build: BuildContext, dtype: torch.dtype | None = None) -> None:
+        super().__init__(build, "")
+        self.dtype = dtype or build.dtype
+
+    def scheme(self, layer: str) -> None:
+        """Return None."""
+
+
+def shared_scheme(build: BuildContext, layers: Iterable[str]) -> QuantizationScheme | None:
+    """Return the scheme of linear layers whose weights are stacked, None if they are not quantized.
+
+    Raises ValueError if they have different ones.
+    """
+    (first, scheme), *others = ((layer, build.scheme(layer)) for layer in layers)
+    for layer, other in others:
+        if other != scheme:
+            names = ["none" if each is None else each.name for each in (scheme, other)]
+            raise ValueError(
+                f"config.json: quantization_config has {names[0]} for {first} and {names[1]} for {layer}. Their weights "
+                "are stacked, so that they must have the same scheme. Quantize the model again with one for both."
+            )
+    return scheme
