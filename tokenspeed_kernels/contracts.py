@@ -543,4 +543,21 @@ FP8_BLOCK = (
             {"in_size": 208, "out_size": 48},
         ),
     ),
+    OpContract(
+        "moe_experts_fp8_block",
+        "moe",
+        "(x [T, N], gate_up float8_e4m3fn [E, 2I, N], gate_up_scale float32 [E, 2I / 128, ceil(N / 128)], "
+        "down float8_e4m3fn [E, N, I], down_scale float32 [E, ceil(N / 128), I / 128], weights float32 [T, k], "
+        "ids int32 [T, k]) -> y [T, N]: as moe_experts_fp8, with block-wise scales and q = quantize_fp8_groups; I is a "
+        "multiple of 128",
+        _EXPERTS,
+        f"{_REFERENCE}.moe:moe_experts_fp8_block",
+        f"{_INPUTS}:moe_experts_fp8_block",
+        _CODED_EXPERTS,
+        rows=("x", "weights", "ids"),
+        cases=(
+            {"num_experts": 6, "top_k": 2, "hidden_size": 144, "intermediate_size": 128},
+            {"num_experts": 16, "top_k": 4, "hidden_size": 256, "intermediate_size": 384},
+        ),
+    ),
 )

@@ -140,6 +140,7 @@ TORCH_MOE = (
     _torch("moe_route", "moe:moe_route"),
     _torch("moe_experts", "moe:moe_experts", frozenset()),
     _torch("moe_experts_fp8", "moe:moe_experts_fp8", frozenset()),
+    _torch("moe_experts_fp8_block", "moe:moe_experts_fp8_block", frozenset()),
 )
 TORCH_CACHE = (
     _torch("write_kv", "cache:write_kv", frozenset()),
@@ -169,6 +170,11 @@ _FP8_EXPERTS = (
     *_EXPERTS,
     AxisLimit("hidden_size", 16, 32768, multiple_of=16),
     AxisLimit("intermediate_size", 16, 32768, multiple_of=16),
+)
+_FP8_BLOCK_EXPERTS = (
+    *_EXPERTS,
+    AxisLimit("hidden_size", 16, 32768, multiple_of=16),
+    AxisLimit("intermediate_size", 128, 32768, multiple_of=128),
 )
 _FP8_CAPABILITY = (8, 9)  # the first compute capability with e4m3
 _FP8_SIZES = (AxisLimit("in_size", 16, multiple_of=16), AxisLimit("out_size", 16, multiple_of=16))
@@ -271,6 +277,14 @@ TRITON_MOE = (
         "moe.experts_fp8:moe_experts_fp8",
         _GRAPH_SAFE,
         _FP8_EXPERTS,
+        _HALVES,
+        _FP8_CAPABILITY,
+    ),
+    _triton(
+        "moe_experts_fp8_block",
+        "moe.experts_fp8:moe_experts_fp8_block",
+        _GRAPH_SAFE,
+        _FP8_BLOCK_EXPERTS,
         _HALVES,
         _FP8_CAPABILITY,
     ),

@@ -295,6 +295,21 @@ def moe_experts_fp8(
     return {**made, "weights": given["weights"], "ids": given["ids"]}
 
 
+def moe_experts_fp8_block(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
+    """Like `moe_experts`, with block-wise quantized weights; magnitudes differ by expert and grow along features."""
+    given = moe_experts(problem, num, at, seed, strided)
+    made = {"x": given["x"]}
+    for name in ("gate_up", "down"):
+        weight = given[name].to(torch.float32)
+        weight *= torch.linspace(0.7, 1.3, weight.shape[0], device=at).view(-1, 1, 1)
+        weight *= torch.linspace(0.5, 1.5, weight.shape[2], device=at)
+        codes, scales = zip(*map(quantize_blocks, weight), strict=True)
+        made |= {name: torch.stack(codes), f"{name}_scale": torch.stack(scales)}
+    return {**made, "weights": given["weights"], "ids": given["ids"]}
+
+
 def quantize_fp8(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:

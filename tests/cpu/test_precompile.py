@@ -51,6 +51,7 @@ PRECOMPILED = (
     "moe_route",
     "moe_experts",
     "moe_experts_fp8",
+    "moe_experts_fp8_block",
     "fused_block_in_place",
     "advance_rows",
     "map_tokens",

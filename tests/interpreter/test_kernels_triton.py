@@ -45,6 +45,7 @@ OF_ROW_FP8 = (
     "add_rms_norm_linear_fp8",
     "add_rms_norm_mlp_fp8",
     "moe_experts_fp8",
+    "moe_experts_fp8_block",
 )
 
 

@@ -27,7 +27,7 @@ def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
     groups = wide.reshape(x.shape[0], wide.shape[1] // BLOCK, BLOCK)
     scale = groups.abs().amax(dim=-1).clamp_(min=MIN_AMAX).div_(E4M3_MAX)
     codes = (groups / scale.unsqueeze(-1)).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    return codes.reshape(wide.shape)[:, : x.shape[1]], scale
+    return codes.reshape(wide.shape)[:, : x.shape[1]].contiguous(), scale
 
 
 def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:

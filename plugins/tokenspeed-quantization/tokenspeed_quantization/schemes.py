@@ -23,7 +23,11 @@ FP8_BLOCK = QuantizationScheme(
     dtype="float8_e4m3fn",
     quantize="quantize_fp8_groups",
     linear="linear_fp8_block",
-    fused={"add_rms_norm": "add_rms_norm_fp8_groups", "silu_mul": "silu_mul_fp8_groups"},
+    fused={
+        "add_rms_norm": "add_rms_norm_fp8_groups",
+        "silu_mul": "silu_mul_fp8_groups",
+        "moe_experts": "moe_experts_fp8_block",
+    },
     quantize_weight="quantize_fp8_blocks",
     scale_block=(128, 128),
     scale_name="weight_scale_inv",

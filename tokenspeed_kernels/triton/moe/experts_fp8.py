@@ -1,7 +1,8 @@
-"""FP8 (e4m3) mixture of experts with per-token and per-channel scales: grouped GEMMs over tokens sorted by expert.
+"""FP8 (e4m3) mixture of experts: grouped GEMMs over tokens sorted by expert.
 
-As in `gemm_fp8`, the weight is the wide side of a tile and an expert's few tokens the narrow one. The hidden state is
-quantized by a separate launch, because its scale depends on the whole row.
+Scales are per token and per channel, or block-wise: 1 x 128 for activations and 128 x 128 for weights. As in
+`gemm_fp8`, the weight is the wide side of a tile and an expert's few tokens the narrow one. The hidden state is
+quantized by a separate launch, because its scales depend on many features.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenspeed_core.api import Problem
+from tokenspeed_kernels.reference.fp8 import Quantize
 from tokenspeed_kernels.triton import precompile
 from tokenspeed_kernels.triton.moe.experts import add_up, blank_routings, sort_by_expert
 from tokenspeed_kernels.triton.moe.kernel import find_tile
+from tokenspeed_kernels.triton.quantize.fp8_per_group import GROUP, quantize_fp8_groups
 from tokenspeed_kernels.triton.quantize.fp8_per_token import quantize_fp8
 
 MAX_INEXACT = 128  # products summed in the tensor cores' short accumulator before a float32 sum
@@ -38,11 +41,20 @@ class Tiling:
 
 
 # (largest average of pairs per expert, tiling)
-TILINGS = (
+Tilings = tuple[tuple[float, Tiling], ...]
+TILINGS: Tilings = (
     (8.0, Tiling(64, 16, 128, 4, 4)),
     (24.0, Tiling(64, 32, 128, 4, 4)),
     (64.0, Tiling(64, 64, 128, 4, 3)),
     (float("inf"), Tiling(128, 128, 128, 8, 3)),
+)
+# With block-wise scales, `block_k` is the side of a block, and `block_n` divides it, so that a tile of the weight has
+# one scale per iteration. Partial results need registers, so that tiles are smaller.
+BLOCK_TILINGS: Tilings = (
+    (8.0, Tiling(64, 16, GROUP, 4, 4)),
+    (24.0, Tiling(64, 32, GROUP, 4, 4)),
+    (64.0, Tiling(64, 64, GROUP, 4, 3)),
+    (float("inf"), Tiling(64, 128, GROUP, 8, 3)),
 )
 
 
@@ -64,6 +76,7 @@ def _gate_up(
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     MAX_INEXACT: tl.constexpr,
+    IS_BLOCKWISE: tl.constexpr,
 ):
     """hidden [pairs, N] = silu(gate @ x) * (up @ x), in sorted order. Grid (tiles of N, tiles of pairs)."""
     expert, first, end = find_tile(counts_ptr, tl.program_id(1), E, BLOCK_E, BLOCK_T)
@@ -77,6 +90,14 @@ def _gate_up(
         x_ptrs = x_ptr + token[None, :] * K + k[:, None]
         gate_ptrs = w_ptr + row[:, None] * K + k[None, :]
         up_ptrs = gate_ptrs + N * K
+        num_groups: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+        if IS_BLOCKWISE:
+            block_row = (
+                expert.to(tl.int64) * (2 * N // BLOCK_K) + tl.program_id(0) * BLOCK_N // BLOCK_K
+            )
+            gate_scale_ptr = w_scale_ptr + block_row * num_groups
+            up_scale_ptr = gate_scale_ptr + N // BLOCK_K * num_groups
+            x_scale_ptrs = x_scale_ptr + token * num_groups
         gate = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
         up = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
         for start in tl.range(0, K, BLOCK_K):
@@ -88,11 +109,18 @@ def _gate_up(
                 x = tl.load(x_ptrs + start, mask=used[None, :] & inside[:, None], other=0.0)
                 gate_w = tl.load(gate_ptrs + start, mask=inside[None, :], other=0.0)
                 up_w = tl.load(up_ptrs + start, mask=inside[None, :], other=0.0)
-            gate = tl.dot(gate_w, x, gate, max_num_imprecise_acc=MAX_INEXACT)
-            up = tl.dot(up_w, x, up, max_num_imprecise_acc=MAX_INEXACT)
-        x_scale = tl.load(x_scale_ptr + token)[None, :]
-        gate *= x_scale * tl.load(w_scale_ptr + row)[:, None]
-        up *= x_scale * tl.load(w_scale_ptr + row + N)[:, None]
+            if IS_BLOCKWISE:
+                group = start // BLOCK_K
+                x_scale = tl.load(x_scale_ptrs + group)
+                gate += tl.dot(gate_w, x) * (x_scale * tl.load(gate_scale_ptr + group))[None, :]
+                up += tl.dot(up_w, x) * (x_scale * tl.load(up_scale_ptr + group))[None, :]
+            else:
+                gate = tl.dot(gate_w, x, gate, max_num_imprecise_acc=MAX_INEXACT)
+                up = tl.dot(up_w, x, up, max_num_imprecise_acc=MAX_INEXACT)
+        if not IS_BLOCKWISE:
+            x_scale = tl.load(x_scale_ptr + token)[None, :]
+            gate *= x_scale * tl.load(w_scale_ptr + row)[:, None]
+            up *= x_scale * tl.load(w_scale_ptr + row + N)[:, None]
         hidden = gate / (1.0 + tl.exp(-gate)) * up
         hidden_ptrs = hidden_ptr + place.to(tl.int64)[None, :] * N + column[:, None]
         tl.store(
@@ -120,6 +148,7 @@ def _down(
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     MAX_INEXACT: tl.constexpr,
+    IS_BLOCKWISE: tl.constexpr,
 ):
     """scaled [pairs, N] = weight * down @ hidden, in the order of tokens. Grid (tiles of N, tiles of pairs)."""
     expert, first, end = find_tile(counts_ptr, tl.program_id(1), E, BLOCK_E, BLOCK_T)
@@ -133,6 +162,12 @@ def _down(
         k = tl.arange(0, BLOCK_K)
         hidden_ptrs = hidden_ptr + at[None, :] * K + k[:, None]
         w_ptrs = w_ptr + row[:, None] * K + k[None, :]
+        num_groups: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+        if IS_BLOCKWISE:
+            block_rows: tl.constexpr = (N + BLOCK_K - 1) // BLOCK_K
+            block_row = expert.to(tl.int64) * block_rows + tl.program_id(0) * BLOCK_N // BLOCK_K
+            block_scale_ptr = w_scale_ptr + block_row * num_groups
+            hidden_scale_ptrs = hidden_scale_ptr + at * num_groups
         total = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
         for start in tl.range(0, K, BLOCK_K):
             if K % BLOCK_K == 0:
@@ -146,9 +181,16 @@ def _down(
                     hidden_ptrs + start, mask=used[None, :] & inside[:, None], other=0.0
                 )
                 w = tl.load(w_ptrs + start, mask=inside[None, :], other=0.0)
-            total = tl.dot(w, hidden, total, max_num_imprecise_acc=MAX_INEXACT)
-        total *= tl.load(w_scale_ptr + row)[:, None]
-        total *= (tl.load(hidden_scale_ptr + at) * tl.load(weights_ptr + pair))[None, :]
+            if IS_BLOCKWISE:
+                group = start // BLOCK_K
+                scale = tl.load(hidden_scale_ptrs + group) * tl.load(block_scale_ptr + group)
+                total += tl.dot(w, hidden) * scale[None, :]
+            else:
+                total = tl.dot(w, hidden, total, max_num_imprecise_acc=MAX_INEXACT)
+        if not IS_BLOCKWISE:
+            total *= tl.load(w_scale_ptr + row)[:, None]
+            total *= tl.load(hidden_scale_ptr + at)[None, :]
+        total *= tl.load(weights_ptr + pair)[None, :]
         scaled_ptrs = scaled_ptr + pair[None, :] * N + column[:, None]
         tl.store(
             scaled_ptrs,
@@ -162,10 +204,43 @@ def moe_experts_fp8(problem: Problem) -> ExpertsFp8:
 
     x may be strided on T; everything else is contiguous. Grids are upper bounds, so CUDA graphs may replay it.
     """
+    experts = _experts(problem, quantize_fp8, TILINGS, is_blockwise=False)
+    num_experts, size, inner = (
+        problem["num_experts"],
+        problem["hidden_size"],
+        problem["intermediate_size"],
+    )
+    _precompile(experts, problem, TILINGS, (2 * inner, 1), (size, 1), num_experts)
+    return experts
+
+
+def moe_experts_fp8_block(problem: Problem) -> ExpertsFp8:
+    """Return `experts(x, gate_up, gate_up_scale, down, down_scale, weights, ids) -> y [T, N]`, with block-wise scales.
+
+    Otherwise as `moe_experts_fp8`.
+    """
+    experts = _experts(problem, quantize_fp8_groups, BLOCK_TILINGS, is_blockwise=True)
+    num_experts, size, inner = (
+        problem["num_experts"],
+        triton.cdiv(problem["hidden_size"], GROUP),
+        problem["intermediate_size"] // GROUP,
+    )
+    _precompile(experts, problem, BLOCK_TILINGS, (2 * inner, size), (size, inner), num_experts)
+    return experts
+
+
+def _experts(
+    problem: Problem,
+    make_quantize: Callable[[Problem], Quantize],
+    tilings: Tilings,
+    *,
+    is_blockwise: bool,
+) -> ExpertsFp8:
+    """Return the function that runs the experts, with kernels for one kind of scales."""
     num_experts, top_k = problem["num_experts"], problem["top_k"]
     size, inner = problem["hidden_size"], problem["intermediate_size"]
-    quantize_tokens = quantize_fp8({**problem, "size": size})
-    quantize_hidden = quantize_fp8({**problem, "size": inner})
+    quantize_tokens = make_quantize({**problem, "size": size})
+    quantize_hidden = make_quantize({**problem, "size": inner})
 
     def experts(
         x: Tensor,
@@ -180,7 +255,7 @@ def moe_experts_fp8(problem: Problem) -> ExpertsFp8:
         if num_pairs == 0:
             return torch.empty((x.shape[0], size), dtype=x.dtype, device=x.device)
         pairs, counts = sort_by_expert(ids, num_experts)
-        tiling = next(each for bound, each in TILINGS if num_pairs / num_experts <= bound)
+        tiling = next(each for bound, each in tilings if num_pairs / num_experts <= bound)
         num_tiles = num_pairs // tiling.block_t + min(num_experts, num_pairs)
         tile = {
             "E": num_experts,
@@ -189,6 +264,7 @@ def moe_experts_fp8(problem: Problem) -> ExpertsFp8:
             "BLOCK_T": tiling.block_t,
             "BLOCK_K": tiling.block_k,
             "MAX_INEXACT": MAX_INEXACT,
+            "IS_BLOCKWISE": is_blockwise,
             "num_warps": tiling.num_warps,
             "num_stages": tiling.num_stages,
         }
@@ -220,15 +296,27 @@ def moe_experts_fp8(problem: Problem) -> ExpertsFp8:
         )
         return add_up(scaled, top_k)
 
+    return experts
+
+
+def _precompile(
+    experts: ExpertsFp8,
+    problem: Problem,
+    tilings: Tilings,
+    gate_up_scale: tuple[int, int],
+    down_scale: tuple[int, int],
+    num_experts: int,
+) -> None:
+    """Compile the kernels of every tiling, for scales of the given shapes per expert."""
+    size, inner = problem["hidden_size"], problem["intermediate_size"]
     codes, scales = partial(precompile.blank, "float8_e4m3fn"), partial(precompile.blank, "float32")
     weights = (
         codes(num_experts, 2 * inner, size),
-        scales(num_experts, 2 * inner, 1),
+        scales(num_experts, *gate_up_scale),
         codes(num_experts, size, inner),
-        scales(num_experts, size, 1),
+        scales(num_experts, *down_scale),
     )
-    for num_tokens, *routing in blank_routings(problem, [bound for bound, _ in TILINGS[:-1]]):
+    for num_tokens, *routing in blank_routings(problem, [bound for bound, _ in tilings[:-1]]):
         precompile.compile_for(
             experts, precompile.blank(problem["dtype"], num_tokens, size), *weights, *routing
         )
-    return experts
