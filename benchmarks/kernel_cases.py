@@ -14,6 +14,7 @@ from torch import Tensor
 from tokenspeed_core.api.attention import AttentionLimits, AttentionProblem, AttentionStep
 from tokenspeed_core.api.kernels import KernelSpec
 from tokenspeed_kernels.reference.fp8 import quantize_rows
+from tokenspeed_kernels.reference.fp8_block import quantize_blocks
 
 BF16 = 2  # bytes
 H, K, D, N, INNER, V = 32, 8, 128, 4096, 12288, 151936  # qwen3-8b
@@ -332,6 +333,21 @@ def _experts(device: torch.device, num: int) -> Iterator[Case]:
         used * 3 * MOE_N * MOE_I + 2 * num * MOE_N * BF16,
         6 * num * TOP_K * MOE_N * MOE_I,
     )
+
+    yield _case(
+        "moe_experts_fp8_block",
+        f"{num} tokens",
+        problem,
+        [x, *(part for weight in (gate_up, down) for part in _by_blocks(weight)), weights, ids],
+        used * 3 * MOE_N * MOE_I + 2 * num * MOE_N * BF16,
+        6 * num * TOP_K * MOE_N * MOE_I,
+    )
+
+
+def _by_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return expert weights [E, O, I] in e4m3 with block-wise scales."""
+    codes, scales = zip(*map(quantize_blocks, weight), strict=True)
+    return torch.stack(codes), torch.stack(scales)
 
 
 def _by_rows(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -58,8 +58,22 @@ def store(folder: Path, model: Any, scale_dtype: torch.dtype = torch.float32) ->
             tensors[name], tensors[f"{name}_scale_inv"] = codes, scale.to(scale_dtype)
             dequantized[name] = values(codes, tensors[f"{name}_scale_inv"])
     save_file(tensors, folder / "model.safetensors")
+    with torch.no_grad():
+        for name in [name for name in dequantized if ".experts." in name]:
+            _fill_expert(model, name, dequantized.pop(name))
     assert not model.load_state_dict(dequantized, strict=False).unexpected_keys
     return tensors
+
+
+def _fill_expert(model: nn.Module, name: str, weight: Tensor) -> None:
+    """Copy the weight of one expert into the parameter of all experts."""
+    experts, _, rest = name.partition(".experts.")
+    expert, projection, _ = rest.split(".")
+    stacked = "down_proj" if projection == "down_proj" else "gate_up_proj"
+    target = model.get_parameter(f"{experts}.experts.{stacked}")[int(expert)]
+    if stacked == "gate_up_proj":
+        target = target.chunk(2)[projection == "up_proj"]
+    target.copy_(weight)
 
 
 def quantize_inputs(model: nn.Module) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from tokenspeed_quantization.schemes import FP8_BLOCK
 from torch import Tensor
 
 from tokenspeed_core.api import LayerSchemes, ModelSpec, QuantizationScheme
@@ -78,6 +80,19 @@ class QuantizedBuild(DenseBuild):
         self.problems.append((op, problem))
         kernel: Callable[..., Any] = load_target(self._references[op])(problem)
         return kernel
+
+
+class UnquantizedActivations(QuantizedBuild):
+    """A build with quantized weights and unquantized activations."""
+
+    def __init__(self) -> None:
+        # the fused ops quantize activations too
+        super().__init__(replace(FP8_BLOCK, fused={}))
+
+    def op(self, op: str, **problem: Any) -> Callable[..., Any]:
+        if op == "quantize_fp8_groups":
+            return lambda x: (x, torch.ones(x.shape[0], -(-x.shape[1] // 128)))
+        return super().op(op, **problem)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from quantized_build import (
     SPECS,
     TOKENS,
     QuantizedBuild,
+    UnquantizedActivations,
     checkpoint_logits,
     logprob_errors,
     normal,
@@ -34,19 +34,6 @@ from tokenspeed_models.layers import Linear, Projection
 from tokenspeed_models.weights import WeightMap
 
 FAMILIES = [("Llama", torch.float32), ("Qwen2", torch.float32), ("Qwen3", torch.bfloat16)]
-
-
-class UnquantizedActivations(QuantizedBuild):
-    """A build with quantized weights and unquantized activations."""
-
-    def __init__(self) -> None:
-        # the fused ops quantize activations too
-        super().__init__(replace(FP8_BLOCK, fused={}))
-
-    def op(self, op: str, **problem: Any) -> Callable[..., Any]:
-        if op == "quantize_fp8_groups":
-            return lambda x: (x, torch.ones(x.shape[0], -(-x.shape[1] // 128)))
-        return super().op(op, **problem)
 
 
 def test_values_and_scales_equal_transformers() -> None:

@@ -11,11 +11,12 @@ from tokenspeed_testing.conformance import check
 from tokenspeed_core import LLM, SamplingParams
 from tokenspeed_kernels import descriptors, inputs
 from tokenspeed_kernels.reference import moe
-from tokenspeed_kernels.triton.moe.experts_fp8 import TILINGS, moe_experts_fp8
+from tokenspeed_kernels.triton.moe import experts_fp8
+from tokenspeed_kernels.triton.moe.experts_fp8 import TILINGS
 
 HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 CUDA = torch.device("cuda")
-(SPEC,) = (spec for spec in descriptors.TRITON_MOE if spec.op == "moe_experts_fp8")
+SPECS = {spec.op: spec for spec in descriptors.TRITON_MOE if "fp8" in spec.op}
 REAL = {
     "num_experts": 128,
     "top_k": 8,
@@ -48,34 +49,39 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("num_rows", [24, 25, 72, 73, 192, 193, 700])
-def test_experts_conform_around_every_tiling_limit(num_rows: int) -> None:
+@pytest.mark.parametrize(("op", "inner"), [("moe_experts_fp8", 80), ("moe_experts_fp8_block", 128)])
+def test_experts_conform_around_every_tiling_limit(op: str, inner: int, num_rows: int) -> None:
     case = {
         "num_experts": 6,
         "top_k": 2,
         "hidden_size": 144,
-        "intermediate_size": 80,
+        "intermediate_size": inner,
         "dtype": "bfloat16",
     }
-    assert check(SPEC, CUDA, cases=[case], num_rows=(num_rows,)) == 2
+    assert check(SPECS[op], CUDA, cases=[case], num_rows=(num_rows,)) == 2
 
 
 @pytest.mark.parametrize(
     "num_tokens", [1, 64, *(int(most * 16) for most, _ in TILINGS[1:-1]), 4096]
 )
-def test_experts_are_exact_to_rounding_at_model_sizes(num_tokens: int) -> None:
-    given = inputs.moe_experts_fp8(
+@pytest.mark.parametrize("op", SPECS)
+def test_experts_are_exact_to_rounding_at_model_sizes(op: str, num_tokens: int) -> None:
+    given = getattr(inputs, op)(
         REAL, num_tokens, CUDA, torch.Generator().manual_seed(1), strided=False
     )
-    found = moe_experts_fp8(REAL)(*given.values()).float()
+    found = getattr(experts_fp8, op)(REAL)(*given.values()).float()
     wide = {**given, "x": given["x"].float()}
-    expected = moe.moe_experts_fp8({**REAL, "dtype": "float32"})(*wide.values())
+    expected = getattr(moe, op)({**REAL, "dtype": "float32"})(*wide.values())
     error = float((found - expected).norm() / expected.norm())
     print(f"{num_tokens} tokens: relative error {error:.2e}")
     # Rounding to bfloat16 before quantization may change codes; the effect is far below the quantization error.
     assert error < 2e-2
 
 
-def test_tiny_moe_model_matches_the_reference(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("quantization", "op"), [("fp8", "moe_experts_fp8"), ("fp8-block", "moe_experts_fp8_block")]
+)
+def test_tiny_moe_model_matches_the_reference(quantization: str, op: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(11)
     config = transformers.Qwen3MoeConfig(**SIZES)
@@ -86,16 +92,14 @@ def test_tiny_moe_model_matches_the_reference(tmp_path: Path) -> None:
     for backend in ("triton", "torch"):
         with LLM(
             str(tmp_path),
-            quantization="fp8",
-            kernel_backend={"moe_experts_fp8": backend},
+            quantization=quantization,
+            kernel_backend={op: backend},
             max_num_seqs=2,
             skip_tokenizer_init=True,
             max_total_tokens=1024,
             enforce_eager=backend == "torch",
         ) as llm:
-            assert {planned.backend for planned in llm.kernel_plan.find("moe_experts_fp8")} == {
-                backend
-            }
+            assert {planned.backend for planned in llm.kernel_plan.find(op)} == {backend}
             firsts[backend] = llm.generate([prompt], params)[0].outputs[0].logprobs or []
     (ours,), (theirs,) = firsts["triton"], firsts["torch"]
     shared = set(ours) & set(theirs)
