@@ -150,8 +150,9 @@ TORCH_CACHE = (
     _cpu("map_tokens", "step:map_tokens", _GRAPH_SAFE),
     _torch("mla_write", "mla:mla_write", frozenset()),
 )
+_SCORES = frozenset({"window", "soft_cap", "sinks"})
 TORCH_ATTENTION = (
-    _torch("attention", "attention:attention", frozenset({"window"})),
+    _torch("attention", "attention:attention", _SCORES),
     _torch("mla_decode", "mla:mla_decode"),
     _torch("mla_prefill", "mla:mla_prefill", frozenset()),
 )
@@ -297,17 +298,20 @@ TRITON_CACHE = (
     _triton("rope_write_kv", "rope.rope_write_kv:rope_write_kv"),
     _triton("qk_norm_rope_write_kv", "rope.rope_write_kv:qk_norm_rope_write_kv"),
 )
-_WINDOW = frozenset({"graph_safe", "window"})
 _HEAD_SIZES = (AxisLimit("head_size", 1, 256),)
 _ATTENTION_OPTIONS = "tokenspeed_kernels.options:AttentionOptions"
 TRITON_ATTENTION = (
     _triton(
-        "attention", "attention.backend:attention", _WINDOW, _HEAD_SIZES, options=_ATTENTION_OPTIONS
+        "attention",
+        "attention.backend:attention",
+        _SCORES | _GRAPH_SAFE,
+        _HEAD_SIZES,
+        options=_ATTENTION_OPTIONS,
     ),
     _triton(
         "attention",
         "attention.backend:attention",
-        _WINDOW,
+        _SCORES | _GRAPH_SAFE,
         _HEAD_SIZES,
         capability=_FP8_CAPABILITY,
         kv_dtypes=_FP8,

@@ -66,6 +66,8 @@ class DenseBuild:
         head_size: int,
         scale: float,
         window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
         group: str = "full",
         rotation: Rotation | None = None,
     ) -> AttentionCall:
@@ -83,7 +85,7 @@ class DenseBuild:
                 dtype=str(self.dtype).removeprefix("torch."),
             )
         )
-        call = _DenseAttention(num_heads // num_kv_heads, scale, window, rotate)
+        call = _DenseAttention(num_heads // num_kv_heads, scale, window, soft_cap, sinks, rotate)
         self.caches[layer] = call
         return call
 
@@ -123,9 +125,16 @@ class _DenseAttention:
     """Causal attention over all keys of one sequence, or over the last `window` keys."""
 
     def __init__(
-        self, num_repeats: int, scale: float, window: int | None, rotate: Callable[..., None] | None
+        self,
+        num_repeats: int,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+        sinks: Tensor | None,
+        rotate: Callable[..., None] | None,
     ) -> None:
         self.num_repeats, self.scale, self.window, self.rotate = num_repeats, scale, window, rotate
+        self.soft_cap, self.sinks = soft_cap, sinks
         self.clear()
 
     def clear(self) -> None:
@@ -147,7 +156,13 @@ class _DenseAttention:
         hidden = distance < 0
         if self.window is not None:
             hidden |= distance >= self.window
-        weights = scores.masked_fill(hidden.to(scores.device), float("-inf")).softmax(dim=-1)
+        if self.soft_cap is not None:
+            scores = self.soft_cap * torch.tanh(scores / self.soft_cap)
+        scores = scores.masked_fill(hidden.to(scores.device), float("-inf"))
+        if self.sinks is not None:
+            column = self.sinks.to(scores.dtype)[:, None, None].expand(-1, len(q), 1)
+            scores = torch.cat((scores, column), dim=-1)
+        weights = scores.softmax(dim=-1)[..., :num_keys]
         return torch.einsum("hqk,khd->qhd", weights, values)
 
 

@@ -255,10 +255,16 @@ def test_override_of_a_phase_takes_precedence() -> None:
     assert selector.select_attention(replace(ATTENTION, phase="prefill")).spec.backend == "two"
 
 
-def test_undeclared_window_and_graphs_are_refused() -> None:
+def test_undeclared_features_are_refused() -> None:
     bare = kernel("bare", ON_CUDA, op="attention")
-    with pytest.raises(SelectionError, match="the feature window"):
-        Selector((bare,), HOPPER).select_attention(replace(ATTENTION, window=128))
+    needing = {
+        "window": {"window": 128},
+        "soft_cap": {"soft_cap": 50.0},
+        "sinks": {"has_sinks": True},
+    }
+    for feature, changes in needing.items():
+        with pytest.raises(SelectionError, match=f"the feature {feature} is not supported"):
+            Selector((bare,), HOPPER).select_attention(replace(ATTENTION, **changes))
     graphs = Selector((bare,), HOPPER, needs=frozenset({"graph_safe"}))
     for phase in PHASES:
         with pytest.raises(SelectionError, match="the feature graph_safe"):

@@ -369,6 +369,29 @@ class IgnoresTheWindow(TorchAttention):
         super().__init__(replace(problem, window=None), *others)
 
 
+class IgnoresTheSoftCap(TorchAttention):
+    def __init__(self, problem: AttentionProblem, *others: Any) -> None:
+        super().__init__(replace(problem, soft_cap=None), *others)
+
+
+class IgnoresTheSinks(TorchAttention):
+    def __init__(self, problem: AttentionProblem, *others: Any) -> None:
+        super().__init__(replace(problem, has_sinks=False), *others)
+
+    def forward(self, *given: Tensor, sinks: Tensor | None = None) -> None:  # type: ignore[override]
+        super().forward(*given)
+
+
+class KeepsTheFirstSinks(TorchAttention):
+    """Uses the sinks of the first layer for all layers."""
+
+    kept: Tensor | None = None
+
+    def forward(self, *given: Tensor, sinks: Tensor | None = None) -> None:  # type: ignore[override]
+        self.kept = sinks if self.kept is None else self.kept
+        super().forward(*given, sinks=self.kept)
+
+
 class LeavesPaddingRows(TorchAttention):
     def prepare(self, step: AttentionStep) -> None:
         super().prepare(step)
@@ -402,6 +425,27 @@ FAULTS: tuple[tuple[str, Any, dict[str, Any], str, str], ...] = (
         {**SMALL, "features": frozenset({"window"})},
         AGREES,
         "num_heads=",
+    ),
+    (
+        "attention",
+        IgnoresTheSoftCap,
+        {**SMALL, "features": frozenset({"soft_cap"})},
+        AGREES,
+        "num_heads=",
+    ),
+    (
+        "attention",
+        IgnoresTheSinks,
+        {**SMALL, "features": frozenset({"sinks"})},
+        AGREES,
+        "num_heads=",
+    ),
+    (
+        "attention",
+        KeepsTheFirstSinks,
+        {**SMALL, "features": frozenset({"sinks"})},
+        AGREES,
+        "interleaved layers",
     ),
     (
         "linear",
@@ -570,6 +614,11 @@ def test_fault_is_caught(
         ("write_kv", write_kv, {}),
         ("attention", TorchAttention, {}),
         ("attention", TorchAttention, {**SMALL, "features": frozenset({"window"})}),
+        (
+            "attention",
+            TorchAttention,
+            {**SMALL, "features": frozenset({"window", "soft_cap", "sinks"})},
+        ),
         ("attention", RowByRow, {**SMALL, **INVARIANT}),
         ("linear", needs_multiples_of_8, {"limits": (AxisLimit("in_size", 8, multiple_of=8),)}),
         ("moe_route", takes_256_experts, {"limits": (AxisLimit("num_experts", 1, 256),)}),

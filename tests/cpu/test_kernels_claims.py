@@ -59,7 +59,9 @@ def test_one_value_beyond_each_limit_is_tried() -> None:
         "phase prefill",
         "dtype bfloat16",
         "kv_dtype float16",
-        "window 20",
+        "the feature window",
+        "the feature soft_cap",
+        "the feature sinks",
     } <= values
     assert not {"head_size 64", "phase decode", "dtype float32"} & values
 

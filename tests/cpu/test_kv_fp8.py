@@ -70,7 +70,7 @@ def test_layer_scales_apply_to_keys_and_values() -> None:
     group = AttentionGroup(FullAttention("full", 1, 1, 4))
     group.batches = [("prefill", Mock(AttentionStep), None)]
     layer = AttentionLayer(group, 0, 0, 1, 1, 4, 0.5, None, None, kv_scale=4.0)
-    layer.kernels = {"prefill": kernel}
+    layer.bind("prefill", kernel)
     layer.write_kv = make_write_kv(
         None, lambda k, v, *cache: written.extend((k, v)), layer.kv_scale
     )

@@ -28,6 +28,8 @@ OTHER_NAMES = {  # neither in the API nor on the command line
     "tokenspeed_models.layers",
     "vendor/name",
     "graph_safe",
+    "sinks",
+    "soft_cap",
     "[B, block_size, K, D]",
     "stride(0)",
     "block_size * K * D",

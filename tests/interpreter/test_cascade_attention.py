@@ -194,6 +194,17 @@ def test_shared_prefix_with_an_fp8_cache() -> None:
     assert int(kernel.shared.found[0]) == 320
 
 
+@pytest.mark.parametrize(
+    "rows", [rows_of(LENGTHS, 320), rows_of((641, *(650,) * 8), 640), rows_of((3000, 5), 0)]
+)
+def test_sinks_count_once_in_merged_parts(rows: Rows) -> None:
+    problem = replace(PROBLEM, soft_cap=1.0, has_sinks=True)
+    fixture = make_fixture(problem, rows, CPU, seed=0)
+    kernel = TritonAttention(problem, limits_of(fixture), CPU)
+    attends(kernel, problem, fixture, rows)
+    assert int(kernel.shared.found[0]) == rows.num_shared
+
+
 def test_options_disable_splits_and_sharing() -> None:
     rows = rows_of(LENGTHS, 320)
     fixture = make_fixture(PROBLEM, rows, CPU, seed=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -106,13 +107,14 @@ def test_gemv_kernel_adds_a_bias(op: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_size", "block_size", "window", "dtype", "kv_dtype"),
+    ("num_heads", "num_kv_heads", "head_size", "block_size", "dtype", "kv_dtype", "features"),
     [
-        (4, 2, 32, 16, None, "float32", "float32"),
-        (7, 1, 48, 8, 20, "float16", "float16"),
-        (2, 2, 16, 64, None, "float16", "float16"),
-        (4, 2, 24, 16, 20, "float16", "float8_e4m3fn"),
+        (4, 2, 32, 16, "float32", "float32", {}),
+        (7, 1, 48, 8, "float16", "float16", {"window": 20, "has_sinks": True}),
+        (2, 2, 16, 64, "float16", "float16", {"soft_cap": 1.0, "has_sinks": True}),
+        (4, 2, 24, 16, "float16", "float8_e4m3fn", {"window": 20}),
     ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
 def test_paged_attention_matches_the_formula(
     phase: str,
@@ -120,9 +122,9 @@ def test_paged_attention_matches_the_formula(
     num_kv_heads: int,
     head_size: int,
     block_size: int,
-    window: int | None,
     dtype: str,
     kv_dtype: str,
+    features: dict[str, Any],
 ) -> None:
     problem = AttentionProblem(
         phase,
@@ -133,7 +135,7 @@ def test_paged_attention_matches_the_formula(
         kv_dtype,
         block_size,
         head_size**-0.5,
-        window,
+        **{"window": None, **features},
     )
     spec = descriptors.TRITON_ATTENTION[0]
     assert check_attention(spec, CPU, cases=[problem]) >= 5

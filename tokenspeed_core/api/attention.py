@@ -18,7 +18,8 @@ class AttentionProblem:
     """One layer's attention, known when the model is built.
 
     `phase` is "prefill" (rows of any number of query tokens, including mixed steps) or "decode" (every row has the same
-    small number of query tokens: one, unless drafts are verified).
+    small number of query tokens: one, unless drafts are verified). With a `soft_cap` c, scores s become c * tanh(s / c)
+    before the softmax. With sinks, each query head has a learned score without a value, which joins the softmax.
     """
 
     phase: str
@@ -30,6 +31,8 @@ class AttentionProblem:
     block_size: int
     scale: float
     window: int | None
+    soft_cap: float | None = None
+    has_sinks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,8 @@ class AttentionKernel(Protocol):
         """Attend. q, out [T, H, D]; k_cache, v_cache [B, block_size, K, D] (strided on B). Writes `out`.
 
         The two parts of a mixed step write different rows of `out` and may run concurrently. In a captured graph,
-        it must not allocate memory outside the graph's pool.
+        it must not allocate memory outside the graph's pool. A backend with the feature `sinks` also takes the keyword
+        `sinks` (float32 [H], the layer's), passed if and only if the problem has sinks.
         """
 
 

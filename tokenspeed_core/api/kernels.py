@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 PHASES = ("prefill", "decode")
-FEATURES = ("window", "graph_safe", "batch_invariant")
-"""`window`: sliding-window attention. `graph_safe`: a captured call can replay on new data of the same shapes.
-`batch_invariant`: a row's bits do not depend on other rows."""
+FEATURES = ("window", "soft_cap", "sinks", "graph_safe", "batch_invariant")
+"""`window`: sliding-window attention. `soft_cap`: attention with capped scores. `sinks`: attention with sinks.
+`graph_safe`: a captured call can replay on new data of the same shapes. `batch_invariant`: a row's bits do not depend
+on other rows."""
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*(/[a-z0-9][a-z0-9_.-]*)?\Z")  # name, or vendor/name
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z")

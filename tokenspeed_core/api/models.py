@@ -175,13 +175,16 @@ class BuildContext(Protocol):
         head_size: int,
         scale: float,
         window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: torch.Tensor | None = None,
         group: str = "full",
         rotation: Rotation | None = None,
     ) -> AttentionCall:
         """Register a layer's attention in a cache group of the model's `ModelInfo` and return its call.
 
-        The window, heads, head size and number of layers must match the group. With a `rotation`, one kernel may
-        rotate and write the cache; without, q and k are used unchanged.
+        The window, heads, head size and number of layers must match the group. `sinks` (float32 [H]) is a parameter
+        whose memory attention reads in each step. With a `rotation`, one kernel may rotate and write the cache; without,
+        q and k are used unchanged.
         """
 
     def latent_attention(

@@ -10,6 +10,7 @@ from tokenspeed_core.api.ops import Problem
 from tokenspeed_core.kernels.plan import Reason
 
 _FLAGS = {"dtype": "--dtype", "block_size": "--block-size"}
+_FEATURE_AXES = {"window": "window", "soft_cap": "soft_cap", "sinks": "has_sinks"}
 
 
 def hardware_refusals(capability: Capability, platform: PlatformInfo) -> Iterable[Reason]:
@@ -50,7 +51,8 @@ def problem_refusals(
     for limit in capability.limits:
         if limit.axis in problem and (refusal := limit.refusal(problem[limit.axis])):
             yield Reason(refusal)
-    needed = needs | ({"window"} if problem.get("window") is not None else set())
+    axes = _FEATURE_AXES.items()
+    needed = needs | {feature for feature, axis in axes if problem.get(axis) not in (None, False)}
     for feature in sorted(needed - capability.features):
         hint = "--enforce-eager" if feature == "graph_safe" else ""
         yield Reason(f"the feature {feature} is not supported", hint)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any, Protocol
 
@@ -84,11 +85,19 @@ class AttentionLayer:
     window: int | None
     rotation: Rotation | None
     kv_scale: float = 1.0
+    soft_cap: float | None = None
+    sinks: Tensor | None = None  # float32 [H], a parameter of the model
     choices: dict[str, Choice] = field(default_factory=dict)  # by phase
-    kernels: dict[str, AttentionKernel] = field(default_factory=dict)  # by phase
+    # By phase: (q, k_cache, v_cache, out)
+    forwards: dict[str, Callable[..., None]] = field(default_factory=dict)
     # (q, k, v, k_cache, v_cache, slots, *rotation)
     write_kv: Callable[..., None] = field(init=False)
     caches: tuple[Tensor, ...] = ()  # keys and values
+
+    def bind(self, phase: str, kernel: AttentionKernel) -> None:
+        """Set the kernel of a phase."""
+        forward: Callable[..., None] = kernel.forward
+        self.forwards[phase] = forward if self.sinks is None else partial(forward, sinks=self.sinks)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *rotation: Any) -> Tensor:
         """Rotate q and k, write k, v [T, K, D] into the cache, then attend; q and the result are [T, H, D]."""
@@ -102,7 +111,7 @@ class AttentionLayer:
         if tokens is not None:
             q, out = q[tokens], out[tokens]
         k_cache, v_cache = self.caches
-        self.kernels[phase].forward(q, k_cache, v_cache, out)
+        self.forwards[phase](q, k_cache, v_cache, out)
 
 
 def make_write_kv(

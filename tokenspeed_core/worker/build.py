@@ -117,6 +117,8 @@ class ModelBuild:
         head_size: int,
         scale: float,
         window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: torch.Tensor | None = None,
         group: str = "full",
         rotation: Rotation | None = None,
     ) -> AttentionLayer:
@@ -137,6 +139,8 @@ class ModelBuild:
             window,
             rotation,
             self._kv_scales[layer] if self._kv_scales else 1.0,
+            soft_cap,
+            sinks,
         )
         self.layers.append(call)
         return call
@@ -206,6 +210,8 @@ class ModelBuild:
             block_size=block_size,
             scale=layer.scale,
             window=layer.window,
+            soft_cap=layer.soft_cap,
+            has_sinks=layer.sinks is not None,
         )
 
     def select_attention(self, block_size: int) -> None:
@@ -264,7 +270,7 @@ class ModelBuild:
                 key = (choice.spec, problem)
                 if key not in kernels:
                     kernels[key] = self._make(choice, problem, limits, self.device)
-                layer.kernels[phase] = kernels[key]
+                layer.bind(phase, kernels[key])
                 layer.group.is_split |= choice.spec != layer.choices[PHASES[0]].spec
 
 

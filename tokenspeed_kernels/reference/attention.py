@@ -1,4 +1,7 @@
-"""Paged attention in plain torch: gather the blocks of each layer, then call scaled_dot_product_attention."""
+"""Paged attention in plain torch: gather the blocks of each layer, then call scaled_dot_product_attention.
+
+It has no soft cap and no sinks, so such layers compute their softmax here.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from tokenspeed_core.api import AttentionLimits, AttentionProblem, AttentionStep
 from tokenspeed_kernels.reference.cache import as_bytes
 
 MAX_MASKED_QUERIES = 1024  # queries of a prompt per call, which bounds the size of the mask
+MAX_SCORES = 2**25  # scores per call, unless one query has more
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +54,10 @@ class TorchAttention:
             )
         self._problem = problem
         self._device = device
-        self._dtype: torch.dtype = getattr(torch, problem.dtype)
+        self._is_plain = problem.soft_cap is None and not problem.has_sinks
+        self._dtype: torch.dtype = (
+            getattr(torch, problem.dtype) if self._is_plain else torch.float32
+        )
         self._gathered = [torch.empty(0, device=device) for _ in range(2)]
         self._batches: list[_Batch] = []
         self._idle: list[slice] = []
@@ -79,14 +86,21 @@ class TorchAttention:
                     step.block_table[row], starts[row], num_queries[row], lens[row]
                 )
 
-    def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
+    def forward(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        out: Tensor,
+        sinks: Tensor | None = None,
+    ) -> None:
         """Attend batch by batch. Padding rows get zeros. q, out [T, H, D]; caches [B, block_size, K, D]."""
         for tokens in self._idle:
             out[tokens] = 0.0
         for batch in self._batches:
             k, v = self._gather(0, k_cache, batch), self._gather(1, v_cache, batch)
             attend = self._attend_rows if batch.is_decode else self._attend_row
-            attend(q[batch.tokens], k, v, out[batch.tokens], batch)
+            attend(q[batch.tokens], k, v, out[batch.tokens], batch, sinks)
 
     def _decodes(self, step: AttentionStep, lens: list[int]) -> _Batch:
         """Plan rows with one query each as one padded batch."""
@@ -121,20 +135,22 @@ class TorchAttention:
         )
 
     def _row(self, table: Tensor, start: int, num_queries: int, length: int) -> list[_Batch]:
-        """Plan one row. Its queries are chunked if a mask is needed."""
+        """Plan one row. Its queries are chunked if a mask or scores are stored."""
         size, window = self._problem.block_size, self._problem.window
-        if window is None and num_queries in (1, length):
-            chunks = [(0, num_queries)]
-        else:
-            edges = [*range(0, num_queries, MAX_MASKED_QUERIES), num_queries]
-            chunks = list(pairwise(edges))
+        needs_mask = window is not None or num_queries not in (1, length) or not self._is_plain
+        chunks = [(0, num_queries)]
+        if needs_mask:
+            most = MAX_MASKED_QUERIES
+            if not self._is_plain:
+                most = min(most, max(1, MAX_SCORES // (self._problem.num_heads * length)))
+            chunks = list(pairwise([*range(0, num_queries, most), num_queries]))
         planned = []
         for begin, end in chunks:
             stop = length - num_queries + end
             skipped = self._first_block(stop - (end - begin))
             keys = torch.arange(skipped * size, stop, device=self._device)
             mask = None
-            if window is not None or num_queries not in (1, length):
+            if needs_mask:
                 query = torch.arange(stop - (end - begin), stop, device=self._device).unsqueeze(1)
                 hidden = keys > query
                 mask = self._mask(hidden if window is None else hidden | (keys <= query - window))
@@ -178,32 +194,56 @@ class TorchAttention:
             self._dtype
         )
 
-    def _attend_rows(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, batch: _Batch) -> None:
+    def _attend_rows(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, batch: _Batch, sinks: Tensor | None
+    ) -> None:
         """Attend for rows with one query. Query heads of a KV head take the place of queries, so no key is repeated."""
         shape = (q.shape[0], self._problem.num_kv_heads, -1, q.shape[2])
-        attended = functional.scaled_dot_product_attention(
-            q.view(shape),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=batch.mask,
-            scale=self._problem.scale,
+        if sinks is not None:
+            sinks = sinks.view(1, shape[1], -1, 1)
+        attended = self._attend(
+            q.view(shape), k.transpose(1, 2), v.transpose(1, 2), batch.mask, sinks, causal=False
         )
         out.view(shape).copy_(attended)
 
-    def _attend_row(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, batch: _Batch) -> None:
+    def _attend_row(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, batch: _Batch, sinks: Tensor | None
+    ) -> None:
         """Attend for many queries of one row. Query heads of a KV head form a batch over expanded keys."""
         num_kv_heads = self._problem.num_kv_heads
         num_groups = self._problem.num_heads // num_kv_heads
         k, v = (x.transpose(1, 2).expand(num_groups, -1, -1, -1) for x in (k, v))
-        attended = functional.scaled_dot_product_attention(
-            q.view(q.shape[0], num_kv_heads, num_groups, -1).permute(2, 1, 0, 3),
-            k,
-            v,
-            attn_mask=batch.mask,
-            is_causal=batch.causal,
-            scale=self._problem.scale,
-        )
+        q = q.view(q.shape[0], num_kv_heads, num_groups, -1).permute(2, 1, 0, 3)
+        if sinks is not None:
+            sinks = sinks.view(num_kv_heads, num_groups, 1, 1).transpose(0, 1)
+        attended = self._attend(q, k, v, batch.mask, sinks, causal=batch.causal)
         out.copy_(attended.permute(2, 1, 0, 3).flatten(1, 2))
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        sinks: Tensor | None,
+        *,
+        causal: bool,
+    ) -> Tensor:
+        """Attend. q [N, M, Q, D], k and v [N, M, L, D]; `mask` and `sinks` broadcast to the scores [N, M, Q, L]."""
+        problem = self._problem
+        if self._is_plain:
+            return functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=causal, scale=problem.scale
+            )
+        scores = q.float() @ k.transpose(2, 3) * problem.scale
+        if problem.soft_cap is not None:
+            scores = problem.soft_cap * torch.tanh(scores / problem.soft_cap)
+        if mask is not None:
+            scores += mask
+        num_keys = scores.shape[3]
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.expand(*scores.shape[:3], 1)), dim=3)
+        return scores.softmax(dim=3)[..., :num_keys] @ v
 
 
 def attention(

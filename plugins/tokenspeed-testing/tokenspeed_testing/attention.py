@@ -19,7 +19,7 @@ from tokenspeed_core.api.kernels import KernelSpec
 from tokenspeed_core.api.ops import common_ops
 from tokenspeed_testing.canaries import with_canaries
 from tokenspeed_testing.conformance import labelled
-from tokenspeed_testing.fixtures import Fixture, Rows, limits_of, make_fixture
+from tokenspeed_testing.fixtures import Fixture, Rows, limits_of, make_fixture, run
 from tokenspeed_testing.host_syncs import nothing_waits
 from tokenspeed_testing.replays import replays
 from tokenspeed_testing.shapes import kv_dtypes
@@ -37,6 +37,7 @@ __all__ = [
     "limits_of",
     "make_fixture",
     "never_waits",
+    "run",
     "serves_layers_and_steps",
 ]
 
@@ -60,15 +61,17 @@ PADDED_ROWS = Rows((1, 1, 1, 1), (33, 90, 0, 0))
 
 
 def attention_problems(spec: KernelSpec) -> Iterator[AttentionProblem]:
-    """Yield declared problems that cover each dtype, head size, block size, grouping and window."""
+    """Yield declared problems that cover each dtype, head size, block size, grouping and feature."""
     capability = spec.capability
     sizes = capability.head_sizes or (64, 32, 96, 128)
     blocks = capability.block_sizes or (16, 64, 32, 8)
     groups = ((4, 2), (7, 1), (3, 3), (16, 2))
     windows = (None, 20) if "window" in capability.features else (None,)
+    caps = (None, 1.0, 1.0, None) if "soft_cap" in capability.features else (None,)
+    sinks = (False, False, True, True) if "sinks" in capability.features else (False,)
     for phase in capability.phases or ("prefill", "decode"):
         for index in range(
-            max(len(sizes), len(blocks), len(groups), len(capability.dtypes), len(windows))
+            max(map(len, (sizes, blocks, groups, capability.dtypes, windows, caps, sinks)))
         ):
             num_heads, num_kv_heads = groups[index % len(groups)]
             dtype = capability.dtypes[index % len(capability.dtypes)]
@@ -84,6 +87,8 @@ def attention_problems(spec: KernelSpec) -> Iterator[AttentionProblem]:
                     block_size=blocks[index % len(blocks)],
                     scale=size**-0.5,
                     window=windows[index % len(windows)],
+                    soft_cap=caps[index % len(caps)],
+                    has_sinks=sinks[index % len(sinks)],
                 )
 
 
@@ -123,15 +128,17 @@ def attends(
             "k_cache": fixture.k_cache,
             "v_cache": fixture.v_cache,
             "out": _unwritten(fixture.q),
+            "sinks": fixture.sinks,
             **{
                 name: getattr(fixture.step, name)
                 for name in ("query_start", "seq_lens", "block_table")
             },
         }
     )
-    q, k_cache, v_cache, found = (given.pop(name) for name in ("q", "k_cache", "v_cache", "out"))
+    found = given.pop("out")
+    moved = {name: given.pop(name) for name in ("q", "k_cache", "v_cache", "sinks")}
     kernel.prepare(replace(fixture.step, **given))
-    kernel.forward(q, k_cache, v_cache, found)
+    run(kernel, replace(fixture, **moved), found)
     for canary in canaries:
         canary.check(f"{problem}, {rows}", ("out",))
     num_real = sum(n for n, length in zip(rows.num_queries, rows.seq_lens, strict=True) if length)
@@ -150,7 +157,7 @@ def serves_layers_and_steps(
     """Run several steps of two layers each on one backend, and compare with a new backend per
     layer.
 
-    The second layer has the first layer's queries in reverse order.
+    The second layer has the first layer's queries and sinks in reverse order.
     """
     fixtures = [make_fixture(problem, rows, device, seed=seed) for seed, rows in enumerate(kinds)]
     limits = AttentionLimits(
@@ -162,7 +169,8 @@ def serves_layers_and_steps(
     kernel = factory(problem, limits, device)
     steps = []
     for fixture in fixtures:
-        layers = (fixture, replace(fixture, q=fixture.q.flip(0)))
+        sinks = None if fixture.sinks is None else fixture.sinks.flip(0)
+        layers = (fixture, replace(fixture, q=fixture.q.flip(0), sinks=sinks))
         steps.append(
             [(layer, attend(factory(problem, limits_of(layer), device), layer)) for layer in layers]
         )
@@ -170,7 +178,7 @@ def serves_layers_and_steps(
         kernel.prepare(step[0][0].step)
         found = [_unwritten(layer.q) for layer, _ in step]
         for out, (layer, _) in zip(found, step, strict=True):
-            kernel.forward(layer.q, layer.k_cache, layer.v_cache, out)
+            run(kernel, layer, out)
         for out, (_, alone) in zip(found, step, strict=True):
             compare(f"{problem}: interleaved layers and steps", problem, out, alone)
 
@@ -179,7 +187,7 @@ def attend(kernel: AttentionKernel, fixture: Fixture) -> Tensor:
     """Prepare and run one layer into an output of NaN; return the output."""
     out = _unwritten(fixture.q)
     kernel.prepare(fixture.step)
-    kernel.forward(fixture.q, fixture.k_cache, fixture.v_cache, out)
+    run(kernel, fixture, out)
     return out
 
 
@@ -228,7 +236,7 @@ def never_waits(factory: AttentionFactory, problem: AttentionProblem, device: to
     kernel = factory(problem, limits_of(fixture), device)
     kernel.prepare(fixture.step)
     with nothing_waits(str(problem)):
-        kernel.forward(fixture.q, fixture.k_cache, fixture.v_cache, _unwritten(fixture.q))
+        run(kernel, fixture, _unwritten(fixture.q))
 
 
 def _unwritten(q: Tensor) -> Tensor:

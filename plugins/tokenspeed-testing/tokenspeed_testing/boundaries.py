@@ -22,6 +22,7 @@ _ATTENTION: dict[str, tuple[int, ...]] = {
 }
 _GROUPS = ((1, 1), (5, 5), (32, 1), (48, 16), (64, 8))
 _WINDOWS = (1, LARGEST)
+_SOFT_CAPS = (0.125, 50.0)
 _EIGHT_BITS = "float8_e4m3fn"  # the KV cache dtype of --kv-cache-dtype fp8_e4m3
 
 
@@ -69,4 +70,5 @@ def _changes(
     if contract.name == "attention":
         yield from ({"num_heads": queries, "num_kv_heads": keys} for queries, keys in _GROUPS)
         yield from ({"window": window} for window in _WINDOWS)
+        yield from ({"soft_cap": soft_cap} for soft_cap in _SOFT_CAPS)
         yield {"scale": inside["scale"] / 2}  # families have scales of their own

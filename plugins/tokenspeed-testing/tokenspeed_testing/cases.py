@@ -17,7 +17,14 @@ from tokenspeed_testing.shapes import kv_dtypes, shapes_of
 
 LARGEST = 4096  # larger cases cost memory and time without finding more
 _GROUPS = ((4, 2), (7, 1), (3, 3), (16, 2))
-_HEAD_SIZES, _BLOCK_SIZES, _WINDOW = (64, 32, 96, 128), (16, 64, 32, 8), 20
+_HEAD_SIZES, _BLOCK_SIZES = (64, 32, 96, 128), (16, 64, 32, 8)
+_PLAIN: dict[str, Any] = {"window": None, "soft_cap": None, "has_sinks": False}
+# The problems that need a feature of attention.
+_FEATURES: dict[str, dict[str, Any]] = {
+    "window": {"window": 20},
+    "soft_cap": {"soft_cap": 1.0},
+    "sinks": {"has_sinks": True},
+}
 
 
 class NotRun(SkipTest):
@@ -64,7 +71,7 @@ def covering(axes: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
 
 
 def beyond(spec: KernelSpec, contract: OpContract) -> Iterator[tuple[str, Problem]]:
-    """Yield (the axis and value, a problem that exceeds one limit), for every limit.
+    """Yield (what a refusal names, a problem that exceeds one limit), for every limit.
 
     Raises AssertionError for a limit on an axis that the op does not have.
     """
@@ -93,8 +100,10 @@ def beyond(spec: KernelSpec, contract: OpContract) -> Iterator[tuple[str, Proble
                 for value in others
                 if value not in allowed
             )
-    if "window" in inside and "window" not in capability.features:
-        yield f"window {_WINDOW}", {**inside, "window": _WINDOW}
+    if contract.name == "attention":
+        for feature, needing in _FEATURES.items():
+            if feature not in capability.features:
+                yield f"the feature {feature}", {**inside, **needing}
 
 
 def outside(limit: AxisLimit) -> Iterator[int]:
@@ -132,14 +141,16 @@ def _attention_axes(spec: KernelSpec) -> dict[str, list[tuple[tuple[str, Any], .
     bounded = {limit.axis: tuple(_inside(limit)) for limit in capability.limits}
     heads = capability.head_sizes or (*_HEAD_SIZES, *bounded.get("head_size", ()))
     blocks = capability.block_sizes or (*_BLOCK_SIZES, *bounded.get("block_size", ()))
-    windows = (None, _WINDOW) if "window" in capability.features else (None,)
+    claimed = [needing for name, needing in _FEATURES.items() if name in capability.features]
+    together = {axis: value for needing in claimed for axis, value in needing.items()}
+    features = [{}, *claimed, together] if len(claimed) > 1 else [{}, *claimed]
     return {
         "phase": [(("phase", phase),) for phase in capability.phases or PHASES],
         "types": [tuple(types.items()) for types in _types(spec, has_cache=True)],
         "head_size": [(("head_size", size),) for size in heads],
         "block_size": [(("block_size", size),) for size in blocks],
         "groups": [(("num_heads", queries), ("num_kv_heads", keys)) for queries, keys in _GROUPS],
-        "window": [(("window", window),) for window in windows],
+        "features": [tuple({**_PLAIN, **needing}.items()) for needing in features],
     }
 
 

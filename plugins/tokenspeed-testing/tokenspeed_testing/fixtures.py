@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from tokenspeed_core.api.attention import AttentionLimits, AttentionProblem, AttentionStep
+from tokenspeed_core.api.attention import (
+    AttentionKernel,
+    AttentionLimits,
+    AttentionProblem,
+    AttentionStep,
+)
 
 NUM_LAYERS = 2  # of the arena: a block holds all layers, so caches are strided
 
@@ -35,6 +40,7 @@ class Fixture:
     k_cache: Tensor
     v_cache: Tensor
     expected: Tensor
+    sinks: Tensor | None  # float32 [H]
 
 
 def make_fixture(
@@ -88,7 +94,10 @@ def make_fixture(
     )
     wide = (wide * query_scale).to(dtype)
     caches = arena[:, NUM_LAYERS - 1, 0], arena[:, NUM_LAYERS - 1, 1]
-    expected = formula(wide[:, : problem.num_heads], *caches, starts, rows.seq_lens, table, problem)
+    # Scores are about as large, so a sink takes a noticeable share of the softmax.
+    sinks = torch.randn(problem.num_heads, generator=generator) + 2 if problem.has_sinks else None
+    q = wide[:, : problem.num_heads]
+    expected = formula(q, *caches, sinks, starts, rows.seq_lens, table, problem)
     moved = arena.to(device)
     step = AttentionStep(
         num_rows=num_rows,
@@ -107,7 +116,15 @@ def make_fixture(
         moved[:, NUM_LAYERS - 1, 0],
         moved[:, NUM_LAYERS - 1, 1],
         expected.to(device),
+        None if sinks is None else sinks.to(device),
     )
+
+
+def run(kernel: AttentionKernel, fixture: Fixture, out: Tensor) -> None:
+    """Call a kernel's `forward` with the tensors of a fixture."""
+    forward: Callable[..., None] = kernel.forward
+    sinks = {} if fixture.sinks is None else {"sinks": fixture.sinks}
+    forward(fixture.q, fixture.k_cache, fixture.v_cache, out, **sinks)
 
 
 def limits_of(fixture: Fixture) -> AttentionLimits:
@@ -125,6 +142,7 @@ def formula(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    sinks: Tensor | None,
     starts: Iterable[int],
     seq_lens: tuple[int, ...],
     table: Tensor,
@@ -146,7 +164,13 @@ def formula(
         if problem.window is not None:
             is_hidden |= key <= position - problem.window
         scores = torch.einsum("thd,lhd->htl", q[start:stop].float(), k) * problem.scale
-        probabilities = scores.masked_fill(is_hidden, float("-inf")).softmax(dim=-1)
+        if problem.soft_cap is not None:
+            scores = problem.soft_cap * torch.tanh(scores / problem.soft_cap)
+        scores = scores.masked_fill(is_hidden, float("-inf"))
+        if sinks is not None:
+            column = sinks[:, None, None].expand(-1, stop - start, 1)
+            scores = torch.cat((scores, column), dim=-1)
+        probabilities = scores.softmax(dim=-1)[..., :length]
         out[start:stop] = torch.einsum("htl,lhd->thd", probabilities, v)
     return out
 

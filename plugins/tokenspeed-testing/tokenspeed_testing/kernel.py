@@ -109,12 +109,7 @@ class KernelConformance:
             next(cases(self.spec, contract, pairs_only=True), None),
         )
         refusals = [
-            (
-                "the feature window is not supported"
-                if what.startswith("window")
-                else f"{what} is",
-                asked.refusals(problem, here),
-            )
+            (f"{what} is", asked.refusals(problem, here))
             for what, problem in beyond(self.spec, contract)
         ]
         assert inside is not None

@@ -19,7 +19,7 @@ from tokenspeed_core.api.ops import common_ops
 from tokenspeed_core.kernels.refusals import problem_refusals
 from tokenspeed_core.worker.staged import BucketSize
 from tokenspeed_testing.conformance import labelled
-from tokenspeed_testing.fixtures import Fixture, Rows, limits_of, make_fixture
+from tokenspeed_testing.fixtures import Fixture, Rows, limits_of, make_fixture, run
 
 MANY_ROWS, FEW_ROWS = BucketSize(11, 0, 0), BucketSize(4, 0, 0)
 MIXED, PROMPTS = BucketSize(10, 4, 48), BucketSize(0, 3, 16)
@@ -183,6 +183,8 @@ class _Step:
         buffers.q[:tokens].copy_(fixture.q)
         buffers.k_cache[: len(fixture.k_cache)].copy_(fixture.k_cache)
         buffers.v_cache[: len(fixture.v_cache)].copy_(fixture.v_cache)
+        if buffers.sinks is not None and fixture.sinks is not None:
+            buffers.sinks.copy_(fixture.sinks)
 
     def run(self) -> None:
         """Run the step into an output of NaN."""
@@ -252,6 +254,4 @@ class _Step:
         self, part: tuple[AttentionKernel, AttentionStep, slice], out: torch.Tensor
     ) -> None:
         kernel, _, tokens = part
-        kernel.forward(
-            self._buffers.q[tokens], self._buffers.k_cache, self._buffers.v_cache, out[tokens]
-        )
+        run(kernel, replace(self._buffers, q=self._buffers.q[tokens]), out[tokens])

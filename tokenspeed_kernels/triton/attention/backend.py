@@ -16,7 +16,7 @@ from tokenspeed_kernels.options import DEFAULTS, MAX_SPLITS, AttentionOptions
 from tokenspeed_kernels.triton import precompile
 from tokenspeed_kernels.triton.attention.cascade import BLOCK_N as SHARED_BLOCK_N
 from tokenspeed_kernels.triton.attention.cascade import MERGED_PARTS, SharedLaunch, SharedPrefix
-from tokenspeed_kernels.triton.attention.kernel import attend
+from tokenspeed_kernels.triton.attention.kernel import LOG2_E, attend, soft_cap
 from tokenspeed_kernels.triton.pdl import supports_pdl
 
 MIN_SPLIT = 64  # minimum number of keys per split when there are too few rows to fill the device
@@ -29,7 +29,6 @@ WANTED = 4  # programs per multiprocessor that splitting aims at
 NUM_SLOTS = {"decode": 65536, "prefill": 16384}  # rows of tiles over all splits, by phase
 SMALL_STEP = 1024  # up to this many tokens, prompts get small tiles, so that there are enough tiles
 MAX_DECODE_ROWS = 64  # rows of a decode tile; a row with more query tokens counts as a prompt
-LOG2_E = 1.4426950408889634
 FALLBACK_MULTIPROCESSORS = 8  # under the interpreter, which has no device
 MERGED_HEADS = 4  # query heads that a program merges at once
 
@@ -115,8 +114,15 @@ class TritonAttention:
         is_decode = self._decode_rows(step.max_num_query) <= self._max_decode_rows
         self._launch = self._decode_launch(step) if is_decode else self._prefill_launch(step)
 
-    def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
-        """Attend. q, out [T, H, D]; caches [B, block_size, K, D], strided on B, both alike."""
+    def forward(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        out: Tensor,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """Attend. q, out [T, H, D]; caches [B, block_size, K, D], strided on B, both alike; sinks float32 [H]."""
         assert k_cache.stride() == v_cache.stride(), (
             "k_cache and v_cache must have the same strides"
         )
@@ -130,7 +136,7 @@ class TritonAttention:
             if k_cache.data_ptr() == self._first_layer:
                 self.shared.find(self._step, shared)
             self.shared.attend(self._step, shared, q, k_cache, v_cache)
-        self._attend(self._step, self._launch, q, k_cache, v_cache, out)
+        self._attend(self._step, self._launch, q, k_cache, v_cache, out, sinks)
 
     def _decode_launch(self, step: AttentionStep) -> _Launch:
         block_m = self._decode_rows(step.max_num_query)
@@ -180,6 +186,7 @@ class TritonAttention:
         k_cache: Tensor,
         v_cache: Tensor,
         out: Tensor,
+        sinks: Tensor | None,
     ) -> None:
         problem, tiling, shared = self._problem, launch.tiling, self.shared
         attend[(launch.num_tiles, problem.num_kv_heads, launch.num_splits)](
@@ -193,6 +200,7 @@ class TritonAttention:
             shared.partial,
             shared.lse,
             shared.found,
+            sinks,
             step.query_start,
             step.seq_lens,
             step.block_table,
@@ -217,6 +225,7 @@ class TritonAttention:
             SPLIT=launch.is_merged,
             ONE_TILE=launch.one_tile,
             HAS_WINDOW=problem.window is not None,
+            SOFT_CAP=soft_cap(problem),
             PRECISION="ieee" if problem.dtype == "float32" else "tf32",
             SHARED=launch.shared is not None,
             SHARED_BLOCK_N=SHARED_BLOCK_N,
@@ -257,6 +266,7 @@ def _attend_to_blanks(
         for each in (FULL, CROWD, SHARING_CROWD)
     )
     some = sorted({min(num_rows, max_rows) for num_rows in (1, 2, 4, 8, 16, 17, *edges, max_rows)})
+    sinks = precompile.blank("float32", num_heads) if problem.has_sinks else None
     steps = _num_queries(problem.phase, some, limits.max_num_tokens)
     for counts, (shares, longest), overlaps_prefill in product(steps, bounds, (False, True)):
         starts, num_rows = tuple(accumulate(counts, initial=0)), len(counts)
@@ -278,7 +288,7 @@ def _attend_to_blanks(
                 overlaps_prefill,
             )
         )
-        backend.forward(q, k_cache, v_cache, q.new_empty(q.shape))
+        backend.forward(q, k_cache, v_cache, q.new_empty(q.shape), sinks)
 
 
 def _num_queries(phase: str, some: Sequence[int], max_num_tokens: int) -> Iterator[list[int]]:

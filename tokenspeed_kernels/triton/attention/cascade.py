@@ -18,7 +18,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenspeed_core.api import AttentionLimits, AttentionProblem, AttentionStep
 from tokenspeed_kernels.triton import precompile
-from tokenspeed_kernels.triton.attention.kernel import _attend_keys, _fit_keys, _share
+from tokenspeed_kernels.triton.attention.kernel import (
+    LOG2_E,
+    _attend_keys,
+    _fit_keys,
+    _share,
+    soft_cap,
+)
 from tokenspeed_kernels.triton.pdl import supports_pdl
 
 # Rows needed for sharing to pay: with up to 8, the L2 cache saves as much as the extra launch costs.
@@ -27,7 +33,6 @@ MIN_KEYS = 256  # shared keys needed; at least the bound behind a step's `shares
 # Partial results that a program merges at once, and so the maximum number of splits of the shared keys.
 MERGED_PARTS = 8
 MAX_SLOTS = 65536  # partial results: one per query head, row and split
-LOG2_E = 1.4426950408889634
 MAX_BLOCK_M = 64  # query heads in a tile, from several rows
 BLOCK_N = 32  # keys per loop iteration
 FIND_ROWS, FIND_COLUMNS = 32, 256  # block-table entries compared at once
@@ -134,6 +139,7 @@ class SharedPrefix:
             BLOCK_SIZE=problem.block_size,
             BLOCK_M=launch.block_m,
             BLOCK_N=BLOCK_N,
+            SOFT_CAP=soft_cap(problem),
             PRECISION="ieee" if problem.dtype == "float32" else "tf32",
             PDL=self._pdl,
             num_warps=4,
@@ -233,6 +239,7 @@ def attend_shared(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -293,6 +300,7 @@ def attend_shared(
                 BLOCK_N,
                 False,
                 False,
+                SOFT_CAP,
                 PRECISION,
             )
             acc = acc / total[:, None]

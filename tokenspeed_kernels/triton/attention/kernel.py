@@ -11,7 +11,17 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tokenspeed_core.api import AttentionProblem
 from tokenspeed_kernels.triton import precompile
+
+LOG2_E = 1.4426950408889634
+_LOG2_E = tl.constexpr(LOG2_E)
+
+
+@triton.jit
+def _cap_scores(scores, bound: tl.constexpr):
+    """Return bound * tanh(scores / bound)."""
+    return bound - 2.0 * bound / (1.0 + tl.exp2(scores * (2.0 * _LOG2_E / bound)))
 
 
 @triton.jit
@@ -44,10 +54,17 @@ def _attend_keys(
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attend to keys [start, stop) and return the updated softmax state. `position` [BLOCK_M] is used only if MASKED."""
+    """Attend to keys [start, stop) and return the updated softmax state. `position` [BLOCK_M] is used only if MASKED.
+
+    SOFT_CAP is the bound of scores in base 2, or None.
+    """
     column = tl.arange(0, BLOCK_D)
+    factor = log2_scale
+    if SOFT_CAP is not None:
+        factor = 1.0
     for first in tl.range(start, stop, BLOCK_N):
         key = first + tl.arange(0, BLOCK_N)
         if MASKED:
@@ -65,17 +82,19 @@ def _attend_keys(
         else:
             k = tl.load(k_ptrs[:, None] + column[None, :])
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
+        if SOFT_CAP is not None:
+            scores = _cap_scores(scores * log2_scale, SOFT_CAP)
         if MASKED:
             seen = (key[None, :] <= position[:, None]) & inside[None, :]
             if HAS_WINDOW:
                 seen = seen & (key[None, :] > position[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, axis=1) * log2_scale)
+        new_highest = tl.maximum(highest, tl.max(scores, axis=1) * factor)
         if MASKED:
             base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
         else:
             base = new_highest
-        p = tl.exp2(scores * log2_scale - base[:, None])
+        p = tl.exp2(scores * factor - base[:, None])
         keep = tl.exp2(highest - base)
         total = total * keep + tl.sum(p, axis=1)
         if MASKED or D < BLOCK_D:
@@ -86,6 +105,11 @@ def _attend_keys(
         acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
         highest = new_highest
     return acc, highest, total
+
+
+def soft_cap(problem: AttentionProblem) -> float | None:
+    """Return the bound of scores in base 2, for the kernels' SOFT_CAP."""
+    return None if problem.soft_cap is None else problem.soft_cap * LOG2_E
 
 
 @triton.jit
@@ -239,6 +263,7 @@ def attend(
     shared_partial_ptr,
     shared_lse_ptr,
     found_ptr,
+    sinks_ptr,
     query_start_ptr,
     seq_lens_ptr,
     table_ptr,
@@ -265,6 +290,7 @@ def attend(
     SPLIT: tl.constexpr,
     ONE_TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
     SHARED: tl.constexpr,
     SHARED_BLOCK_N: tl.constexpr,
@@ -284,6 +310,8 @@ def attend(
 
     SHARED: the first `found[0]` keys are skipped. Their results are in `shared_partial` once the previous launch
     (`attend_shared`) has finished.
+
+    `sinks` (float32 [H], or None) are scores that join each head's softmax, in its first split.
 
     PDL: this kernel may start before the previous one has finished (see `pdl`). With SHARED the previous kernel is
     `attend_shared`. It has already waited for everything that this kernel reads, and it does not touch what this
@@ -351,6 +379,10 @@ def attend(
         acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
         highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         total = tl.zeros([BLOCK_M], dtype=tl.float32)
+        if sinks_ptr is not None:
+            sink = tl.load(sinks_ptr + head) * _LOG2_E
+            highest = tl.where(split == 0, sink, highest)
+            total = tl.where(split == 0, 1.0, total)
         k_base = k_ptr + kv_head * stride_h
         v_base = v_ptr + kv_head * stride_h
         table = table_ptr + row.to(tl.int64) * table_stride
@@ -376,6 +408,7 @@ def attend(
                 BLOCK_N,
                 False,
                 False,
+                SOFT_CAP,
                 PRECISION,
             )
         acc, highest, total = _attend_keys(
@@ -399,6 +432,7 @@ def attend(
             BLOCK_N,
             True,
             HAS_WINDOW,
+            SOFT_CAP,
             PRECISION,
         )
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
