@@ -84,7 +84,7 @@ def test_covering_has_every_pair_in_few_rows() -> None:
 
 
 def test_cpu_runs_every_pair_of_values() -> None:
-    (spec,) = descriptors.TORCH_ATTENTION
+    spec = descriptors.TORCH_ATTENTION[0]
     contract = contract_of(spec)
     pairs, every = (list(cases(spec, contract, pairs_only=only)) for only in (True, False))
     assert len(pairs) < 60 < 400 < len(every)

@@ -43,7 +43,7 @@ def test_large_values_saturate_in_the_cache() -> None:
 def test_block_bytes_follow_the_cache_dtype(
     tiny: Callable[..., Resolved], catalog: Catalog
 ) -> None:
-    (plain, plain_memory), (fp8, fp8_memory) = (
+    (plain, plain_memory, _), (fp8, fp8_memory, _) = (
         plan_only(tiny(dtype="bfloat16", block_size=16, kv_cache_dtype=kind), catalog)
         for kind in ("auto", "fp8_e4m3")
     )
