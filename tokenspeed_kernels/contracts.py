@@ -25,7 +25,8 @@ NORM = (
     OpContract(
         "rms_norm",
         "norm",
-        "(x [..., N], weight [N], eps: float) -> y [..., N]: RMS norm in float32, cast to the dtype, times weight",
+        "(x [..., N], weight [N], eps: float) -> y [..., N]: RMS norm in float32, cast to the dtype, times weight. "
+        "Here and in fused ops, norm weights are of the dtype or float32",
         _NORM,
         f"{_REFERENCE}.norm:rms_norm",
         f"{_INPUTS}:rms_norm",
@@ -112,6 +113,17 @@ DENSE = (
         cases=({"size": 100}, {"size": 1536}),
     ),
     OpContract(
+        "gelu_tanh_mul",
+        "activation",
+        "(x [T, 2N]) -> y [T, N]: gelu(first half), by its tanh approximation, * second half",
+        {"size": "row size N of the result"},
+        f"{_REFERENCE}.activation:gelu_tanh_mul",
+        f"{_INPUTS}:silu_mul",
+        _ROUNDING,
+        rows=("x",),
+        cases=({"size": 100}, {"size": 1536}),
+    ),
+    OpContract(
         "linear",
         "linear",
         "(x [T, I], weight [O, I], bias [O] | None) -> y [T, O]",
@@ -146,6 +158,19 @@ DENSE = (
         DOTS,
         rows=("x", "residual"),
         parts=("add_rms_norm", "linear", "silu_mul"),
+        cases=_LINEAR_CASES,
+    ),
+    OpContract(
+        "add_rms_norm_linear_gelu_tanh_mul",
+        "linear",
+        "(x [T, I], residual [T, I], norm_weight [I], eps: float, weight [2O, I], bias [2O] | None) -> (y [T, O], "
+        "total [T, I]): as add_rms_norm_linear, followed by gelu_tanh_mul",
+        _LINEAR,
+        f"{_REFERENCE}.fused_linear:add_rms_norm_linear_gelu_tanh_mul",
+        f"{_INPUTS}:add_rms_norm_linear_silu_mul",
+        DOTS,
+        rows=("x", "residual"),
+        parts=("add_rms_norm", "linear", "gelu_tanh_mul"),
         cases=_LINEAR_CASES,
     ),
     OpContract(

@@ -118,6 +118,7 @@ TORCH_ROPE = (
 )
 TORCH_ACTIVATION = (
     _torch("silu_mul", "activation:silu_mul"),
+    _torch("gelu_tanh_mul", "activation:gelu_tanh_mul"),
     _torch("silu_mul_fp8", "fp8:silu_mul_fp8"),
     _torch("silu_mul_fp8_groups", "fp8_block:silu_mul_fp8_groups"),
 )
@@ -125,6 +126,7 @@ TORCH_LINEAR = (
     _torch("linear", "linear:linear"),
     _torch("add_rms_norm_linear", "fused_linear:add_rms_norm_linear"),
     _torch("add_rms_norm_linear_silu_mul", "fused_linear:add_rms_norm_linear_silu_mul"),
+    _torch("add_rms_norm_linear_gelu_tanh_mul", "fused_linear:add_rms_norm_linear_gelu_tanh_mul"),
     _torch("quantize_fp8", "fp8:quantize_fp8"),
     _torch("linear_fp8", "fp8:linear_fp8"),
     _torch("quantize_linear_fp8", "fp8:quantize_linear_fp8"),
@@ -209,7 +211,8 @@ TRITON_ROPE = (
     _triton("qk_norm_rope", "rope.rope:qk_norm_rope"),
 )
 TRITON_ACTIVATION = (
-    _triton("silu_mul", "activation.silu_mul:silu_mul"),
+    _triton("silu_mul", "activation.gated:silu_mul"),
+    _triton("gelu_tanh_mul", "activation.gated:gelu_tanh_mul"),
     _triton(
         "silu_mul_fp8",
         "quantize.fp8_per_token:silu_mul_fp8",
@@ -228,10 +231,17 @@ TRITON_LINEAR = (
     _gemv("linear"),
     _gemv("add_rms_norm_linear"),
     _gemv("add_rms_norm_linear_silu_mul"),
+    _gemv("add_rms_norm_linear_gelu_tanh_mul"),
     _triton("add_rms_norm_linear", "linear.gemm:add_rms_norm_linear", _GRAPH_SAFE, _MAX_IN_SIZE),
     _triton(
         "add_rms_norm_linear_silu_mul",
         "linear.gemm:add_rms_norm_linear_silu_mul",
+        _GRAPH_SAFE,
+        _MAX_IN_SIZE,
+    ),
+    _triton(
+        "add_rms_norm_linear_gelu_tanh_mul",
+        "linear.gemm:add_rms_norm_linear_gelu_tanh_mul",
         _GRAPH_SAFE,
         _MAX_IN_SIZE,
     ),

@@ -22,25 +22,25 @@ MAX_POSITION = 512
 def rms_norm(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """Make x [T, N] (strided: [T, 3, N], a view of wider rows) and weight [N]."""
+    """Make x [T, N] (strided: [T, 3, N], a view of wider rows, and a float32 weight) and weight [N]."""
     size = problem["size"]
     x = (
         random((num, 5, size), problem, at, seed)[:, 1:4]
         if strided
         else random((num, size), problem, at, seed)
     )
-    return {"x": x, "weight": _around_one(size, problem, at, seed), "eps": EPS}
+    return {"x": x, "weight": _norm_weight(size, problem, at, seed, strided), "eps": EPS}
 
 
 def add_rms_norm(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """Make x and residual [T, N], weight [N]."""
+    """Make x and residual [T, N], weight [N], which is float32 if strided."""
     size = problem["size"]
     return {
         "x": random_rows(num, size, problem, at, seed, strided),
         "residual": random_rows(num, size, problem, at, seed, strided),
-        "weight": _around_one(size, problem, at, seed),
+        "weight": _norm_weight(size, problem, at, seed, strided),
         "eps": EPS,
     }
 
@@ -69,11 +69,13 @@ def rope(problem: Problem, num: int, at: device, seed: Generator, strided: bool)
 def qk_norm_rope(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """Like `rope`, with norm weights [D]."""
+    """Like `rope`, with norm weights [D], which are float32 if strided."""
     size = problem["head_size"]
     given = rope(problem, num, at, seed, strided)
     q, k = given.pop("q"), given.pop("k")
-    weights = {name: _around_one(size, problem, at, seed) for name in ("q_weight", "k_weight")}
+    weights = {
+        name: _norm_weight(size, problem, at, seed, strided) for name in ("q_weight", "k_weight")
+    }
     return {"q": q, "k": k, **weights, "eps": EPS, **given}
 
 
@@ -247,7 +249,7 @@ def fused_block(
         "norm_weight": given["weight"],
         "gate_up": weight(2 * size, hidden),
         "down": weight(hidden, size),
-        "next_norm_weight": _around_one(hidden, problem, at, seed),
+        "next_norm_weight": _norm_weight(hidden, problem, at, seed, strided),
         "qkv": weight(problem["out_size"], hidden),
         "eps": EPS,
     }
@@ -377,6 +379,11 @@ def _within_wider_rows(x: Tensor) -> Tensor:
 
 def _around_one(size: int, problem: Problem, at: device, seed: Generator) -> Tensor:
     return 1 + random((size,), problem, at, seed) / 4
+
+
+def _norm_weight(size: int, problem: Problem, at: device, seed: Generator, strided: bool) -> Tensor:
+    """Return a norm weight, in float32 in the strided cases: ops take one in either dtype."""
+    return _around_one(size, {**problem, "dtype": "float32"} if strided else problem, at, seed)
 
 
 def quantize_linear_fp8(

@@ -7,6 +7,7 @@ from dataclasses import asdict
 import pytest
 import torch
 from transformers import Qwen3MoeConfig
+from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
@@ -119,6 +120,13 @@ def test_silu_mul_gates_with_the_first_half() -> None:
     torch.testing.assert_close(
         activation.silu_mul({"size": 2, "dtype": "float32"})(x), torch.tensor(expected)
     )
+
+
+def test_gelu_tanh_mul_equals_transformers() -> None:
+    x = torch.randn(5, 24, generator=torch.Generator().manual_seed(0)) * 3
+    gate, up = x.chunk(2, dim=-1)
+    found = activation.gelu_tanh_mul({"size": 12, "dtype": "float32"})(x)
+    torch.testing.assert_close(found, ACT2FN["gelu_pytorch_tanh"](gate) * up)
 
 
 def test_kv_write_skips_negative_slots() -> None:

@@ -30,7 +30,12 @@ TRITON = [
     if name.startswith("TRITON_")
     for spec in specs
 ]
-WITH_ONE_ROW = ("linear", "add_rms_norm_linear", "add_rms_norm_linear_silu_mul")
+WITH_ONE_ROW = (
+    "linear",
+    "add_rms_norm_linear",
+    "add_rms_norm_linear_silu_mul",
+    "add_rms_norm_linear_gelu_tanh_mul",
+)
 WITH_DOTS = ("moe_experts", "fused_block", "fused_block_in_place", *WITH_ONE_ROW)
 TO_FP8 = (
     "quantize_fp8",
@@ -48,11 +53,12 @@ OF_ROW_FP8 = (
     "moe_experts_fp8",
     "moe_experts_fp8_block",
 )
+COMPOSED = ("add_rms_norm_linear_gelu_tanh_mul",)  # of kernels that are checked with other ops
 
 
 @pytest.mark.parametrize(
     "spec",
-    [s for s in TRITON if s.op not in ("attention", *TO_FP8, *OF_ROW_FP8)],
+    [s for s in TRITON if s.op not in ("attention", *TO_FP8, *OF_ROW_FP8, *COMPOSED)],
     ids=lambda s: s.op,
 )
 def test_kernel_conforms(spec: KernelSpec) -> None:

@@ -1,4 +1,4 @@
-"""SwiGLU activation: silu(gate) * up."""
+"""Gated activations: silu(gate) * up (SwiGLU) and gelu(gate) * up (GeGLU, the tanh approximation)."""
 
 from __future__ import annotations
 
@@ -19,3 +19,14 @@ def silu_mul(problem: Problem) -> Callable[[Tensor], Tensor]:
         return functional.silu(gate).mul_(up)
 
     return silu_mul_halves
+
+
+def gelu_tanh_mul(problem: Problem) -> Callable[[Tensor], Tensor]:
+    """Return `gelu_tanh_mul(x [T, 2N]) -> y [T, N]`: gelu of the first half, rounded likewise, times the second."""
+    del problem
+
+    def gelu_tanh_mul_halves(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return functional.gelu(gate, approximate="tanh").mul_(up)
+
+    return gelu_tanh_mul_halves

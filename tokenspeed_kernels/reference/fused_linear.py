@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from tokenspeed_core.api import Problem
-from tokenspeed_kernels.reference.activation import silu_mul
+from tokenspeed_kernels.reference.activation import gelu_tanh_mul, silu_mul
 from tokenspeed_kernels.reference.linear import linear
 from tokenspeed_kernels.reference.norm import rms_norm
 
@@ -39,7 +39,16 @@ def add_rms_norm_linear(problem: Problem) -> AddNormLinear:
 
 def add_rms_norm_linear_silu_mul(problem: Problem) -> AddNormLinear:
     """Return `apply(x, residual [T, I], norm_weight [I], eps, weight [2O, I], bias) -> (y [T, O], x + residual)`."""
-    both, gate = add_rms_norm_linear(problem), silu_mul(problem)
+    return _gated(problem, silu_mul(problem))
+
+
+def add_rms_norm_linear_gelu_tanh_mul(problem: Problem) -> AddNormLinear:
+    """Return `apply(x, residual [T, I], norm_weight [I], eps, weight [2O, I], bias) -> (y [T, O], x + residual)`."""
+    return _gated(problem, gelu_tanh_mul(problem))
+
+
+def _gated(problem: Problem, gate: Callable[[Tensor], Tensor]) -> AddNormLinear:
+    both = add_rms_norm_linear(problem)
 
     def apply(
         x: Tensor,

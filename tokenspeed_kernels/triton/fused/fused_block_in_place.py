@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from tokenspeed_core.api import Problem
 from tokenspeed_kernels.reference.fused_linear import FusedBlock
-from tokenspeed_kernels.triton.activation.silu_mul import silu_mul
+from tokenspeed_kernels.triton.activation.gated import silu_mul
 from tokenspeed_kernels.triton.linear.gated_gemm import MIN_ROWS, can_gate, gated_linear
 from tokenspeed_kernels.triton.norm.rms_norm import rms_norm
 

@@ -1,4 +1,4 @@
-"""Gate and up projection with SwiGLU for many tokens, as one kernel that never writes the projections.
+"""Gate and up projection with the gated activation for many tokens, as one kernel that never writes the projections.
 
 A persistent GEMM with TMA loads, after Triton's tutorial 09. A tile holds the same columns of the gate and of the up
 projection, and tiles are visited in groups that share operands in the L2 cache.
@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokenspeed_core.api import Problem
 from tokenspeed_kernels.triton import precompile
+from tokenspeed_kernels.triton.activation.gated import activated
 from tokenspeed_kernels.triton.pdl import supports_pdl
 
 BLOCK_T, BLOCK_N, BLOCK_K, GROUP = 128, 128, 64, 16
@@ -36,6 +37,7 @@ def _gated(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr,
+    IS_GELU: tl.constexpr,
 ):
     """Persistent: grid (NUM_PROGRAMS). x [T, K], weight [2, N, K] and y [T, N] are tensor descriptors."""
     dtype: tl.constexpr = y_desc.dtype
@@ -52,8 +54,8 @@ def _gated(
             both = tl.dot(x_desc.load([t, k]), weight.T, both)
         gate, up = tl.split(tl.permute(tl.reshape(both, (BLOCK_T, 2, BLOCK_N)), (0, 2, 1)))
         gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
-        activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-        y_desc.store([t, n], (activated * up).to(dtype))
+        gate = activated(gate, IS_GELU).to(dtype).to(tl.float32)
+        y_desc.store([t, n], (gate * up).to(dtype))
 
 
 def can_gate(problem: Problem) -> bool:
@@ -66,8 +68,8 @@ def can_gate(problem: Problem) -> bool:
     return fits and supports_pdl()  # devices with PDL have TMA too
 
 
-def gated_linear(problem: Problem) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return `apply(x [T, I], weight [2O, I]) -> y [T, O]`: silu(x @ gate.T) * (x @ up.T).
+def gated_linear(problem: Problem, *, is_gelu: bool = False) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return `apply(x [T, I], weight [2O, I]) -> y [T, O]`: silu(x @ gate.T) * (x @ up.T), or gelu instead of silu.
 
     bfloat16 or float16; compute capability 9.0 and higher; I and O are multiples of 8; T > 0. Intermediate results
     are rounded like those of the separate ops.
@@ -91,6 +93,7 @@ def gated_linear(problem: Problem) -> Callable[[Tensor, Tensor], Tensor]:
             BLOCK_K=BLOCK_K,
             GROUP=GROUP,
             NUM_PROGRAMS=num_programs,
+            IS_GELU=is_gelu,
             num_warps=NUM_WARPS,
             num_stages=NUM_STAGES,
         )

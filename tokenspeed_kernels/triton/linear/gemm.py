@@ -1,7 +1,7 @@
 """Linear layers fused with the residual add and RMS norm before them, for any number of rows.
 
 They compose torch's GEMM with the Triton kernels for norm and activation. For many rows, gate and up projection and
-SwiGLU are one kernel (`gated_gemm`).
+activation are one kernel (`gated_gemm`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from tokenspeed_core.api import Problem
 from tokenspeed_kernels.reference.fused_linear import AddNormLinear
-from tokenspeed_kernels.triton.activation.silu_mul import silu_mul
+from tokenspeed_kernels.triton.activation.gated import gelu_tanh_mul, silu_mul
 from tokenspeed_kernels.triton.linear.gated_gemm import MIN_ROWS, can_gate, gated_linear
 from tokenspeed_kernels.triton.norm.rms_norm import sum_rms_norm
 
@@ -36,9 +36,19 @@ def add_rms_norm_linear(problem: Problem) -> AddNormLinear:
 
 def add_rms_norm_linear_silu_mul(problem: Problem) -> AddNormLinear:
     """Return `apply(x, residual [T, I], norm_weight [I], eps, weight [2O, I], bias) -> (y [T, O], x + residual)`."""
+    return _gated(problem, is_gelu=False)
+
+
+def add_rms_norm_linear_gelu_tanh_mul(problem: Problem) -> AddNormLinear:
+    """Return `apply(x, residual [T, I], norm_weight [I], eps, weight [2O, I], bias) -> (y [T, O], x + residual)`."""
+    return _gated(problem, is_gelu=True)
+
+
+def _gated(problem: Problem, *, is_gelu: bool) -> AddNormLinear:
     norm = sum_rms_norm({"size": problem["in_size"], "dtype": problem["dtype"]})
-    gate = silu_mul({"size": problem["out_size"], "dtype": problem["dtype"]})
-    gated_gemm = gated_linear(problem) if can_gate(problem) else None
+    make_gate = gelu_tanh_mul if is_gelu else silu_mul
+    gate = make_gate({"size": problem["out_size"], "dtype": problem["dtype"]})
+    gated_gemm = gated_linear(problem, is_gelu=is_gelu) if can_gate(problem) else None
 
     def apply(
         x: Tensor,

@@ -1,4 +1,4 @@
-"""Linear layers for one token (GEMV), alone or fused with the residual add and RMS norm before and SwiGLU after.
+"""Linear layers for one token (GEMV), alone or fused with the residual add and RMS norm before and the gate after.
 
 A GEMV is bound by reading the weight once; general libraries reach about half the bandwidth on small weights. With
 any other number of rows these ops call torch's GEMM between the Triton kernels for norm and activation (`gemm`).
@@ -67,7 +67,15 @@ def add_rms_norm_linear_silu_mul(problem: Problem) -> AddNormLinear:
     return _normed(problem, gemm.add_rms_norm_linear_silu_mul(problem), gated=True)
 
 
-def _normed(problem: Problem, parts: AddNormLinear, *, gated: bool) -> AddNormLinear:
+def add_rms_norm_linear_gelu_tanh_mul(problem: Problem) -> AddNormLinear:
+    """Return `apply(x, residual [T, I], norm_weight [I], eps, weight [2O, I], bias) -> (y [T, O], x + residual)`."""
+    parts = gemm.add_rms_norm_linear_gelu_tanh_mul(problem)
+    return _normed(problem, parts, gated=True, is_gelu=True)
+
+
+def _normed(
+    problem: Problem, parts: AddNormLinear, *, gated: bool, is_gelu: bool = False
+) -> AddNormLinear:
     in_size, out_size = problem["in_size"], problem["out_size"]
     tiling, pdl = one_row_tiling(in_size, gated=gated), supports_pdl()
 
@@ -83,7 +91,7 @@ def _normed(problem: Problem, parts: AddNormLinear, *, gated: bool) -> AddNormLi
             return parts(x, residual, norm_weight, eps, weight, bias)
         before = Before(residual, x.new_empty(x.shape), norm_weight, eps)
         y = x.new_empty((1, out_size))
-        multiply(x, weight, bias, y, tiling, before=before, gated=gated, pdl=pdl)
+        multiply(x, weight, bias, y, tiling, before=before, gated=gated, is_gelu=is_gelu, pdl=pdl)
         return y, before.total
 
     blank = partial(precompile.blank, problem["dtype"])
@@ -112,6 +120,7 @@ def multiply(
     weight_scale: Tensor | None = None,
     before: Before | None = None,
     gated: bool = False,
+    is_gelu: bool = False,
     pdl: bool = False,
 ) -> None:
     """Write y [1, O] = x [1, I] @ weight.T, weight [O or 2O, I], with the given prologue and gating.
@@ -137,6 +146,7 @@ def multiply(
         K=in_size,
         NORM=before is not None,
         GATED=gated,
+        IS_GELU=is_gelu,
         QUANTIZED=weight_scale is not None,
         HAS_BIAS=bias is not None,
         BLOCK_N=tiling.block_n,

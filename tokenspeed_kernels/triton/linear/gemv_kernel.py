@@ -1,10 +1,11 @@
-"""The GEMV kernel: one token times a weight, optionally fused with residual add, RMS norm, SwiGLU and FP8."""
+"""The GEMV kernel: one token times a weight, optionally fused with residual add, RMS norm, gate and FP8."""
 
 from __future__ import annotations
 
 import triton.language as tl
 
 from tokenspeed_kernels.triton import precompile
+from tokenspeed_kernels.triton.activation.gated import activated
 from tokenspeed_kernels.triton.quantize.fp8_per_token import E4M3_MAX, scale_of_row
 
 
@@ -24,6 +25,7 @@ def one_row(
     K: tl.constexpr,
     NORM: tl.constexpr,
     GATED: tl.constexpr,
+    IS_GELU: tl.constexpr,
     QUANTIZED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -34,7 +36,7 @@ def one_row(
 
     NORM: the input is the RMS norm of x + residual; the sum, rounded, also goes to `sum_ptr`. Every program computes
     it: the row is small, and the weights are being loaded meanwhile.
-    GATED: the weight is gate and up stacked, and the result is silu(gate) * up.
+    GATED: the weight is gate and up stacked, and the result is silu(gate) * up, or gelu(gate) * up.
     QUANTIZED: the weight is e4m3 with per-channel scales, and the input is quantized per token.
     Intermediate results are rounded exactly like those of the unfused ops, so that a token gets the same result alone
     and in a batch.
@@ -94,5 +96,5 @@ def one_row(
         if HAS_BIAS:
             factor += tl.load(b_ptr + N + column, mask=inside, other=0.0).to(tl.float32)
         y = y.to(dtype).to(tl.float32)
-        y = (y / (1.0 + tl.exp(-y))).to(dtype).to(tl.float32) * factor.to(dtype).to(tl.float32)
+        y = activated(y, IS_GELU).to(dtype).to(tl.float32) * factor.to(dtype).to(tl.float32)
     tl.store(y_ptr + column, y.to(dtype), mask=inside)
