@@ -210,6 +210,11 @@ def _read_yarn(keys: Mapping[str, Any], name: str, original: int, maximum: float
     )
 
 
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """Return YaRN's factor of attention logits for a context that is `factor` times as long."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
 def _positive(keys: Mapping[str, Any], key: str, name: str) -> float:
     """Return a positive number. Raises ValueError with `name` for anything else."""
     value = keys.get(key)

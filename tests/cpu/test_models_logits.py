@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tokenspeed_models_deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from tokenspeed_models_mistral import MISTRAL
 
 from tokenspeed_core.api import ModelSpec
@@ -50,6 +51,22 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
     "rope_theta": 500.0,
 }
+DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 20,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+}
+DEEPSEEK_YARN = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}
 
 CASES: list[tuple[str, ModelSpec, str, dict[str, Any]]] = [
     ("llama", LLAMA, "Llama", {}),
@@ -105,6 +122,32 @@ CASES: list[tuple[str, ModelSpec, str, dict[str, Any]]] = [
         "Qwen3Moe",
         {**MOE, "use_sliding_window": True, "sliding_window": 6},
     ),
+    ("deepseek-v2", DEEPSEEK_V2, "DeepseekV2", DEEPSEEK),
+    (
+        "deepseek-v2-groups-yarn",
+        DEEPSEEK_V2,
+        "DeepseekV2",
+        {
+            **DEEPSEEK,
+            "q_lora_rank": 24,
+            "attention_bias": True,
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 1.7,
+            "rope_parameters": DEEPSEEK_YARN,
+        },
+    ),
+    (
+        "deepseek-v3-yarn",
+        DEEPSEEK_V3,
+        "DeepseekV3",
+        {**DEEPSEEK, "q_lora_rank": 24, "rope_parameters": {**DEEPSEEK_YARN, "mscale": 1.0}},
+    ),
+    (
+        "deepseek-v3-direct-queries",
+        DEEPSEEK_V3,
+        "DeepseekV3",
+        {**DEEPSEEK, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
+    ),
     ("mistral-window", MISTRAL, "Mistral", {"sliding_window": 5}),
     (
         "mistral-open",
@@ -124,6 +167,9 @@ def save_reference(family: str, changes: dict[str, Any], folder: Path) -> Any:
         for name, parameter in reference.named_parameters():
             if name.endswith(("norm.weight", "bias")):
                 parameter.uniform_(0.5, 1.5)
+        for name, buffer in reference.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.2, 0.2)
     reference.save_pretrained(folder, max_shard_size="40KB")
     return reference
 

@@ -21,6 +21,19 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": None,
 }
+_DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 20,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {"tie_word_embeddings": True},
     "Qwen2": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
@@ -33,6 +46,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [0],
     },
     "Mistral": {"sliding_window": 9},
+    "DeepseekV2": {**_DEEPSEEK, "q_lora_rank": None, "topk_method": "group_limited_greedy"},
+    "DeepseekV3": {
+        **_DEEPSEEK,
+        "q_lora_rank": 24,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
 }
 
 

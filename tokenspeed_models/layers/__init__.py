@@ -10,6 +10,7 @@ from tokenspeed_models.layers.attention import Attention
 from tokenspeed_models.layers.causal_lm import CausalLM
 from tokenspeed_models.layers.decoder import DecoderLayer, Layer, PostNormDecoderLayer
 from tokenspeed_models.layers.embedding import Embedding, OutputHead
+from tokenspeed_models.layers.latent_attention import MultiHeadLatentAttention
 from tokenspeed_models.layers.linear import Linear, Projection
 from tokenspeed_models.layers.mlp import MLP
 from tokenspeed_models.layers.moe import MoE, Router, SharedExperts
@@ -31,6 +32,7 @@ __all__ = [
     "Linear",
     "MoE",
     "ModuleBuild",
+    "MultiHeadLatentAttention",
     "OutputHead",
     "PostNormDecoderLayer",
     "Projection",

@@ -9,6 +9,7 @@ import torch
 
 from tokenspeed_core.api import BuildContext
 from tokenspeed_models.layers.attention import Attention
+from tokenspeed_models.layers.latent_attention import MultiHeadLatentAttention
 from tokenspeed_models.layers.mlp import MLP
 from tokenspeed_models.layers.moe import MoE
 from tokenspeed_models.layers.norm import RMSNorm
@@ -52,7 +53,7 @@ class DecoderLayer:
         build: BuildContext,
         hidden_size: int,
         norm_eps: float,
-        attention: Attention,
+        attention: Attention | MultiHeadLatentAttention,
         mlp: MLP | MoE,
     ) -> None:
         self.input_norm, self.attention = RMSNorm(build, hidden_size, norm_eps), attention

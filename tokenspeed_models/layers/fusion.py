@@ -11,7 +11,7 @@ which is everything between the attention of one layer and that of the next. If 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeGuard
+from typing import Protocol, TypeGuard
 
 import torch
 
@@ -19,6 +19,8 @@ from tokenspeed_core.api import BuildContext
 from tokenspeed_models.layers.attention import Attention
 from tokenspeed_models.layers.decoder import DecoderLayer, Layer
 from tokenspeed_models.layers.mlp import MLP
+from tokenspeed_models.layers.moe import MoE
+from tokenspeed_models.layers.norm import RMSNorm
 from tokenspeed_models.layers.ops import dtype_name
 
 # Up to this many rows, time goes into reading weights and into gaps between kernels. One kernel has no gaps.
@@ -30,13 +32,22 @@ MIN_LARGE_BATCH = 512
 Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
+class PlainLayer(Protocol):
+    """A `DecoderLayer` with the shared `Attention`."""
+
+    input_norm: RMSNorm
+    attention: Attention
+    post_norm: RMSNorm
+    mlp: MLP | MoE
+
+
 class FusedBlock:
     """Everything between the attention of two adjacent layers, as one op."""
 
     def __init__(
         self,
-        layer: DecoderLayer,
-        next_layer: DecoderLayer,
+        layer: PlainLayer,
+        next_layer: PlainLayer,
         mlp: MLP,
         small_batch: Kernel | None,
         large_batch: Kernel | None,
@@ -78,7 +89,7 @@ class FusedLayer:
     """
 
     def __init__(
-        self, layer: DecoderLayer, before: FusedBlock | None, after: FusedBlock | None
+        self, layer: PlainLayer, before: FusedBlock | None, after: FusedBlock | None
     ) -> None:
         self._layer, self._before, self._after = layer, before, after
 
@@ -111,7 +122,7 @@ def fuse_layers(build: BuildContext, layers: Sequence[Layer]) -> tuple[Layer | F
     ]
     return tuple(
         FusedLayer(layer, before, after)
-        if isinstance(layer, DecoderLayer) and (before is not None or after is not None)
+        if _is_plain(layer) and (before is not None or after is not None)
         else layer
         for layer, before, after in zip(layers, [None, *blocks], [*blocks, None], strict=True)
     )
@@ -146,6 +157,6 @@ def _find_block(build: BuildContext, layer: Layer, next_layer: Layer) -> FusedBl
     return FusedBlock(layer, next_layer, mlp, small_batch, large_batch)
 
 
-def _is_plain(layer: Layer) -> TypeGuard[DecoderLayer]:
+def _is_plain(layer: Layer) -> TypeGuard[PlainLayer]:
     """Return whether a layer and its attention are of the shared classes. Subclasses may compute something else."""
     return type(layer) is DecoderLayer and type(layer.attention) is Attention

@@ -16,6 +16,7 @@ from tokenspeed_models.rope_config import (
     LongRopeScaling,
     RopeConfig,
     YarnScaling,
+    yarn_mscale,
 )
 
 
@@ -89,10 +90,7 @@ def _yarn_attention_factor(scaling: YarnScaling) -> float:
     """Return the configured factor, else the ratio of the two `mscale` forms, else the paper's default."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
-
-    def scaled(mscale: float) -> float:
-        return 1.0 if scaling.factor <= 1 else 0.1 * mscale * math.log(scaling.factor) + 1.0
-
     if scaling.mscale and scaling.mscale_all_dim:
-        return scaled(scaling.mscale) / scaled(scaling.mscale_all_dim)
-    return scaled(1.0)
+        whole = yarn_mscale(scaling.factor, scaling.mscale_all_dim)
+        return yarn_mscale(scaling.factor, scaling.mscale) / whole
+    return yarn_mscale(scaling.factor, 1.0)

@@ -1,0 +1,200 @@
+"""DeepSeek and Kimi K2: published configurations, and what their checkpoints store in forms of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantized_build import QuantizedBuild, checkpoint_logits, load, relative, transformers_logits
+from safetensors.torch import load_file, save_file
+from tiny_families import save_reference
+from tokenspeed_models_deepseek import DEEPSEEK_V3, KIMI_K25
+from tokenspeed_models_deepseek.describe import (
+    describe_kimi_k2,
+    describe_kimi_k25,
+    describe_v2,
+    describe_v3,
+)
+from tokenspeed_models_deepseek.model import DeepseekV3ForCausalLM, KimiK25ForConditionalGeneration
+from tokenspeed_quantization.schemes import FP8_BLOCK
+
+from tokenspeed_core.api import LatentAttention
+from tokenspeed_core.api.cache_groups import values_per_token
+from tokenspeed_kernels.reference.fp8_block import quantize_blocks, spread_blocks
+from tokenspeed_models.testing import DenseBuild
+
+V2_LITE: dict[str, Any] = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 100000,
+    "eos_token_id": 100001,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 1408,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "torch_dtype": "bfloat16",
+    "v_head_dim": 128,
+    "vocab_size": 102400,
+}
+V3: dict[str, Any] = {
+    **V2_LITE,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "first_k_dense_replace": 3,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "rope_scaling": {**V2_LITE["rope_scaling"], "mscale": 1.0, "mscale_all_dim": 1.0},
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "vocab_size": 129280,
+}
+K2: dict[str, Any] = {
+    **V3,
+    "bos_token_id": 163584,
+    "eos_token_id": 163585,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 131072,
+    "model_type": "kimi_k2",
+    "n_group": 1,
+    "n_routed_experts": 384,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 0,
+    "rope_scaling": {**V3["rope_scaling"], "beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0},
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.827,
+    "topk_group": 1,
+    "vocab_size": 163840,
+}
+K25 = {"architectures": ["KimiK25ForConditionalGeneration"], "text_config": K2}
+
+
+@pytest.mark.parametrize(
+    ("describe", "config", "num_parameters", "max_model_len"),
+    [
+        (describe_v2, V2_LITE, 15_706_484_224, 163840),
+        (describe_v3, V3, 671_026_404_352, 163840),
+        (describe_kimi_k2, K2, 1_026_408_209_408, 131072),
+        (describe_kimi_k25, K25, 1_026_408_209_408, 131072),
+    ],
+    ids=["V2-Lite", "V3", "K2", "K2.5"],
+)
+def test_published_configurations_are_described(
+    describe: Any, config: dict[str, Any], num_parameters: int, max_model_len: int
+) -> None:
+    info = describe(config)
+    assert info.architecture == config["architectures"][0] or describe is describe_kimi_k2
+    assert (info.num_parameters, info.max_model_len) == (num_parameters, max_model_len)
+    text = config.get("text_config", config)
+    assert (info.dtype, info.eos_token_ids) == ("bfloat16", (text["eos_token_id"],))
+    assert info.cache_groups == (LatentAttention("latent", info.num_layers, 512, 64),)
+    assert values_per_token(info.cache_groups[0]) == 576 * text["num_hidden_layers"]
+
+
+@pytest.mark.parametrize(
+    ("describe", "changes", "message"),
+    [
+        (describe_v2, {"norm_topk_prob": True}, "norm_topk_prob is True"),
+        (describe_v2, {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'"),
+        (describe_v2, {"mlp_bias": True}, "mlp_bias is True"),
+        (describe_v3, {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+        (describe_v3, {"n_group": 7}, "7 groups of 256"),
+        (describe_v3, {"kv_lora_rank": None}, "kv_lora_rank is missing"),
+        (describe_kimi_k25, {"text_config": None}, "text_config is None"),
+    ],
+)
+def test_unsupported_values_are_named_by_their_keys(
+    describe: Any, changes: dict[str, Any], message: str
+) -> None:
+    config = {describe_v2: V2_LITE, describe_v3: V3, describe_kimi_k25: K25}[describe]
+    with pytest.raises(ValueError, match=message):
+        describe({**config, **changes})
+
+
+def test_layers_for_multi_token_prediction_are_not_read(tmp_path: Path) -> None:
+    reference = save_reference("DeepseekV3", tmp_path, num_nextn_predict_layers=1)
+    weights = load_file(tmp_path / "model.safetensors")
+    draft = {
+        f"model.layers.3.{name}": torch.zeros(1) for name in ("eh_proj.weight", "enorm.weight")
+    }
+    save_file({**weights, **draft}, tmp_path / "model.safetensors")
+    found = checkpoint_logits(DEEPSEEK_V3, tmp_path, DenseBuild())
+    torch.testing.assert_close(found, transformers_logits(reference), atol=1e-4, rtol=1e-4)
+
+
+def test_language_model_of_kimi_k25_is_found_in_its_checkpoint(tmp_path: Path) -> None:
+    reference = save_reference("DeepseekV3", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    published = {f"language_model.{name}": tensor for name, tensor in weights.items()}
+    published["vision_tower.patch_embed.proj.weight"] = torch.zeros(4)
+    build = DenseBuild()
+    model = KimiK25ForConditionalGeneration({"text_config": reference.config.to_dict()}, build)
+    model.load_weights(published.items())
+    tokens = torch.arange(3, 30)
+    logits = model.logits(model.forward(tokens, torch.arange(27)))
+    expected = transformers_logits(reference, tokens.tolist())
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    assert KIMI_K25.load.endswith(KimiK25ForConditionalGeneration.__name__)
+
+
+def test_block_wise_expansion_is_dequantized(tmp_path: Path) -> None:
+    save_reference("DeepseekV3", tmp_path, kv_lora_rank=192)
+    name = "model.layers.1.self_attn.kv_b_proj"
+    weights = load_file(tmp_path / "model.safetensors")
+    values, scale = quantize_blocks(weights[f"{name}.weight"])
+    weights |= {f"{name}.weight": values, f"{name}.weight_scale_inv": scale}
+    save_file(weights, tmp_path / "model.safetensors")
+    build = QuantizedBuild(FP8_BLOCK)
+    build.is_quantized = lambda layer: layer == name
+    model = load(DEEPSEEK_V3, tmp_path, build)
+    assert isinstance(model, DeepseekV3ForCausalLM)
+    found = model.layers[1].attention._kv_up.flatten(0, 1)
+    expected = values.float() * spread_blocks(scale, *values.shape)
+    assert relative(found, expected) < 1e-6

@@ -1,0 +1,153 @@
+"""Multi-head latent attention (MLA, DeepSeek-V2, arXiv:2405.04434) over a cache that the worker provides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from tokenspeed_core.api import BuildContext, LatentSizes
+from tokenspeed_models.layers.linear import Linear, Projection
+from tokenspeed_models.layers.norm import NormedLinear, RMSNorm
+from tokenspeed_models.sharding import Partial, Replicated, Sharded, ShardingSpec
+from tokenspeed_models.weights import Shard, WeightSlot
+
+LATENT_EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps is
+
+
+class MultiHeadLatentAttention:
+    """Projects queries and a latent per token, attends to the latents of earlier tokens, and projects the result.
+
+    `query_rank` is the size of the queries' own latent; None projects queries in one step. `cos_sin` is a table of
+    `rotary_table`. `bias` adds biases to the projections to latents and to the output projection. A quantized
+    expansion of latents is dequantized when it is loaded.
+    """
+
+    def __init__(
+        self,
+        build: BuildContext,
+        *,
+        layer: int,
+        hidden_size: int,
+        sizes: LatentSizes,
+        query_rank: int | None,
+        scale: float,
+        cos_sin: torch.Tensor,
+        is_interleaved: bool = True,
+        bias: bool = False,
+    ) -> None:
+        if bias and query_rank is None:
+            raise ValueError("config.json: attention_bias needs q_lora_rank")
+        heads, self.sizes, self.query_rank = sizes.num_heads, sizes, query_rank
+        head_size, entry_size = (
+            sizes.nope_size + sizes.rope_size,
+            sizes.latent_size + sizes.rope_size,
+        )
+        columns, rows = Shard(0, "attn", heads), Shard(1, "attn", heads)
+        query = Projection("q_proj", heads * head_size, columns)
+        if query_rank is not None:
+            query = Projection("q_a_proj", query_rank, None)
+        self.down = Linear(
+            build,
+            hidden_size,
+            (query, Projection("kv_a_proj_with_mqa", entry_size, None)),
+            bias=bias,
+        )
+        self._normed_down = NormedLinear(build, self.down)
+        self._split = [query.size, entry_size]
+        self.query_norm: RMSNorm | None = None
+        if query_rank is not None:
+            self.query_norm = RMSNorm(build, query_rank, LATENT_EPS)
+            self.query_up = Linear(
+                build, query_rank, (Projection("q_b_proj", heads * head_size, columns),)
+            )
+        self.latent_norm_weight = torch.empty(
+            sizes.latent_size, dtype=build.dtype, device=build.device
+        )
+        up_size = sizes.nope_size + sizes.value_size
+        self.up = Linear(
+            build, sizes.latent_size, (Projection("kv_b_proj", heads * up_size, columns),)
+        )
+        self._up_shape = (heads, up_size, sizes.latent_size)
+        # [H, N + V, L]: a view of an unquantized weight
+        self._kv_up = (
+            torch.empty(self._up_shape, dtype=build.dtype, device=build.device)
+            if self.up.quantized_weight is not None
+            else self.up.weight.view(self._up_shape)
+        )
+        self.out = Linear(
+            build,
+            heads * sizes.value_size,
+            (Projection("o_proj", hidden_size, rows),),
+            bias=bias,
+        )
+        self.cos_sin, self._is_interleaved = cos_sin, is_interleaved
+        self._heads = (heads, head_size)
+        self._attend = build.latent_attention(layer=layer, sizes=sizes, scale=scale)
+
+    def __call__(
+        self,
+        norm: RMSNorm | None,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        wanted: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output [R, hidden] for the normalised x + residual [T, hidden], and that sum [R, hidden].
+
+        positions is int64 [T]. `wanted` (int64 [R]; None: all) are the rows to return. Without a residual the sum is
+        x. The sum may overwrite the residual.
+        """
+        if residual is None:
+            down, residual = self.down(x if norm is None else norm(x)), x
+        else:
+            down, residual = self._normed_down(norm, x, residual)
+        heads = self._attend_heads(down, positions)
+        if wanted is not None:
+            heads, residual = heads.index_select(0, wanted), residual.index_select(0, wanted)
+        return self.out(heads), residual
+
+    def _attend_heads(self, down: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return the attention of all heads [T, H * V] for the down projections [T, out]."""
+        q, kv = down.split_with_sizes(self._split, dim=1)
+        if self.query_norm is not None:
+            q = self.query_up(self.query_norm(q))
+        return self._attend(
+            q.view(q.shape[0], *self._heads),
+            kv,
+            self.latent_norm_weight,
+            LATENT_EPS,
+            positions,
+            self.cos_sin,
+            self._is_interleaved,
+            self._kv_up,
+        ).flatten(1)
+
+    def slots(self, prefix: str) -> Iterator[WeightSlot]:
+        """List the weights of the projections and of the latents' norms."""
+        yield from self.down.slots(prefix)
+        if self.query_norm is not None:
+            yield from self.query_norm.slots(f"{prefix}q_a_layernorm")
+            yield from self.query_up.slots(prefix)
+        yield from self.up.slots(prefix)
+        yield from self.out.slots(prefix)
+        # Last, since it is completed after the scales of the expansion.
+        name = f"{prefix}kv_a_layernorm.weight"
+        is_view = self.up.quantized_weight is None
+        on_complete = None if is_view else self._dequantize
+        yield WeightSlot(name, self.latent_norm_weight, None, "norm", on_complete=on_complete)
+
+    def _dequantize(self) -> None:
+        """Write the dequantized expansion, as the linear layer's product with the identity, and drop the quantized one."""
+        weight = self._kv_up
+        identity = torch.eye(self.sizes.latent_size, dtype=weight.dtype, device=weight.device)
+        weight.copy_(self.up(identity).t().view(self._up_shape))
+        for tensor in self.up.operands:
+            if tensor is not None:
+                tensor.untyped_storage().resize_(0)
+
+    def sharding(self, prefix: str) -> Iterator[ShardingSpec]:
+        """Heads are sharded over the attention group; the output is a partial sum."""
+        yield ShardingSpec(f"{prefix}down", "attn", Replicated(), Replicated())
+        yield ShardingSpec(f"{prefix}heads", "attn", Replicated(), Sharded("heads"))
+        yield ShardingSpec(f"{prefix}out", "attn", Sharded("heads"), Partial())
