@@ -193,7 +193,10 @@ def release(session: nox.Session) -> None:
 @nox.session
 def gpu(session: nox.Session) -> None:
     """Tests on a GPU, with the Python (and its torch) that runs nox."""
-    pytest(session, sys.executable, "tests/gpu", num_workers=1)
+    # These use the device that `--device auto` finds.
+    anywhere = ("logits_processors", "prompt_logprobs", "structured_outputs")
+    files = [f"tests/cpu/test_{name}.py" for name in anywhere]
+    pytest(session, sys.executable, "tests/gpu", *files, num_workers=1)
 
 
 @nox.session

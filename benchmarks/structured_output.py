@@ -137,19 +137,19 @@ def host_cost(
     compile_seconds = time.perf_counter() - begin
     matchers: list[GrammarMatcher] = [compiled.matcher() for _ in range(num_rows)]
     mask = np.zeros((num_rows, -(-VOCAB_SIZE // 32)), np.int32)
-    rows = list(range(num_rows))
     chance = np.random.default_rng(3)
     fills, accepts = [], []
     for _ in range(num_steps):
         begin = time.perf_counter()
-        compiled.fill(matchers, rows, mask)
+        for matcher, row in zip(matchers, mask, strict=True):
+            matcher.fill(row)
         fills.append(time.perf_counter() - begin)
         chosen = [
             int(chance.choice(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))))
             for row in mask
         ]
         begin = time.perf_counter()
-        assert all(compiled.accept(matchers, chosen))
+        assert all(matcher.accept(i) for matcher, i in zip(matchers, chosen, strict=True))
         accepts.append(time.perf_counter() - begin)
     return {
         "compile_ms": round(1e3 * compile_seconds, 1),
@@ -226,7 +226,8 @@ def engine_cost(
 ) -> dict[str, Any]:
     """Return the step without and with grammars. Runs alternate, so that both see the same clock speed."""
     pool = CompilePool(backend.compiler, Unchecked, VOCAB_SIZE)
-    grammars = TimedGrammars(engine.scheduler, backend, pool)
+    mask = engine.runner.mask_buffer()  # type: ignore[attr-defined]
+    grammars = TimedGrammars(engine.scheduler, backend, pool, mask)
     grammars.seconds = []
     structured = Engine(engine.scheduler, engine.runner, grammars=grammars)
     plain: list[float] = []

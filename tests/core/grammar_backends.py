@@ -9,7 +9,6 @@ from tokenspeed_core.api.grammars import (
     GrammarError,
     GrammarKind,
     GrammarSpec,
-    MatcherLoops,
     Vocabulary,
 )
 from tokenspeed_core.api.step import I32
@@ -44,22 +43,23 @@ class CountingMatcher:
         self.is_terminated = token_id == EOS
         return True
 
-    def fill(self, row: I32) -> None:
+    def fill(self, row: I32) -> bool:
         row[:] = 0
         if self._on_fill == "slow":
             _be_slow(self)
         if self._on_fill == "failing" and self.num_accepted == 2:
-            return
+            return False
         for token in range(VOCAB_SIZE):
             if allowed(self.num_accepted, token):
                 row[token // 32 : token // 32 + 1].view("uint32")[0] |= 1 << token % 32
+        return bool(row.any())
 
     def rollback(self, num_tokens: int) -> None:
         self.num_accepted -= num_tokens
         self.is_terminated = False
 
 
-class Counting(MatcherLoops):
+class Counting:
     """A compiled grammar."""
 
     num_bytes = 1000

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from tokenspeed_testing.grammar import VOCABULARY as TEXT_VOCABULARY
 from tokenspeed_testing.requests import request
 
-from tokenspeed_core.api.grammars import GrammarError, MatcherLoops
+from tokenspeed_core.api.grammars import GrammarError
 from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.api.step import LateInputs, StepPlan, StepResult
 from tokenspeed_core.engine.engine import Engine
 from tokenspeed_core.engine.grammars.backend import GrammarBackend
-from tokenspeed_core.engine.grammars.filler import MaskFiller, MaskRow
+from tokenspeed_core.engine.grammars.filler import DirectFiller, MaskRow, ThreadFiller
 from tokenspeed_core.engine.grammars.pool import (
     CompilePool,
     GrammarCache,
@@ -32,8 +32,6 @@ from tokenspeed_core.engine.grammars.sequence import (
     Phase,
     ReasoningTokens,
     SequenceGrammar,
-    fill_masks,
-    read_tokens,
 )
 from tokenspeed_core.engine.grammars.service import Grammars
 from tokenspeed_core.engine.grammars.trial import Trial
@@ -312,15 +310,16 @@ class ReadsText:
         self.read.append(token_id)
         return True
 
-    def fill(self, row: Any) -> None:
+    def fill(self, row: Any) -> bool:
         row[:] = 0
         row[ord("a") // 32] = 1 << ord("a") % 32
+        return True
 
     def rollback(self, num_tokens: int) -> None:
         del self.read[-num_tokens:]
 
 
-class AnyText(MatcherLoops):
+class AnyText:
     """A grammar whose matchers note what they accept."""
 
     num_bytes = 0
@@ -330,12 +329,12 @@ class AnyText(MatcherLoops):
 
 
 def read(grammar: SequenceGrammar, token_ids: bytes | list[int]) -> None:
-    read_tokens([grammar], [list(token_ids)])
+    grammar.read(token_ids)
 
 
 def bits(grammar: SequenceGrammar) -> set[int]:
     row = np.zeros(-(-len(TEXT_VOCABULARY.tokens) // 32), np.int32)
-    fill_masks([grammar], [0], row.reshape(1, -1))
+    grammar.fill(row)
     return set(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist())
 
 
@@ -371,56 +370,22 @@ def test_reply_may_start_with_reasoning_or_answer() -> None:
     assert other.phase is Phase.ANSWER
 
 
-def test_filler_leaves_slow_grammars_behind() -> None:
-    filler = MaskFiller(20, VOCAB_SIZE // 32, max_seconds=0.01)
+@pytest.mark.parametrize("kind", [DirectFiller, ThreadFiller])
+def test_filler_leaves_slow_grammars_behind(kind: type[DirectFiller | ThreadFiller]) -> None:
+    filler = kind(np.zeros((20, VOCAB_SIZE // 32), np.int32), max_seconds=0.01)
     grammars = {kind: Counting(kind.partition(" ")[0]) for kind in ("any", "slow", "slow 2")}
-    kinds = ["any", "slow", "any", "slow 2", "slow", *["any"] * 9, "slow"]
+    names = ["any", "slow", "any", "slow 2", "slow", *["any"] * 9, "slow"]
     for _ in range(2):
-        rows = [MaskRow(SequenceGrammar(grammars[kind]), [1, 1]) for kind in kinds]
+        rows = [MaskRow(SequenceGrammar(grammars[kind]), [1, 1]) for kind in names]
         mask, too_slow = filler.fill(rows)
         assert sorted(too_slow) == [1, 3, 4, 14]
         expected = mask[0].tolist()
         assert any(expected)
-        for i, kind in enumerate(kinds):
-            if kind == "any":
+        for i, name in enumerate(names):
+            if name == "any":
                 assert mask[i].tolist() == expected
                 assert rows[i].grammar.num_read == 2
     filler.close()
-
-
-def test_rows_of_a_grammar_are_handled_in_one_call() -> None:
-    class Counted(Counting):
-        """Notes how many matchers each call has."""
-
-        def __init__(self) -> None:
-            super().__init__("any")
-            self.calls: list[tuple[str, int]] = []
-
-        def accept(self, matchers: Any, token_ids: Any) -> list[bool]:
-            self.calls.append(("accept", len(matchers)))
-            return super().accept(matchers, token_ids)
-
-        def fill(self, matchers: Any, rows: Any, mask: Any) -> None:
-            self.calls.append(("fill", len(matchers)))
-            super().fill(matchers, rows, mask)
-
-    one, other = Counted(), Counted()
-    compiled = [one, other, one, one, other]
-    filler = MaskFiller(8, VOCAB_SIZE // 32)
-    rows = [
-        MaskRow(SequenceGrammar(each), tokens)
-        for each, tokens in zip(compiled, ([1], [1, 1], [1], [3], []), strict=True)
-    ]
-    mask, too_slow = filler.fill(rows)
-    filler.close()
-    assert not too_slow
-    assert one.calls == [("accept", 3), ("fill", 3)]
-    assert other.calls == [("accept", 1), ("accept", 1), ("fill", 2)]
-    assert [row.grammar.has_failed for row in rows] == [False, False, False, True, False]
-    for row, (grammar, num_accepted) in enumerate(zip(rows, (1, 2, 1, 0, 0), strict=True)):
-        words = mask[row].view(np.uint8)
-        found = np.flatnonzero(np.unpackbits(words, bitorder="little")).tolist()
-        assert found == [i for i in range(VOCAB_SIZE) if allowed(num_accepted, i)], grammar
 
 
 @pytest.fixture

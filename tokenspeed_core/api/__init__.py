@@ -32,9 +32,7 @@ from tokenspeed_core.api.grammars import (
     GrammarMatcher,
     GrammarRanking,
     GrammarSpec,
-    MatcherLoops,
     Vocabulary,
-    num_mask_threads,
 )
 from tokenspeed_core.api.hooks import RequestRecord, StepRecord, hookimpl
 from tokenspeed_core.api.kernels import (
@@ -118,7 +116,6 @@ __all__ = [
     "LogitsProcessorContext",
     "LogitsProcessorSpec",
     "LogitsRows",
-    "MatcherLoops",
     "Model",
     "ModelInfo",
     "ModelSpec",
@@ -147,5 +144,4 @@ __all__ = [
     "WeightReader",
     "hookimpl",
     "keys_and_values",
-    "num_mask_threads",
 ]

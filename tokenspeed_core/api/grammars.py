@@ -7,7 +7,6 @@ bitmask per step. The sequences of a grammar are handled in one call per step.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,8 +22,6 @@ GrammarKind = Literal["json", "regex", "choice", "ebnf", "calls"]
 """The meaning of a grammar's text: a JSON schema; a regular expression that the whole output matches; a JSON list of
 texts; a context-free grammar in GBNF, with the start rule `root`; or the JSON of a `CallGrammar`."""
 
-MAX_MASK_THREADS = 8
-CPUS_PER_MASK_THREAD = 4  # the engine, its device and the API workers need the others
 MAX_GRAMMAR_CHARS = 512 * 1024
 MAX_WHITESPACE = 20  # characters in a row between the tokens of JSON
 _MARK = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
@@ -125,10 +122,10 @@ class GrammarMatcher(Protocol):
     def accept(self, token_id: int) -> bool:
         """Advance by a token. Returns False, and keeps the state, if the grammar does not allow it."""
 
-    def fill(self, row: I32) -> None:
+    def fill(self, row: I32) -> bool:
         """Set bit `i % 32` of word `i // 32` for each allowed token i, and clear all other bits.
 
-        row int32 [W], contiguous, W = ceil(V / 32). A row without bits means that the matcher failed.
+        row int32 [W], contiguous, W = ceil(V / 32). Returns False if no token is allowed: the matcher failed.
         """
 
     def rollback(self, num_tokens: int) -> None:
@@ -145,41 +142,6 @@ class CompiledGrammar(Protocol):
     def matcher(self) -> GrammarMatcher:
         """Return a matcher at the start of the grammar."""
 
-    def accept(self, matchers: Sequence[Any], token_ids: Sequence[int]) -> list[bool]:
-        """Advance each of this grammar's matchers by a token. Returns which accepted theirs.
-
-        The others are not used again.
-        """
-
-    def fill(self, matchers: Sequence[Any], rows: Sequence[int], mask: I32) -> None:
-        """Do as `GrammarMatcher.fill` for each matcher and its row of the mask, int32 [S, W], contiguous.
-
-        May use `num_mask_threads()` threads. Must not hold the GIL for long: the engine limits the time of a call, and
-        ends the sequences of one that takes longer. Their matchers are in use until the call returns, and later calls
-        come from another thread.
-        """
-
-
-class MatcherLoops:
-    """`accept` and `fill` of a compiled grammar as loops, for libraries that handle one matcher at a time."""
-
-    def accept(self, matchers: Sequence[GrammarMatcher], token_ids: Sequence[int]) -> list[bool]:
-        """Advance each matcher by a token. Returns which accepted theirs."""
-        return [
-            matcher.accept(token_id) for matcher, token_id in zip(matchers, token_ids, strict=True)
-        ]
-
-    def fill(self, matchers: Sequence[GrammarMatcher], rows: Sequence[int], mask: I32) -> None:
-        """Fill the row of each matcher."""
-        for matcher, row in zip(matchers, rows, strict=True):
-            matcher.fill(mask[row])
-
-
-def num_mask_threads() -> int:
-    """Return how many threads a backend may use to fill the masks of a step."""
-    num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    return max(1, min(MAX_MASK_THREADS, num_cpus // CPUS_PER_MASK_THREAD))
-
 
 @runtime_checkable
 class GrammarCompiler(Protocol):
@@ -194,9 +156,15 @@ class GrammarCompiler(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """A grammar backend, registered in `tokenspeed.grammars`."""
+    """A grammar backend, registered in `tokenspeed.grammars`.
+
+    With `bounds_time`, a call of a matcher takes at most some 10 ms, whatever the grammar, and then fails. The engine's
+    thread calls such matchers itself. Others are called in a thread of their own, which the engine can give up, and
+    must not hold the GIL for long: two switches of threads cost each step 0.1 to 0.2 ms.
+    """
 
     load: str  # "module:factory"; `factory(vocabulary: Vocabulary)` returns a GrammarCompiler
+    bounds_time: bool = False
 
     def make(self, vocabulary: Vocabulary) -> GrammarCompiler:
         """Return a compiler. Raises ImportError, AttributeError, or the factory's exception."""

@@ -117,7 +117,7 @@ class LateInputs:
     """Inputs of the sampling launch that may depend on the result of the previous step.
 
     `mask` has one bit per vocabulary entry (1: allowed) for each row of `rows` and each draft position, as flat int32
-    words `[len(rows) * num_positions * words]`.
+    words `[len(rows) * num_positions * words]`. It may be written again once the step was collected.
     """
 
     rows: I32

@@ -215,7 +215,7 @@ def start(
     if not is_finite and config.load_format != "dummy":
         raise EngineDeadError(no_finite_logits(runner.kernel_plan))
     scheduler.counters = EngineCounters()  # without the warm-up
-    grammars = None if backend is None else Grammars(scheduler, backend)
+    grammars = None if backend is None else Grammars(scheduler, backend, mask=runner.mask_buffer())
     if backend is not None and not is_batch:
         backend.compiler()  # indexing a large vocabulary would stall the steps later
     engine = Engine(

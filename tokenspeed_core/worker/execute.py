@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from tokenspeed_core.api.step import (
+    I32,
     I64,
     LateInputs,
     OutOfMemory,
@@ -147,6 +148,11 @@ class LocalRunner:
             self._state.reset(padding_block=self.num_blocks)
         self._flags.reset()
         self._sampler = self._new_sampler()
+
+    def mask_buffer(self) -> I32:
+        """Return memory for the largest `LateInputs.mask`, int32 [slots, W], that is copied to the device fastest."""
+        limits = self.resolved.limits
+        return self._transfer.buffer((limits.max_num_seqs, -(-limits.vocab_size // 32)))
 
     def forward(self, plan: StepPlan) -> None:
         """Launch the forward of a step. Raises StepFailed."""
@@ -302,9 +308,7 @@ class LocalRunner:
             else:
                 (at,) = self._transfer.send((graph.at,))
                 step.logits = logits[at]
-                rows = SamplingRows(
-                    rows.plan_rows, rows.slots, rows.device_slots[at], rows.new_positions[at]
-                )
+                rows = rows.at(at)
         assert step.logits is not None, "a step with sampling rows has logits"
         sampled = self._sampler(step.logits, rows, late)
         step.logits = None

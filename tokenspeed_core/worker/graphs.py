@@ -204,6 +204,8 @@ class StepGraphs:
             plan.slots[sampled],
             bucket.columns["slots"],
             self._buffers.new_positions,
+            bucket.buffers.token_ids,
+            bucket.columns["last"],
         )
         again = partial(self._choose_again, bucket)
         return GraphLaunch(rows, bucket.ids, at, bucket.logits, bucket.draw, again)
@@ -217,7 +219,10 @@ class StepGraphs:
                 self._buffers.ids[:num_rows],
             )
         slots, positions, ids = self._views[num_rows]
-        rows = SamplingRows(self._plan_rows[:num_rows], plan.slots, slots, positions)
+        token_ids = bucket.buffers.token_ids
+        rows = SamplingRows(
+            self._plan_rows[:num_rows], plan.slots, slots, positions, token_ids, None
+        )
         again = partial(self._choose_again, bucket)
         return GraphLaunch(rows, ids, None, bucket.logits, bucket.draw, again)
 

@@ -149,7 +149,14 @@ class EagerInputs:
             token_ids=buffers.token_ids,
             positions=buffers.positions,
             groups=groups,
-            rows=SamplingRows(sampled.astype(np.int32), plan.slots[sampled], slots, new_positions),
+            rows=SamplingRows(
+                sampled.astype(np.int32),
+                plan.slots[sampled],
+                slots,
+                new_positions,
+                buffers.token_ids,
+                last,
+            ),
             logit_index=last,
         )
 

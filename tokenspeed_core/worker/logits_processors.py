@@ -73,18 +73,16 @@ class LogitsProcessors:
         last_tokens: torch.Tensor,
         transfer: HostDeviceTransfer,
     ) -> None:
-        """Change `rows` of float32 logits [R, V] in place. `slots` [R] and `last_tokens` [slots] are of all rows."""
+        """Change `rows` of float32 logits [R, V] in place. `slots` and `last_tokens` int64 [R] are of all rows."""
         users: dict[str, list[int]] = defaultdict(list)
         for row in rows.tolist():
             for name in self._names[int(slots[row])]:
                 users[name].append(row)
         for name, chosen in users.items():
             used = slots[chosen]
-            places, device_slots = transfer.send(
-                (np.array(chosen, np.int64), used.astype(np.int64))
-            )
+            (places,) = transfer.send((np.array(chosen, np.int64),))
             part = logits[places]
-            before = LogitsRows(used.tolist(), last_tokens[device_slots].to(torch.int64))
+            before = LogitsRows(used.tolist(), last_tokens[places])
             try:
                 self._processors[name].apply(part, before)
             except Exception:  # plugin code may raise anything

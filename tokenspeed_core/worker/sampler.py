@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -38,13 +38,26 @@ class RunnerKernels:
 class SamplingRows:
     """The R rows that sample: their indices in the plan, their slots, and the positions of their new tokens.
 
-    `device_slots` and `new_positions` are int64 [R] on the device.
+    `device_slots` and `new_positions` are int64 [R] on the device. `last` int64 [R] are the places of the rows' last
+    tokens among the step's `token_ids` int64 [T]; None if they are the first R.
     """
 
     plan_rows: I32
     slots: I32
     device_slots: torch.Tensor
     new_positions: torch.Tensor
+    token_ids: torch.Tensor
+    last: torch.Tensor | None
+
+    def at(self, places: torch.Tensor) -> SamplingRows:
+        """Return rows whose device tensors are those of other rows, int64 [R]."""
+        last = places if self.last is None else self.last[places]
+        slots, positions = self.device_slots[places], self.new_positions[places]
+        return replace(self, device_slots=slots, new_positions=positions, last=last)
+
+    def last_tokens(self) -> torch.Tensor:
+        """Return the tokens that the model has just read, int64 [R]."""
+        return self.token_ids[: len(self.slots)] if self.last is None else self.token_ids[self.last]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,8 +165,9 @@ class Sampler:
         if len(biased):
             self._biases.add(logits, biased_rows, rows.device_slots[biased_rows])
         if len(processed):
+            # A captured step has replaced the slots' last tokens by its greedy ones.
             self._processors.apply(
-                logits, processed, rows.slots, self._state.last_token, self._transfer
+                logits, processed, rows.slots, rows.last_tokens(), self._transfer
             )
         if len(endless):
             self._end_ids.forbid(logits, endless_rows, rows.device_slots[endless_rows])
@@ -188,7 +202,9 @@ class Sampler:
         if late.num_positions != 1:
             raise ValueError("masks for draft positions need a drafter, and none is loaded")
         words = late.mask.reshape(len(late.rows), -1)
-        self._kernels.mask[logits.dtype](logits, *self._transfer.send((places, words)))
+        (device_places,) = self._transfer.send((places,))
+        device_words = self._transfer.send_from_buffer(words)
+        self._kernels.mask[logits.dtype](logits, device_places, device_words)
 
     def _mask(self, logits: torch.Tensor, rows: SamplingRows, late: LateInputs) -> None:
         self.mask(logits, places_of(rows, late), late)

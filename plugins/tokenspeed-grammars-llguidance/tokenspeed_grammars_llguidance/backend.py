@@ -1,17 +1,17 @@
 """Compiler and matchers on llguidance.
 
-llguidance keeps the lexer states that it has computed per grammar, so the copies of a matcher share them.
+llguidance keeps the lexer states that it has computed per grammar, so the copies of a matcher share them. They also
+share a lock: 64 masks took 0.7 ms in one thread and 0.9 to 1.1 ms in 4 to 14 (16 processors of an Intel Xeon).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from threading import Lock, local
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from tokenspeed_core.api import GrammarError, GrammarKind, Vocabulary, num_mask_threads
+from tokenspeed_core.api import GrammarError, GrammarKind, Vocabulary
 from tokenspeed_grammars_llguidance.source import grammar_source
 
 if TYPE_CHECKING:
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     I32 = np.ndarray[Any, np.dtype[np.int32]]
 
 MAX_LEXER_STATES = 50_000  # per grammar, 1 to 2 kB each
-MIN_BATCH = 4  # fewer matchers are not worth waking threads
+LEXER_FUEL = 100_000  # for a mask: at most 7 ms
+MAX_ITEMS = 50_000  # of the parser, for a mask: at most 2.5 ms
 MAX_MESSAGE = 300  # characters
 _BASE_BYTES = 2 << 20  # of a compiled grammar with the lexer states of usual outputs
 _BYTES_PER_CHAR = 64  # a schema with an enum of 600 kB took 36 MB
@@ -50,8 +51,12 @@ class LLGuidance:
         """Index the vocabulary, which takes about 1 s for 150,000 tokens."""
         self._vocabulary = vocabulary
         self._tokenizer = LLTokenizer(_Tokens(vocabulary), eos_token=list(vocabulary.eos_ids))  # type: ignore[arg-type]
-        self._executors = _Executors()
-        self._limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+        self._limits = LLParserLimits(
+            max_lexer_states=MAX_LEXER_STATES,
+            step_lexer_fuel=LEXER_FUEL,
+            step_max_items=MAX_ITEMS,
+            verbose_errors=False,
+        )
 
     def compile(self, kind: GrammarKind, text: str) -> Compiled:
         """Compile a grammar. Raises GrammarError."""
@@ -60,67 +65,22 @@ class LLGuidance:
         if matcher.is_error():
             raise GrammarError(" ".join(matcher.get_error().split())[:MAX_MESSAGE])
         num_bytes = _BASE_BYTES + _BYTES_PER_CHAR * len(source)
-        return Compiled(matcher, num_bytes, frozenset(self._vocabulary.eos_ids), self._executors)
-
-
-class _Executors(local):
-    """The threads of the library, for each thread that calls: a call that was given up may keep them busy."""
-
-    def __init__(self) -> None:
-        num_threads = num_mask_threads()
-        self._executor = LLExecutor(num_threads=num_threads) if num_threads > 1 else None
-
-    def of(self, num_matchers: int) -> LLExecutor | None:
-        """Return the threads, None if waking them for so many matchers is not worth it."""
-        return self._executor if num_matchers >= MIN_BATCH else None
+        return Compiled(matcher, num_bytes, frozenset(self._vocabulary.eos_ids))
 
 
 class Compiled:
     """A matcher at the start of a grammar, to copy."""
 
-    def __init__(
-        self,
-        matcher: LLMatcher,
-        num_bytes: int,
-        eos_ids: frozenset[int],
-        executors: _Executors,
-    ) -> None:
+    def __init__(self, matcher: LLMatcher, num_bytes: int, eos_ids: frozenset[int]) -> None:
         self.num_bytes = num_bytes
         self._matcher = matcher
         self._eos_ids = eos_ids
-        self._executors = executors
         self._lock = Lock()
 
     def matcher(self) -> Matcher:
         """Return a matcher at the start of the grammar."""
         with self._lock:
             return Matcher(self._matcher.deep_copy(), self._eos_ids)
-
-    def accept(self, matchers: Sequence[Matcher], token_ids: Sequence[int]) -> list[bool]:
-        """Advance each matcher by a token. Returns which accepted theirs."""
-        pairs = list(zip(matchers, token_ids, strict=True))
-        ends = any(token in self._eos_ids or matcher.is_terminated for matcher, token in pairs)
-        executor = self._executors.of(len(pairs))
-        if ends or executor is None:
-            return [matcher.accept(token) for matcher, token in pairs]
-        return executor.consume_token_par([(matcher.matcher, token) for matcher, token in pairs])
-
-    def fill(self, matchers: Sequence[Matcher], rows: Sequence[int], mask: I32) -> None:
-        """Set the bits of the allowed tokens in each matcher's row."""
-        executor = self._executors.of(len(matchers))
-        if executor is None:
-            for matcher, row in zip(matchers, rows, strict=True):
-                matcher.fill(mask[row])
-            return
-        executor.unsafe_compute_mask_ptr(
-            [(matcher.matcher, row) for matcher, row in zip(matchers, rows, strict=True)],
-            mask.ctypes.data,
-            mask.strides[0],
-            len(mask),
-        )
-        for matcher, row in zip(matchers, rows, strict=True):
-            if matcher.is_terminated or matcher.matcher.is_error():
-                mask[row] = 0
 
 
 class Matcher:
@@ -140,14 +100,14 @@ class Matcher:
             return self.is_terminated
         return self.matcher.try_consume_tokens([token_id]) == 1
 
-    def fill(self, row: I32) -> None:
-        """Set the bits of the allowed tokens. A failed matcher allows none."""
-        if self.is_terminated or self.matcher.is_error():
-            row[:] = 0
-            return
-        self.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        if self.matcher.is_error():
-            row[:] = 0
+    def fill(self, row: I32) -> bool:
+        """Set the bits of the allowed tokens. Returns False, and allows none, if there are none."""
+        if not self.is_terminated and not self.matcher.is_error():
+            self.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            if not self.matcher.is_error():
+                return True
+        row[:] = 0
+        return False
 
     def rollback(self, num_tokens: int) -> None:
         """Undo the last accepted tokens."""

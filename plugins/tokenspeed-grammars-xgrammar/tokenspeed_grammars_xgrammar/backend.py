@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
-from threading import local
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -17,13 +16,11 @@ from tokenspeed_core.api import (
     GrammarError,
     GrammarKind,
     Vocabulary,
-    num_mask_threads,
 )
 from tokenspeed_grammars_xgrammar.calls import structural_tag
 from tokenspeed_grammars_xgrammar.schema import check_schema
 
 I32 = np.ndarray[Any, np.dtype[np.int32]]
-MIN_BATCH = 4  # fewer matchers are not worth waking threads
 MAX_MESSAGE = 300  # characters
 _CONTROL = re.compile(rb"[\x00-\x09\x0b-\x1f]")  # all but the newline
 
@@ -46,7 +43,6 @@ class XGrammar:
             stop_token_ids=list(vocabulary.eos_ids),
         )
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-        self._batches = _Batches()
         self._all = _mask_without(len(tokens), ())
         # XGrammar lets strings with a length have control characters, which JSON forbids.
         controls = (i for i, token in enumerate(vocabulary.tokens) if _CONTROL.search(token))
@@ -56,7 +52,7 @@ class XGrammar:
         """Compile a grammar. Raises GrammarError."""
         try:
             allowed = self._without_controls if kind in ("json", "calls") else self._all
-            return Compiled(self._compile(kind, text), allowed, self._batches)
+            return Compiled(self._compile(kind, text), allowed)
         except GrammarError:
             raise
         except Exception as error:  # the library raises RuntimeError and others
@@ -84,18 +80,10 @@ class XGrammar:
         raise GrammarError(f"XGrammar has no grammars of the kind {kind!r}")
 
 
-class _Batches(local):
-    """The threads of the library, for each thread that calls: a call that was given up may keep them busy."""
-
-    def __init__(self) -> None:
-        self.matcher = xgrammar.BatchGrammarMatcher(max_threads=num_mask_threads())
-
-
 class Compiled:
     """A compiled grammar."""
 
-    def __init__(self, grammar: xgrammar.CompiledGrammar, allowed: I32, batches: _Batches) -> None:
-        self._batches = batches
+    def __init__(self, grammar: xgrammar.CompiledGrammar, allowed: I32) -> None:
         self._allowed = allowed
         self.num_bytes = max(1, grammar.memory_size_bytes)
         self._grammar = grammar
@@ -103,25 +91,6 @@ class Compiled:
     def matcher(self) -> Matcher:
         """Return a matcher at the start of the grammar."""
         return Matcher(xgrammar.GrammarMatcher(self._grammar), self._allowed)
-
-    def accept(self, matchers: Sequence[Matcher], token_ids: Sequence[int]) -> list[bool]:
-        """Advance each matcher by a token. Returns which accepted theirs."""
-        # The library's own batch is a loop too.
-        return [
-            matcher.accept(token_id) for matcher, token_id in zip(matchers, token_ids, strict=True)
-        ]
-
-    def fill(self, matchers: Sequence[Matcher], rows: Sequence[int], mask: I32) -> None:
-        """Set the bits of the allowed tokens in each matcher's row."""
-        if len(matchers) < MIN_BATCH or any(matcher.is_terminated for matcher in matchers):
-            for matcher, row in zip(matchers, rows, strict=True):
-                matcher.fill(mask[row])
-            return
-        rows = list(rows)
-        self._batches.matcher.batch_fill_next_token_bitmask(
-            [matcher.matcher for matcher in matchers], mask, rows
-        )
-        mask[rows] &= self._allowed
 
 
 class Matcher:
@@ -143,13 +112,14 @@ class Matcher:
             is_allowed and not self.matcher.is_terminated() and self.matcher.accept_token(token_id)
         )
 
-    def fill(self, row: I32) -> None:
-        """Set the bits of the allowed tokens."""
+    def fill(self, row: I32) -> bool:
+        """Set the bits of the allowed tokens. Returns whether there are any."""
         if self.matcher.is_terminated():
             row[:] = 0
-        else:
-            self.matcher.fill_next_token_bitmask(row.reshape(1, -1))
-            row &= self._allowed
+            return False
+        self.matcher.fill_next_token_bitmask(row.reshape(1, -1))
+        row &= self._allowed
+        return bool(row.any())
 
     def rollback(self, num_tokens: int) -> None:
         """Undo the last accepted tokens."""

@@ -28,6 +28,7 @@ class GrammarBackend:
         """`folder` has the tokenizer, `vocab_size` is the model's, `eos_ids` are the tokens that end an output."""
         self.entry = entry
         self.vocab_size = vocab_size
+        self.bounds_time = spec.bounds_time
         self._spec = spec
         self._folder = folder
         self._eos_ids = eos_ids

@@ -1,4 +1,4 @@
-"""Fills the masks of a step in a thread, so that no grammar can block the step loop."""
+"""Fills the masks of a step, and leaves grammars behind that take too long."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
-
-import numpy as np
+from typing import Protocol
 
 from tokenspeed_core.api.step import I32
-from tokenspeed_core.engine.grammars.sequence import SequenceGrammar, fill_masks, read_tokens
+from tokenspeed_core.engine.grammars.sequence import SequenceGrammar
 
 MAX_SECONDS = 0.05  # for the first row of a grammar in a step; then its requests end
 MAX_SECONDS_PER_ROW = 0.005  # for each further row
@@ -26,27 +25,58 @@ class MaskRow:
     token_ids: list[int]
 
 
-class MaskFiller:
-    """A thread that fills masks, with one call of the backend for all rows of a grammar.
-
-    A new thread replaces one that a grammar blocks.
-    """
-
-    def __init__(self, num_rows: int, num_words: int, max_seconds: float = MAX_SECONDS) -> None:
-        """Start no thread before the first step. A step has up to `num_rows` rows of `num_words` words, W."""
-        self._max_seconds = max_seconds
-        self._mask = np.zeros((num_rows, num_words), np.int32)
-        self._worker: _Worker | None = None
+class MaskFiller(Protocol):
+    """Fills the masks of a step."""
 
     def fill(self, rows: Sequence[MaskRow]) -> tuple[I32, list[int]]:
         """Return the mask, int32 [len(rows), W], and the indices of the rows whose grammar took too long.
 
         The mask is valid until the next call.
         """
-        by_grammar: dict[int, list[int]] = {}
-        for i, row in enumerate(rows):
-            by_grammar.setdefault(id(row.grammar.compiled), []).append(i)
-        groups = list(by_grammar.values())
+
+    def close(self) -> None:
+        """End its threads. Does not wait."""
+
+
+class DirectFiller:
+    """Fills masks in the calling thread, for backends that bound the time of each call."""
+
+    def __init__(self, mask: I32, max_seconds: float = MAX_SECONDS) -> None:
+        """Use a buffer for the masks of the largest step, int32 [S, W]."""
+        self._mask = mask
+        self._max_seconds = max_seconds
+
+    def fill(self, rows: Sequence[MaskRow]) -> tuple[I32, list[int]]:
+        """Do as `MaskFiller.fill`."""
+        too_slow: list[int] = []
+        for group in _groups(rows):
+            end = time.thread_time() + self._max_seconds + MAX_SECONDS_PER_ROW * (len(group) - 1)
+            for i in group:
+                _fill(rows[i], self._mask[i])
+                if time.thread_time() > end:
+                    too_slow += group
+                    break
+        return self._mask[: len(rows)], too_slow
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class ThreadFiller:
+    """Fills masks in a thread, so that no grammar can block the step loop.
+
+    A new thread replaces one that a grammar blocks.
+    """
+
+    def __init__(self, mask: I32, max_seconds: float = MAX_SECONDS) -> None:
+        """Use a buffer for the masks of the largest step, int32 [S, W]. Start no thread before the first step."""
+        self._mask = mask
+        self._max_seconds = max_seconds
+        self._worker: _Worker | None = None
+
+    def fill(self, rows: Sequence[MaskRow]) -> tuple[I32, list[int]]:
+        """Do as `MaskFiller.fill`."""
+        groups = _groups(rows)
         too_slow: list[int] = []
         while groups:
             worker = self._worker = self._worker or _Worker()
@@ -130,12 +160,25 @@ class _Worker:
             for index, group in enumerate(groups):
                 if not self._begin_group(index, group):
                     return
-                grammars = [rows[i].grammar for i in group]
-                read_tokens(grammars, [rows[i].token_ids for i in group])
-                fill_masks(grammars, group, mask)
+                for i in group:
+                    _fill(rows[i], mask[i])
             if self._is_ended:
                 return
             self._done.put(None)
+
+
+def _groups(rows: Sequence[MaskRow]) -> list[list[int]]:
+    """Return the indices of the rows of each grammar."""
+    by_grammar: dict[int, list[int]] = {}
+    for i, row in enumerate(rows):
+        by_grammar.setdefault(id(row.grammar.compiled), []).append(i)
+    return list(by_grammar.values())
+
+
+def _fill(row: MaskRow, mask: I32) -> None:
+    """Let a grammar read its tokens and fill its mask, int32 [W]."""
+    row.grammar.read(row.token_ids)
+    row.grammar.fill(mask)
 
 
 def _now() -> tuple[float, float]:

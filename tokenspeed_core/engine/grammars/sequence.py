@@ -1,10 +1,9 @@
-"""The grammar of a sequence: whether it has begun, and its matcher. Sequences with the same grammar run together."""
+"""The grammar of a sequence: whether it has begun, and its matcher."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from enum import Enum
-from itertools import zip_longest
 
 import numpy as np
 
@@ -63,23 +62,31 @@ class SequenceGrammar:
         self._min_tokens = min_tokens if stop_ids is not None and len(stop_ids) else 0
         self._stop_ids = stop_ids
 
-    def reads(self, token_id: int) -> bool:
-        """Count the next token of the output. Returns whether it is the matcher's."""
-        self.num_read += 1
-        return self.phase is Phase.ANSWER or not self._is_reasoning(token_id)
+    def read(self, token_ids: Iterable[int]) -> None:
+        """Advance by the next tokens of the output. Sets `has_failed` if the grammar does not allow one."""
+        for token_id in token_ids:
+            self.num_read += 1
+            is_answer = self.phase is Phase.ANSWER or not self._is_reasoning(token_id)
+            if is_answer and not self.matcher.accept(token_id):
+                self.has_failed = True
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the matcher alone decides which tokens may come next."""
-        return self.phase is Phase.ANSWER and self.num_read >= self._min_tokens
+    def fill(self, row: I32) -> None:
+        """Set the bits of the tokens that may come next, and clear the others. row int32 [W].
 
-    def adjust(self, row: I32) -> None:
-        """Change the matcher's mask, int32 [W], by what else decides. Unused before the reasoning ends."""
-        reasoning = self._reasoning
+        Sets `has_failed` if the grammar allows no token.
+        """
         if self.phase is Phase.REASONING:
-            assert reasoning is not None
-            row[:] = reasoning.mask
+            assert self._reasoning is not None
+            row[:] = self._reasoning.mask
             return
+        if not self.matcher.fill(row):
+            self.has_failed = True
+        if self.phase is Phase.OPENING or self.num_read < self._min_tokens:
+            self._adjust(row)
+
+    def _adjust(self, row: I32) -> None:
+        """Change the matcher's mask by what else decides."""
+        reasoning = self._reasoning
         if self.num_read < self._min_tokens:
             assert self._stop_ids is not None
             before = row.copy()
@@ -109,47 +116,6 @@ class SequenceGrammar:
         if is_closed:
             self.phase = Phase.ANSWER
         return True
-
-
-def read_tokens(grammars: Sequence[SequenceGrammar], token_ids: Sequence[Sequence[int]]) -> None:
-    """Advance sequences with the same compiled grammar by their next tokens, usually one each."""
-    for tokens in zip_longest(*token_ids):
-        pairs = [
-            (grammar, token)
-            for grammar, token in zip(grammars, tokens, strict=True)
-            if token is not None and grammar.reads(token)
-        ]
-        if not pairs:
-            continue
-        matchers = [grammar.matcher for grammar, _ in pairs]
-        accepted = grammars[0].compiled.accept(matchers, [token for _, token in pairs])
-        if not all(accepted):
-            for (grammar, _), is_accepted in zip(pairs, accepted, strict=True):
-                grammar.has_failed = grammar.has_failed or not is_accepted
-
-
-def fill_masks(grammars: Sequence[SequenceGrammar], rows: Sequence[int], mask: I32) -> None:
-    """Set the bits of the tokens that may come next in the sequences' rows of the mask, and clear the others.
-
-    `rows` ascend. The sequences have the same compiled grammar.
-    """
-    pairs = [
-        (grammar, row)
-        for grammar, row in zip(grammars, rows, strict=True)
-        if grammar.phase is not Phase.REASONING
-    ]
-    if pairs:
-        filled = [row for _, row in pairs]
-        grammars[0].compiled.fill([grammar.matcher for grammar, _ in pairs], filled, mask)
-        is_run = filled[-1] - filled[0] == len(filled) - 1
-        part = mask[filled[0] : filled[-1] + 1] if is_run else mask[filled]
-        has_bits = np.bitwise_or.reduce(part, axis=1) != 0
-        if not has_bits.all():
-            for (grammar, _), is_filled in zip(pairs, has_bits.tolist(), strict=True):
-                grammar.has_failed = grammar.has_failed or not is_filled
-    for grammar, row in zip(grammars, rows, strict=True):
-        if not grammar.is_plain:
-            grammar.adjust(mask[row])
 
 
 def _clear(row: I32, token_ids: Iterable[int]) -> None:

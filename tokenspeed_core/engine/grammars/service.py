@@ -10,7 +10,7 @@ import numpy as np
 from tokenspeed_core.api.grammars import MAX_GRAMMAR_CHARS, CompiledGrammar
 from tokenspeed_core.api.step import I32, LateInputs, StepPlan
 from tokenspeed_core.engine.grammars.backend import GrammarBackend
-from tokenspeed_core.engine.grammars.filler import MaskFiller, MaskRow
+from tokenspeed_core.engine.grammars.filler import DirectFiller, MaskRow, ThreadFiller
 from tokenspeed_core.engine.grammars.pool import CompilePool, GrammarCache, GrammarKey, Refusal
 from tokenspeed_core.engine.grammars.sequence import ReasoningTokens, SequenceGrammar
 from tokenspeed_core.engine.grammars.trial import Trial
@@ -30,9 +30,9 @@ class Grammars:
         scheduler: Scheduler,
         backend: GrammarBackend,
         pool: CompilePool | None = None,
-        filler: MaskFiller | None = None,
+        mask: I32 | None = None,
     ) -> None:
-        """Compile nothing yet."""
+        """Compile nothing yet. `mask` is the buffer for masks that the runner prefers, int32 [slots, W]."""
         self.rejected: list[Rejected] = []
         self._scheduler = scheduler
         self._backend = backend
@@ -43,8 +43,10 @@ class Grammars:
         self._held: dict[GrammarKey, list[Submit]] = {}
         self._aborted: set[int] = set()
         self._reasoning: dict[Reasoning, ReasoningTokens] = {}
-        num_words = -(-backend.vocab_size // 32)
-        self._filler = filler or MaskFiller(scheduler.limits.max_num_seqs, num_words)
+        if mask is None:
+            num_words = -(-backend.vocab_size // 32)
+            mask = np.zeros((scheduler.limits.max_num_seqs, num_words), np.int32)
+        self._filler = DirectFiller(mask) if backend.bounds_time else ThreadFiller(mask)
 
     # -- requests -------------------------------------------------------------------------------------
 
