@@ -125,7 +125,8 @@ def docs(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Tests of the core, on the CPU, and of the plugins."""
-    pytest(session, ready(session), *SUITE)
+    # Many start processes and end them at any moment. The summary lists what passed only the second time.
+    pytest(session, ready(session), "--reruns", "1", "-raR", *SUITE)
 
 
 @nox.session

@@ -129,7 +129,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 TestAnyHistory = EngineMachine.TestCase
 TestAnyHistory.settings = settings(
-    max_examples=200,
+    max_examples=100,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -226,7 +226,7 @@ def listens(process: psutil.Process) -> bool:
 @pytest.mark.parametrize(
     ("num_requests", "measures_client"),
     [
-        pytest.param(5000, False, id="under load"),
+        pytest.param(5000, False, id="under load", marks=pytest.mark.release),
         pytest.param(4, True, id="during the client measurement", marks=pytest.mark.release),
     ],
 )
@@ -255,6 +255,7 @@ def test_killed_bench_leaves_no_process(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.release
 def test_dead_server_fails_the_remaining_requests(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     child = start_bench(

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -33,6 +35,7 @@ def test_host_step_reports_target_floor_and_machine() -> None:
     assert "CPUs, " in report["machine"]
 
 
+@pytest.mark.release
 def test_gpu_script_reports_a_missing_gpu() -> None:
     assert "Triton attention" in script("attention_tilings.py", "--help").stdout
     done = script("attention_tilings.py")

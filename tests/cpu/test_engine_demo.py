@@ -15,12 +15,15 @@ NUM_ITEMS = 24  # of each task; one that is wrong is 4 %
     "settings",
     [
         {},
-        {
-            "max_total_tokens": 2048,
-            "chunked_prefill_size": 64,
-            "max_num_seqs": 16,
-            "max_model_len": 1024,
-        },
+        pytest.param(
+            {
+                "max_total_tokens": 2048,
+                "chunked_prefill_size": 64,
+                "max_num_seqs": 16,
+                "max_model_len": 1024,
+            },
+            marks=pytest.mark.release,
+        ),
         pytest.param(
             {"quantization": "fp8", "kv_cache_dtype": "fp8_e4m3"}, marks=pytest.mark.release
         ),

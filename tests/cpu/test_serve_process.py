@@ -405,7 +405,14 @@ def test_ctrl_c_ends_an_idle_server(tmp_path: Path) -> None:
         assert not server.sockets()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGHUP, marks=pytest.mark.release),
+        pytest.param(signal.SIGKILL, marks=pytest.mark.release),
+    ],
+)
 def test_chat_ends_the_server_that_it_started(
     tmp_path: Path, many_processors: None, number: signal.Signals
 ) -> None:

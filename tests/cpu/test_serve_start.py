@@ -195,6 +195,7 @@ def test_interrupted_start_leaves_no_process(tmp_path: Path, number: signal.Sign
         assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.release
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
 def test_full_disk_for_logs_is_harmless(tmp_path: Path) -> None:
     with socket.socket() as probe:

@@ -136,6 +136,7 @@ def seconds_used(server: Served) -> float:
     return float(sum(server.engine().cpu_times()[:2]) - before)
 
 
+@pytest.mark.release
 def test_concurrent_answers_equal_single_ones(
     server: Served,
 ) -> None:

@@ -55,6 +55,7 @@ def free_port() -> str:
         return str(listener.getsockname()[1])
 
 
+@pytest.mark.release
 def test_every_command_of_the_tutorial_works(tmp_path: Path) -> None:
     blocks = re.findall(
         r"^```bash\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL

@@ -43,6 +43,7 @@ def test_invalid_requests_of_every_route_get_no_5xx(server: Running) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.release
 def test_attacks_leave_a_working_server(server: Running) -> None:
     # Other tests run at the same time, so the gaps are those of a busy machine.
     words = ("--max-ms", "5000", "--megabytes", "1", "--seconds", "0.1")
