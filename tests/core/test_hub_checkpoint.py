@@ -20,7 +20,7 @@ from tokenspeed_core.checkpoint.resolve import (
 )
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.factory import load_text
-from tokenspeed_core.errors import CheckpointError, PluginError
+from tokenspeed_core.errors import CheckpointError, ConfigError, PluginError
 from tokenspeed_core.plugins import Catalog, Selection
 
 HERE = "plugin_under_test"
@@ -160,6 +160,46 @@ def test_disabled_plugin_is_named_with_its_variable(
 def test_error_of_a_family_names_the_checkpoint(catalog: Catalog, checkpoint: Path) -> None:
     (checkpoint / "config.json").write_text('{"architectures": ["TinyForCausalLM"]}')
     assert refusal("demo", catalog) == f"{checkpoint}: config.json: vocab_size is missing"
+
+
+def describe_any(config: Mapping[str, Any]) -> ModelInfo:
+    OF_ANY.append(config.get("trust_remote_code"))
+    return describe(config)
+
+
+OF_ANY: list[object] = []  # the folder of trusted code in each call of `describe_any`
+ANY = ModelSpec("*", f"{HERE}:describe_any", f"{HERE}:Tiny", runs_remote_code=True)
+
+
+def test_family_for_any_architecture_is_the_last_choice(
+    catalog: Catalog, checkpoint: Path, tmp_path: Path
+) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    assert "tokenspeed-models-transformers" in refusal(
+        str(checkpoint), catalog, hf_overrides={"architectures": ["Unknown"]}
+    )
+    entries = tmp_path / "site" / "tiny_plugin-1.0.dist-info" / "entry_points.txt"
+    entries.write_text(
+        entries.read_text().replace(
+            "[tokenspeed.models]", f"[tokenspeed.models]\n* = {HERE}:ANY [api1]"
+        )
+    )
+    with_any = Catalog.discover(
+        Selection.read({}), distributions=distributions(path=[str(tmp_path / "site")])
+    )
+    found = resolve_checkpoint(Config(model=str(checkpoint)), with_any)
+    assert found.spec == TINY
+    with pytest.raises(ConfigError, match="--trust-remote-code has no effect"):
+        resolve_checkpoint(Config(model=str(checkpoint), trust_remote_code=True), with_any)
+    config["architectures"] = ["Unknown"]
+    config["trust_remote_code"] = "/of/the/checkpoint"
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    for trusts in (False, True):
+        found = resolve_checkpoint(
+            Config(model=str(checkpoint), trust_remote_code=trusts), with_any
+        )
+        assert found.spec == ANY
+    assert [None, str(checkpoint)] == OF_ANY
 
 
 def breaks(config: Mapping[str, Any]) -> ModelInfo:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from tokenspeed_core.api.quantization import QuantizationScheme
 
 
+ANY_ARCHITECTURE = "*"
+
+
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """The properties of a checkpoint that the core needs.
@@ -42,11 +45,16 @@ class ModelSpec:
     `describe` is "module:function", taking config.json as a dict and returning ModelInfo; it imports no
     tensor library and raises ValueError, naming the key, for a configuration that it does not support. `load` is
     "module:class", a `Model` built by `cls(config, build)`.
+
+    The family named `ANY_ARCHITECTURE` is used for architectures that no other installed family supports. If it
+    `runs_remote_code`, `--trust-remote-code` puts the checkpoint's folder into `config`, under the key
+    "trust_remote_code"; all other families refuse that flag.
     """
 
     architecture: str
     describe: str
     load: str
+    runs_remote_code: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from tokenspeed_core.api.models import Checkpoint, LoadFormat, ModelInfo, ModelSpec
+from tokenspeed_core.api.models import (
+    ANY_ARCHITECTURE,
+    Checkpoint,
+    LoadFormat,
+    ModelInfo,
+    ModelSpec,
+)
 from tokenspeed_core.checkpoint.hub import download
 from tokenspeed_core.config import Config
 from tokenspeed_core.config.build import called
@@ -56,8 +62,15 @@ def resolve_checkpoint(
     if quantization.is_file():
         model_config.setdefault("quantization_config", read_json(quantization))
     model_config = merged(model_config, config.hf_overrides)
+    model_config.pop("trust_remote_code", None)
     entry = find_family(model_config, catalog, path)
     spec = catalog.need(entry, ModelSpec)
+    if config.trust_remote_code:
+        if not spec.runs_remote_code:
+            raise ConfigError(
+                f"--trust-remote-code has no effect: {entry} runs no code of model repositories; leave it out"
+            )
+        model_config["trust_remote_code"] = str(path)
     try:
         info = make(
             entry,
@@ -131,7 +144,11 @@ def locate(
 
     def wanted(names: Sequence[str]) -> list[str]:
         listed.extend(name for name in names if "/" not in name)
-        return wanted_files(listed, config.load_format, catalog, with_weights=with_weights)
+        code = [each for each in listed if config.trust_remote_code and each.endswith(".py")]
+        return [
+            *wanted_files(listed, config.load_format, catalog, with_weights=with_weights),
+            *code,
+        ]
 
     try:
         folder = download(name, config.revision, config.download_dir, wanted)
@@ -164,7 +181,10 @@ def merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
 
 
 def find_family(config: Mapping[str, Any], catalog: Catalog, path: Path) -> Entry:
-    """Return the family of the first architecture for which one is installed. Raises CheckpointError."""
+    """Return the family of the first architecture for which one is installed, else the one for any architecture.
+
+    Raises CheckpointError.
+    """
     named = config.get("architectures")
     if not isinstance(named, list) or not named:
         raise CheckpointError(
@@ -176,12 +196,15 @@ def find_family(config: Mapping[str, Any], catalog: Catalog, path: Path) -> Entr
     for architecture in sorted(named, key=lambda each: each not in available):
         if catalog.is_installed("models", architecture):
             return catalog.get("models", architecture)
+    if ANY_ARCHITECTURE in available:
+        return catalog.get("models", ANY_ARCHITECTURE)
     # Most names end in ForCausalLM, so that only very similar ones are probably typos.
     near = get_close_matches(str(named[0]), available, n=1, cutoff=0.9)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise CheckpointError(
         f"{path}: no installed model family supports {', '.join(map(str, named))}"
-        f"{hint}; installed: {', '.join(available) or 'none'}"
+        f"{hint}; installed: {', '.join(available) or 'none'}. Most models of Hugging Face transformers run after "
+        "`pip install tokenspeed-models-transformers`"
     )
 
 

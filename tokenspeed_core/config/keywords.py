@@ -15,6 +15,7 @@ class EngineKeywords(TypedDict, total=False):
     tokenizer: str | None
     skip_tokenizer_init: bool
     load_format: str
+    trust_remote_code: bool
     revision: str | None
     download_dir: str | None
     hf_overrides: Mapping[str, Any]

@@ -71,6 +71,11 @@ class Config(ServerSettings):
         min_length=1,
         kind="load_formats",
     )
+    trust_remote_code: bool = setting(
+        False,
+        "model",
+        "Run code from the model's repository if no installed family supports the model.",
+    )
     revision: str | None = setting(
         None, "model", "Branch, tag or commit of the repo.", min_length=1
     )
