@@ -1,0 +1,75 @@
+"""Descriptions of models, and refusals of those that cannot run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from tiny_models import SMALL
+from tokenspeed_models_transformers.describe import describe
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from tokenspeed_core.api import FullAttention, SlidingWindow
+
+
+def config_of(model_type: str, **changes: Any) -> dict[str, Any]:
+    """Return a tiny config.json."""
+    values: dict[str, Any] = CONFIG_MAPPING[model_type](**{**SMALL, **changes}).to_dict()
+    return values
+
+
+def test_defaults_of_the_class_complete_a_config() -> None:
+    info = describe({"model_type": "olmo", "architectures": ["OlmoForCausalLM"], "hidden_size": 64})
+    assert (info.architecture, info.dtype, info.num_layers) == ("OlmoForCausalLM", "float32", 32)
+    assert (info.vocab_size, info.max_model_len) == (50304, 2048)
+    assert info.cache_groups == (FullAttention("full_32x2", 32, 32, 2),)
+    assert info.num_parameters == 50304 * 64 * 2 + 32 * (4 * 64**2 + 3 * 64 * 11008)
+
+
+def test_layers_with_windows_have_their_own_group() -> None:
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    config = config_of("exaone4", num_hidden_layers=3, sliding_window=9, layer_types=kinds)
+    groups = describe(config).cache_groups
+    assert groups == (
+        SlidingWindow("window_9_2x8", 2, 2, 8, 9),
+        FullAttention("full_2x8", 1, 2, 8),
+    )
+
+
+def test_process_without_torch_asks_a_subprocess() -> None:
+    config = config_of("starcoder2", sliding_window=9)
+    code = (
+        "import json, sys\n"
+        "from tokenspeed_models_transformers.describe import describe\n"
+        f"print(describe(json.loads({json.dumps(json.dumps(config))})))\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
+    )
+    printed = subprocess.check_output([sys.executable, "-P", "-c", code], text=True)
+    assert printed.strip() == str(describe(config))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "why"),
+    [
+        ("bart", {}, "it has an encoder"),
+        ("bert", {}, "not causal"),
+        ("bloom", {}, "mask"),
+        ("mamba", {}, "a recurrent state"),
+        ("llama", {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ("llama", {"dtype": "float64"}, "dtype is 'float64'"),
+    ],
+)
+def test_unsupported_model_is_refused(model_type: str, changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why) as caught:
+        describe({**config_of(model_type), **changes})
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_model_needs_newer_library_or_its_own_code() -> None:
+    with pytest.raises(ValueError, match="pip install --upgrade transformers"):
+        describe({"model_type": "unheard"})
+    with pytest.raises(ValueError, match="--trust-remote-code"):
+        describe({"model_type": "unheard", "auto_map": {"AutoConfig": "configuration.C"}})

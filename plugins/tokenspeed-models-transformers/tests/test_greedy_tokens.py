@@ -1,0 +1,74 @@
+"""Greedy tokens equal those of transformers, with chunks, prefix hits and requests of many lengths at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import MODELS, MORE, NATIVE, save_reference
+
+from tokenspeed_core import LLM, SamplingParams
+
+pytestmark = pytest.mark.slow
+
+LENGTHS = (1, 6, 17, 33)
+NUM_TOKENS = 6
+NEAR = 1e-4  # logits this close are equal: either token is right
+# The family for any architecture, although another one supports the model.
+ANY = {"hf_overrides": {"architectures": ["*"]}}
+
+
+def prompts() -> list[list[int]]:
+    """Return prompts of several lengths; each is the beginning of the longest."""
+    longest = np.random.default_rng(3).integers(3, 101, max(LENGTHS)).tolist()
+    return [longest[:length] for length in LENGTHS]
+
+
+def check(model_type: str, folder: Path, **settings: Any) -> None:
+    """Compare the tokens of a tiny checkpoint, the second time with prefix hits."""
+    reference = save_reference(model_type, folder)
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    defaults: dict[str, Any] = {
+        "device": "cpu",
+        "skip_tokenizer_init": True,
+        "max_total_tokens": 512,
+        "max_num_seqs": 4,
+        "chunked_prefill_size": 12,
+        "block_size": 4,
+    }
+    with LLM(str(folder), **{**defaults, **settings}) as llm:
+        for is_cached in (False, True):
+            outputs = llm.generate([{"prompt_token_ids": each} for each in prompts()], params)
+            assert outputs[-1].num_cached_tokens == 32 or not is_cached
+            for prompt, output in zip(prompts(), outputs, strict=True):
+                tokens = output.outputs[0].token_ids
+                assert len(tokens) == NUM_TOKENS
+                with torch.inference_mode():
+                    logits = reference(torch.tensor([[*prompt, *tokens]])).logits[0]
+                for at, token in enumerate(tokens, len(prompt) - 1):
+                    assert logits[at].max() - logits[at, token] <= NEAR, f"position {at}"
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_greedy_tokens_equal_transformers(model_type: str, tmp_path: Path) -> None:
+    check(model_type, tmp_path)
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("model_type", MORE)
+def test_greedy_tokens_of_more_models_equal_transformers(model_type: str, tmp_path: Path) -> None:
+    check(model_type, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        name if name in ("qwen3", "qwen3_moe") else pytest.param(name, marks=pytest.mark.release)
+        for name in NATIVE
+    ],
+)
+def test_native_models_can_run_through_transformers(model_type: str, tmp_path: Path) -> None:
+    check(model_type, tmp_path, **ANY)

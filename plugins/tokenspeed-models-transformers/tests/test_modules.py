@@ -1,0 +1,48 @@
+"""Modules are replaced by kernels only if they compute the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import save_reference
+from tokenspeed_models_transformers.model import TransformersModel
+from tokenspeed_models_transformers.modules import find_gated_mlp, rms_norm_eps
+from transformers import GemmaConfig, LlamaConfig
+from transformers.models.gemma.modeling_gemma import GemmaMLP, GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from tokenspeed_models.testing import DenseBuild
+
+
+def test_norm_with_another_formula_is_left() -> None:
+    assert rms_norm_eps(LlamaRMSNorm(16, eps=1e-5)) == 1e-5
+    assert rms_norm_eps(torch.nn.RMSNorm(16, eps=1e-5)) == 1e-5
+    assert rms_norm_eps(GemmaRMSNorm(16)) is None  # it multiplies by 1 + weight
+    assert rms_norm_eps(torch.nn.LayerNorm(16)) is None
+
+
+@pytest.mark.parametrize(("activation", "matches"), [("silu", True), ("gelu", False)])
+def test_mlp_with_another_activation_is_left(activation: str, matches: bool) -> None:
+    small = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 1}
+    llama = LlamaMLP(LlamaConfig(**small, hidden_act=activation))
+    assert (find_gated_mlp(llama) is not None) is matches
+    assert find_gated_mlp(GemmaMLP(GemmaConfig(**small, hidden_act="gelu"))) is None
+
+
+def test_kernels_get_the_shapes_of_the_model(tmp_path: Path) -> None:
+    save_reference("qwen3_moe", tmp_path)
+    build = DenseBuild()
+    TransformersModel(json.loads((tmp_path / "config.json").read_text()), build)
+    ops = [op for op, _ in build.problems]
+    assert ops.count("attention") == ops.count("moe_experts") == 2
+    problems = [problem for op, problem in build.problems if op == "moe_experts"]
+    assert problems[0] == {
+        "num_experts": 6,
+        "top_k": 2,
+        "hidden_size": 32,
+        "intermediate_size": 768,
+        "dtype": "float32",
+    }

@@ -1,0 +1,114 @@
+"""A tiny random float32 checkpoint of each architecture that the tests run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+WINDOWS: dict[str, Any] = {
+    "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
+EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+# Architectures without a family of their own.
+MODELS: dict[str, dict[str, Any]] = {
+    "apertus": {},
+    "arcee": {},
+    "bitnet": {},
+    "cohere": {},
+    "cohere2": WINDOWS,
+    "diffllama": {},
+    "dots1": EXPERTS,
+    "ernie4_5": {},
+    "exaone4": WINDOWS,
+    "glm": {"head_dim": 8},
+    "gpt2": {},
+    "gpt_neox": {},
+    "granite": {"attention_multiplier": 0.3, "logits_scaling": 2.0, "residual_multiplier": 0.7},
+    "granitemoe": {},
+    "helium": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4, "moe_topk": 2},
+    "minicpm3": LATENT,
+    "nemotron": {},
+    "olmo": {"clip_qkv": 3.0},
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 2},
+    "opt": {},
+    "persimmon": {},
+    "phi": {},
+    "seed_oss": {"head_dim": 8},
+    "smollm3": {},
+    "stablelm": {},
+    "starcoder2": {"sliding_window": 9},
+}
+# More of them, for the release checks.
+MORE: dict[str, dict[str, Any]] = {
+    "biogpt": {},
+    "ctrl": {},
+    "ernie4_5_moe": {},
+    "flex_olmo": {},
+    "glm4": {"head_dim": 8},
+    "gpt_bigcode": {},
+    "granitemoeshared": {},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "jais2": {},
+    "modernbert-decoder": {"pad_token_id": 0, "local_attention": 16},
+    "nanochat": {},
+    "olmo3": WINDOWS,
+    "phimoe": {},
+}
+# Native ones, as a cross-check.
+NATIVE: dict[str, dict[str, Any]] = {
+    "deepseek_v3": LATENT | EXPERTS,
+    "gemma": {"head_dim": 8},
+    "gemma3_text": WINDOWS,
+    "glm4_moe": EXPERTS,
+    "llama": {"tie_word_embeddings": True},
+    "mixtral": {},
+    "olmo2": {},
+    "phi3": {},
+    "qwen3": {"head_dim": 8},
+    "qwen3_moe": {"head_dim": 8, "num_experts": 6, "num_experts_per_tok": 2},
+}
+ALL = MODELS | MORE | NATIVE
+
+
+def save_reference(model_type: str, folder: Path, **changes: Any) -> Any:
+    """Write a checkpoint and return its transformers model. `changes` override the configuration."""
+    torch.manual_seed(11)
+    config = CONFIG_MAPPING[model_type](**{**SMALL, **ALL[model_type], **changes})
+    reference = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    reference.save_pretrained(folder)
+    return reference

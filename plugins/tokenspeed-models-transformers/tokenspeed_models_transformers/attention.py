@@ -1,0 +1,107 @@
+"""The attention function that models of transformers call: a layer's attention over the paged KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface, PreTrainedModel
+
+from tokenspeed_core.api import AttentionCall, BuildContext
+from tokenspeed_models_transformers.describe import group_name
+from tokenspeed_models_transformers.recording import RecordedAttention, observe
+
+SERVE = "tokenspeed"  # the implementation of attention and experts while serving
+
+
+class PagedAttention:
+    """One recorded call of the attention function, bound to its KV cache.
+
+    The first call is compared with the recording.
+    """
+
+    def __init__(self, call: AttentionCall, recorded: RecordedAttention) -> None:
+        self.recorded = recorded
+        self.attend = call
+        self._padding = recorded.head_size - recorded.value_size
+        self._is_checked = False
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: object, arguments: dict[str, Any]
+    ) -> Tensor:
+        """Attend. q, k, v are [1, heads, T, size]; returns [1, T, H, value size]."""
+        if not self._is_checked:
+            self._check(q, k, v, mask, arguments)
+        if self._padding:
+            v = functional.pad(v, (0, self._padding))
+        out = self.attend(*(_by_token(each) for each in (q, k, v)))
+        return out[..., : self.recorded.value_size].unsqueeze(0)
+
+    def _check(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: object, arguments: dict[str, Any]
+    ) -> None:
+        """Raise RuntimeError if the model now asks for something else than it did when it was recorded."""
+        seen = observe(self.recorded.module, q, k, v, mask, arguments, self.recorded.window)
+        if seen != self.recorded:
+            raise RuntimeError(
+                f"{self.recorded.module} calls its attention with {seen}, and was planned with {self.recorded}"
+            )
+        self._is_checked = True
+
+
+class _InTurn:
+    """The attention of a module that calls the function several times in a forward."""
+
+    def __init__(self, calls: Sequence[PagedAttention]) -> None:
+        self._calls = calls
+        self._next = 0
+
+    def __call__(self, *arguments: Any) -> Tensor:
+        call = self._calls[self._next]
+        self._next = (self._next + 1) % len(self._calls)
+        return call(*arguments)
+
+
+def bind_attention(
+    model: PreTrainedModel, recorded: Sequence[RecordedAttention], build: BuildContext
+) -> None:
+    """Give each module that calls the attention function its layers of the KV cache."""
+    calls: dict[str, list[PagedAttention]] = {}
+    for layer, each in enumerate(recorded):
+        call = build.attention(
+            layer=layer,
+            num_heads=each.num_heads,
+            num_kv_heads=each.num_kv_heads,
+            head_size=each.head_size,
+            scale=each.scale,
+            window=each.window,
+            group=group_name((each.num_kv_heads, each.head_size, each.window)),
+        )
+        calls.setdefault(each.module, []).append(PagedAttention(call, each))
+    for name, bound in calls.items():
+        module = model.get_submodule(name)
+        module.tokenspeed_attention = bound[0] if len(bound) == 1 else _InTurn(bound)
+
+
+def _by_token(x: Tensor) -> Tensor:
+    """Return [T, heads, size] for [1, heads, T, size], with adjacent heads."""
+    x = x[0].transpose(0, 1)
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+def _attend(
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attention_mask: object = None,
+    **arguments: Any,
+) -> tuple[Tensor, None]:
+    """Attend, as transformers calls it."""
+    return module.tokenspeed_attention(q, k, v, attention_mask, arguments), None  # type: ignore[operator]
+
+
+# No mask function has this name, so that transformers makes no mask.
+AttentionInterface.register(SERVE, _attend)

@@ -1,0 +1,73 @@
+"""Configurations and models as transformers builds them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.initialization import no_init_weights
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from tokenspeed_models_transformers.recording import UnsupportedModelError
+
+REMOTE_CODE = "trust_remote_code"
+"""The key under which the core puts the checkpoint's folder if the user trusts its code."""
+
+
+def read_config(config: Mapping[str, Any]) -> PreTrainedConfig:
+    """Return a configuration with all defaults of its class. Raises ValueError."""
+    values = {key: value for key, value in config.items() if key != REMOTE_CODE}
+    folder, classes = config.get(REMOTE_CODE), config.get("auto_map") or {}
+    model_type = values.get("model_type")
+    if folder is not None and "AutoConfig" in classes:
+        found = get_class_from_dynamic_module(classes["AutoConfig"], folder)
+        result: PreTrainedConfig = found.from_dict(values)
+    elif model_type in CONFIG_MAPPING:
+        result = CONFIG_MAPPING[model_type].from_dict(values)
+    elif "AutoConfig" in classes:
+        raise ValueError(
+            f"model_type {model_type!r} is not part of transformers: it needs the code in its repository. If you trust "
+            "that code, give --trust-remote-code"
+        )
+    else:
+        raise ValueError(
+            f"config.json: model_type {model_type!r} is unknown to the installed transformers. Upgrade it with "
+            "`pip install --upgrade transformers`"
+        )
+    result.name_or_path = folder or ""
+    return result
+
+
+def make_model(
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    implementation: str,
+    *,
+    trusts_code: bool,
+) -> PreTrainedModel:
+    """Build a causal language model with uninitialised parameters and initialised buffers.
+
+    Raises UnsupportedModelError for an architecture that transformers does not build as a causal language model.
+    """
+    with no_init_weights(), device:
+        try:
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config,
+                dtype=dtype,
+                attn_implementation=implementation,
+                experts_implementation=implementation,
+                trust_remote_code=trusts_code,
+            )
+        except ValueError as error:
+            reason = str(error).partition("\n")[0]
+            raise UnsupportedModelError(f"transformers does not build it: {reason}") from error
+    model.tie_weights()
+    for module in model.modules():
+        # These types change their frequencies with the longest sequence in the batch, which a cache cannot follow.
+        if getattr(module, "rope_type", None) in ("dynamic", "longrope"):
+            module.rope_type = "default"
+    return model.eval().requires_grad_(False)

@@ -1,0 +1,127 @@
+"""Weights of a model of transformers: the slots of its parameters, and the names that checkpoints have for them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from tokenspeed_models.weights import WeightMap, WeightSlot
+
+Named = tuple[str, Tensor]
+
+
+class CheckpointNames:
+    """The parameters and stored buffers of a model, and the way from a checkpoint's tensors to them."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self.targets: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
+        first: dict[int, str] = {}
+        # Tied parameters: all names but the first.
+        self._aliases: dict[str, str] = {}
+        for name, target in self.targets.items():
+            known = first.setdefault(id(target), name)
+            if known != name:
+                self._aliases[name] = known
+        self._buffers = {name for name, _ in model.named_buffers()}
+        self._unexpected = _pattern(model._keys_to_ignore_on_load_unexpected)
+        self._optional = _pattern(model._keys_to_ignore_on_load_missing)
+
+    def weight_map(self) -> WeightMap:
+        """Return the slots of all parameters and stored buffers, under the model's names."""
+        return WeightMap(
+            WeightSlot(name, target, None, self._kind(name, target))
+            for name, target in self.targets.items()
+            if name not in self._aliases
+        )
+
+    def _kind(self, name: str, target: Tensor) -> str:
+        """Return the kind of a slot, by which dummy weights are chosen."""
+        if name.endswith("bias") or name in self._buffers:
+            return "bias"
+        return "norm" if target.dim() == 1 else "matrix"
+
+    def converted(self, weights: Iterable[Named]) -> Iterator[Named]:
+        """Yield a checkpoint's tensors under the model's names, merged and split as transformers does."""
+        transforms = get_model_conversion_mapping(self._model)
+        renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+        converters = [each for each in transforms if isinstance(each, WeightConverter)]
+        by_pattern = {source: each for each in converters for source in each.source_patterns}
+        prefix = self._model.base_model_prefix
+        collected: dict[str, list[tuple[str, str, Tensor]]] = {}
+        aliases: dict[str, Tensor] = {}
+        seen: set[str] = set()
+        for source, tensor in weights:
+            name, pattern = rename_source_key(source, renamings, converters, prefix, self.targets)
+            if name not in self.targets and source in self.targets:
+                name, pattern = source, None
+            if name in self.targets and pattern is not None:
+                collected.setdefault(name, []).append((source, pattern, tensor))
+            elif name in self._aliases:
+                aliases[self._aliases[name]] = tensor
+            elif name in self.targets or not self._unexpected.search(name):
+                seen.add(name)
+                yield name, tensor
+        for name, parts in collected.items():
+            converter = deepcopy(by_pattern[parts[0][1]])
+            for source, pattern, tensor in sorted(parts, key=lambda part: dot_natural_key(part[0])):
+                converter.add_tensor(name, source, pattern, tensor)
+            for each, value in self._convert(name, converter, parts[0][0], len(parts)):
+                seen.add(each)
+                yield each, value
+        yield from ((name, tensor) for name, tensor in aliases.items() if name not in seen)
+        for name in self.targets.keys() - seen - aliases.keys() - self._aliases.keys():
+            if name in self._buffers and self._optional.search(name):
+                yield name, self.targets[name].clone()
+
+    def _convert(
+        self, name: str, converter: WeightConverter, source: str, num_tensors: int
+    ) -> Iterator[Named]:
+        """Yield what a converter makes of its tensors. Raises ValueError if they do not belong together."""
+        try:
+            made: Mapping[str, Tensor | list[Tensor]] = converter.convert(
+                name, model=self._model, config=self._model.config
+            )
+        except (RuntimeError, ValueError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(
+                f"{name} cannot be made from its {num_tensors} tensors, such as {source}: {reason} A tensor is missing "
+                "or has the wrong shape. Copy or download the checkpoint again."
+            ) from error
+        for each, value in made.items():
+            yield each, value[0] if isinstance(value, list) else value
+
+
+def _pattern(expressions: Iterable[str] | None) -> re.Pattern[str]:
+    """Return a pattern that matches what one of the expressions matches."""
+    return re.compile("|".join(f"(?:{each})" for each in expressions or ()) or r"(?!)")
+
+
+def merge(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """Move the weights of linear layers into one tensor, [sum of outputs, in], and their biases likewise.
+
+    The layers' own parameters become views of it. All of the layers have a bias, or none has.
+    """
+    weight = _joined(layers, "weight")
+    return weight, None if layers[0].bias is None else _joined(layers, "bias")
+
+
+def _joined(layers: Sequence[nn.Linear], name: str) -> Tensor:
+    parts: list[Tensor] = [getattr(layer, name) for layer in layers]
+    joined = torch.cat(parts)
+    pieces = torch.split_with_sizes(joined, [len(part) for part in parts])
+    for layer, part in zip(layers, pieces, strict=True):
+        setattr(layer, name, nn.Parameter(part, requires_grad=False))
+    return joined
