@@ -6,7 +6,7 @@ Errors are ValueErrors that name the key, its value and the accepted values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,14 +129,18 @@ def read_decoder(
     num_kv_heads: int | None = None,
     windows: tuple[int | None, ...] | None = None,
     moe: MoeConfig | None = None,
+    activation: str = "silu",
+    rope: Callable[[Mapping[str, Any], int], RopeConfig] = read_rope,
 ) -> DecoderConfig:
     """Read the keys that all decoder families share. The arguments are what differs between families.
 
     `head_size` and `num_kv_heads` are defaults for a missing key; None means hidden size / heads, and one KV head per
-    query head. Raises ValueError naming the key if the configuration is not supported.
+    query head. `activation` is the family's only one, as config.json spells it. `rope` reads the rotation from the
+    configuration and the head size. Raises ValueError naming the key if the configuration is not supported.
     """
     keys = ConfigReader(config)
-    keys.choice("hidden_act", ("silu",), "silu")
+    for key in ("hidden_act", "hidden_activation"):
+        keys.choice(key, (activation,), activation)
     num_layers, num_heads = keys.integer("num_hidden_layers"), keys.integer("num_attention_heads")
     kv_heads = keys.integer("num_key_value_heads", num_kv_heads or num_heads)
     if num_heads % kv_heads:
@@ -145,7 +149,7 @@ def read_decoder(
             f"num_key_value_heads ({kv_heads})"
         )
     size = keys.integer("head_dim", head_size or keys.integer("hidden_size") // num_heads)
-    rope = read_rope(config, size)
+    rotation = rope(config, size)
     bos = keys.integers("bos_token_id")
     return DecoderConfig(
         architecture=architecture,
@@ -163,10 +167,10 @@ def read_decoder(
         mlp_bias=mlp_bias,
         qk_norm=qk_norm,
         windows=windows or (None,) * num_layers,
-        rope=rope,
+        rope=rotation,
         moe=moe,
         dtype=read_dtype(config),
-        max_model_len=rope.max_positions,
+        max_model_len=rotation.max_positions,
         eos_token_ids=keys.integers("eos_token_id"),
         bos_token_id=bos[0] if bos else None,
     )
@@ -184,11 +188,25 @@ def read_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     num_layers = keys.integer("num_hidden_layers")
     if not keys.boolean("use_sliding_window", False):
         return (None,) * num_layers
-    window = keys.integer("sliding_window", 4096)
-    kinds = config.get("layer_types")
-    if kinds is None:
+    if config.get("layer_types") is None:
+        window = keys.integer("sliding_window", 4096)
         first = 28 if config.get("max_window_layers") is None else config["max_window_layers"]
         return tuple(window if layer >= first else None for layer in range(num_layers))
+    return read_alternating_windows(config)
+
+
+def read_alternating_windows(
+    config: Mapping[str, Any], full_every: int | None = None
+) -> tuple[int | None, ...]:
+    """Return each layer's window from `layer_types`.
+
+    Without that key, every layer has a window but the last of each `full_every`. None: the key is required.
+    """
+    keys = ConfigReader(config)
+    num_layers, window = keys.integer("num_hidden_layers"), keys.integer("sliding_window", 4096)
+    kinds = config.get("layer_types")
+    if kinds is None and full_every is not None:
+        return tuple(window if (layer + 1) % full_every else None for layer in range(num_layers))
     known = {"sliding_attention": window, "full_attention": None}
     if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= set(known):
         raise ValueError(

@@ -107,15 +107,18 @@ def describe_qwen3_moe(config: Json) -> ModelInfo:
     return model_info(read_qwen3_moe(config))
 
 
-def model_info(decoder: DecoderConfig) -> ModelInfo:
-    """Return the description of a decoder that `read_decoder` has read."""
+def model_info(decoder: DecoderConfig, num_extra_parameters: int = 0) -> ModelInfo:
+    """Return the description of a decoder that `read_decoder` has read.
+
+    `num_extra_parameters` are those that `count_parameters` does not know, such as a family's additional norms.
+    """
     return ModelInfo(
         architecture=decoder.architecture,
         vocab_size=decoder.vocab_size,
         max_model_len=decoder.max_model_len,
         dtype=decoder.dtype,
         num_layers=decoder.num_layers,
-        num_parameters=count_parameters(decoder),
+        num_parameters=count_parameters(decoder) + num_extra_parameters,
         cache_groups=cache_groups(decoder),
         eos_token_ids=decoder.eos_token_ids,
         bos_token_id=decoder.bos_token_id,

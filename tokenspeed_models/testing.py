@@ -247,6 +247,11 @@ def _silu_mul(x: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
+def _gelu_tanh_mul(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return functional.gelu(gate, approximate="tanh") * up
+
+
 def _add_norm_linear(
     x: Tensor,
     residual: Tensor,
@@ -269,6 +274,18 @@ def _add_norm_linear_silu_mul(
 ) -> tuple[Tensor, Tensor]:
     halves, total = _add_norm_linear(x, residual, norm_weight, eps, weight, bias)
     return _silu_mul(halves), total
+
+
+def _add_norm_linear_gelu_tanh_mul(
+    x: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    halves, total = _add_norm_linear(x, residual, norm_weight, eps, weight, bias)
+    return _gelu_tanh_mul(halves), total
 
 
 def _route(
@@ -326,9 +343,11 @@ _OPS: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "rope": (_rotate, _HEADS),
     "qk_norm_rope": (_norm_rotate, _HEADS),
     "silu_mul": (_silu_mul, ("size",)),
+    "gelu_tanh_mul": (_gelu_tanh_mul, ("size",)),
     "linear": (functional.linear, ("in_size", "out_size")),
     "add_rms_norm_linear": (_add_norm_linear, ("in_size", "out_size")),
     "add_rms_norm_linear_silu_mul": (_add_norm_linear_silu_mul, ("in_size", "out_size")),
+    "add_rms_norm_linear_gelu_tanh_mul": (_add_norm_linear_gelu_tanh_mul, ("in_size", "out_size")),
     "moe_route": (
         _route,
         (

@@ -171,7 +171,8 @@ def test_unsupported_value_is_named_by_its_key(
 def test_describing_imports_no_tensor_library() -> None:
     script = (
         "import sys, tokenspeed_models.descriptors, tokenspeed_models.describe, tokenspeed_models.sharding\n"
-        "import tokenspeed_models_mistral, tokenspeed_models_mistral.describe\n"
+        "import tokenspeed_models_gemma.describe, tokenspeed_models_mistral.describe\n"
+        "import tokenspeed_models_olmo.describe, tokenspeed_models_phi.describe\n"
         "print(sorted({'torch', 'numpy', 'transformers', 'safetensors'} & set(sys.modules)))"
     )
     out = subprocess.run(

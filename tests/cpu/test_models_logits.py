@@ -11,7 +11,10 @@ import pytest
 import torch
 import transformers
 from tokenspeed_models_deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from tokenspeed_models_gemma import GEMMA2, GEMMA3
 from tokenspeed_models_mistral import MISTRAL
+from tokenspeed_models_olmo import OLMO2, OLMO3
+from tokenspeed_models_phi import PHI3
 
 from tokenspeed_core.api import ModelSpec
 from tokenspeed_models.descriptors import LLAMA, QWEN2, QWEN3, QWEN3_MOE
@@ -67,6 +70,22 @@ DEEPSEEK: dict[str, Any] = {
     "topk_group": 2,
 }
 DEEPSEEK_YARN = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}
+GEMMA: dict[str, Any] = {
+    "head_dim": 16,
+    "sliding_window": 5,
+    "query_pre_attn_scalar": 24,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 5.0,
+}
+LAYER_ROPES = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.2, 1.5],
+    "long_factor": [1.0, 3.0, 9.0],
+}
 
 CASES: list[tuple[str, ModelSpec, str, dict[str, Any]]] = [
     ("llama", LLAMA, "Llama", {}),
@@ -148,6 +167,67 @@ CASES: list[tuple[str, ModelSpec, str, dict[str, Any]]] = [
         "DeepseekV3",
         {**DEEPSEEK, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
     ),
+    ("gemma2", GEMMA2, "Gemma2", GEMMA),
+    (
+        "gemma2-one-rotation-per-head",
+        GEMMA2,
+        "Gemma2",
+        {**GEMMA, "attn_logit_softcapping": None, "rope_parameters": {"rope_theta": 300.0}},
+    ),
+    (
+        "gemma3",
+        GEMMA3,
+        "Gemma3",
+        {**GEMMA, "attn_logit_softcapping": None, "rope_parameters": LAYER_ROPES},
+    ),
+    (
+        "gemma3-pattern-and-older-rope",
+        GEMMA3,
+        "Gemma3",
+        {
+            "head_dim": 16,
+            "sliding_window": 5,
+            "sliding_window_pattern": 2,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "rope_local_base_freq": 100.0,
+            "rope_theta": 500.0,
+        },
+    ),
+    ("phi3", PHI3, "Phi3", {}),
+    ("phi3-window-partial", PHI3, "Phi3", {"sliding_window": 5, "partial_rotary_factor": 0.5}),
+    (
+        "phi3-short-factors",
+        PHI3,
+        "Phi3",
+        {
+            "original_max_position_embeddings": 64,
+            "partial_rotary_factor": 0.5,
+            "rope_scaling": LONGROPE,
+        },
+    ),
+    (
+        "phi3-long-factors",
+        PHI3,
+        "Phi3",
+        {
+            "original_max_position_embeddings": 16,
+            "rope_scaling": {
+                **LONGROPE,
+                "short_factor": [1.0] * 6,
+                "long_factor": [1.0, 1.5, 3.0, 5.0, 8.0, 13.0],
+            },
+        },
+    ),
+    ("olmo2", OLMO2, "Olmo2", {"rope_parameters": {"rope_theta": 500.0}}),
+    ("olmo2-biases", OLMO2, "Olmo2", {"attention_bias": True, "tie_word_embeddings": True}),
+    ("olmo3", OLMO3, "Olmo3", {"num_hidden_layers": 4, "sliding_window": 5}),
+    (
+        "olmo3-yarn-in-full-layers",
+        OLMO3,
+        "Olmo3",
+        {"num_hidden_layers": 4, "sliding_window": 5, "rope_theta": 500.0, "rope_scaling": YARN},
+    ),
     ("mistral-window", MISTRAL, "Mistral", {"sliding_window": 5}),
     (
         "mistral-open",
@@ -161,8 +241,8 @@ CASES: list[tuple[str, ModelSpec, str, dict[str, Any]]] = [
 def save_reference(family: str, changes: dict[str, Any], folder: Path) -> Any:
     """Save a random transformers model as a sharded checkpoint and return it."""
     torch.manual_seed(7)
-    config = getattr(transformers, f"{family}Config")(**{**SMALL, **changes})
-    reference = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model = getattr(transformers, f"{family}ForCausalLM")
+    reference = model(model.config_class(**{**SMALL, **changes})).eval()
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
             if name.endswith(("norm.weight", "bias")):
@@ -209,9 +289,10 @@ def test_logits_equal_transformers(
 def test_parameter_count_equals_transformers(
     spec: ModelSpec, family: str, changes: dict[str, Any]
 ) -> None:
-    config = getattr(transformers, f"{family}Config")(**{**SMALL, **changes})
+    model = getattr(transformers, f"{family}ForCausalLM")
+    config = model.config_class(**{**SMALL, **changes})
     with torch.device("meta"):
-        reference = getattr(transformers, f"{family}ForCausalLM")(config)
+        reference = model(config)
     module, _, name = spec.describe.partition(":")
     info = getattr(importlib.import_module(module), name)(config.to_dict())
     assert info.num_parameters == sum(parameter.numel() for parameter in reference.parameters())

@@ -46,6 +46,34 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [0],
     },
     "Mistral": {"sliding_window": 9},
+    "Gemma2": {
+        "head_dim": 16,
+        "sliding_window": 9,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 20.0,
+    },
+    "Gemma3": {
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "sliding_window": 9,
+        "sliding_window_pattern": 3,
+        "rope_theta": 500.0,
+        "rope_local_base_freq": 100.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    },
+    "Phi3": {"sliding_window": 9, "rope_parameters": {"partial_rotary_factor": 0.75}},
+    "Olmo2": {"rope_parameters": {"rope_theta": 500.0}},
+    "Olmo3": {
+        "num_hidden_layers": 4,
+        "sliding_window": 9,
+        "rope_theta": 500.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
     "DeepseekV2": {**_DEEPSEEK, "q_lora_rank": None, "topk_method": "group_limited_greedy"},
     "DeepseekV3": {
         **_DEEPSEEK,
@@ -64,7 +92,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def save_reference(family: str, folder: Path, **changes: Any) -> Any:
     """Write a family's checkpoint and return its transformers model. `changes` override the configuration."""
     torch.manual_seed(11)
-    config = getattr(transformers, f"{family}Config")(**{**SMALL, **FAMILIES[family], **changes})
-    reference = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model = getattr(transformers, f"{family}ForCausalLM")
+    reference = model(model.config_class(**{**SMALL, **FAMILIES[family], **changes})).eval()
     reference.save_pretrained(folder)
     return reference

@@ -19,7 +19,7 @@ class Attention:
     """Projects queries, keys and values in one GEMM, rotates, attends and projects the result.
 
     `cos_sin` is a table of `rotary_table`, shared by layers; it rotates as many values of each head as it has columns.
-    `scale` multiplies the scores (None: 1 / sqrt(head_size)). `qk_norm` normalises queries and keys before the
+    `scale` multiplies the scores (None: 1 / sqrt(head_size)), and `soft_cap` bounds them. `qk_norm` normalises queries and keys before the
     rotation. `window` is the number of tokens that a query sees, itself included. `stacked_name` is the checkpoint's
     name of queries, keys and values if it stores them as one tensor. In a layer without a norm before its blocks
     `has_norm` is False.
@@ -36,6 +36,7 @@ class Attention:
         head_size: int,
         cos_sin: torch.Tensor,
         scale: float | None = None,
+        soft_cap: float | None = None,
         qkv_bias: bool = False,
         out_bias: bool = False,
         qk_norm: HeadNorm | AllHeadNorm | None = None,
@@ -79,6 +80,7 @@ class Attention:
             head_size=head_size,
             scale=head_size**-0.5 if scale is None else scale,
             window=window,
+            soft_cap=soft_cap,
             group=window_group(window),
             rotation=Rotation("rope" if qk_norm is None else qk_norm.rotation, cos_sin.shape[1]),
         )
