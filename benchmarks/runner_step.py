@@ -181,7 +181,7 @@ def main() -> None:
                 "device": plan.platform,
                 "dtype": runner.resolved.config.dtype,
                 "block_size": runner.block_size,
-                "num_blocks": runner.num_blocks,
+                "num_pages": runner.num_pages,
                 "backends": backends(plan),
             }
         ),
@@ -213,7 +213,9 @@ def measure(
     weights = resolved.checkpoint.info.num_parameters * (
         4 if resolved.config.dtype == "float32" else 2
     )
-    past = num_rows * arguments.context * runner.block_bytes / runner.block_size
+    past = (
+        num_rows * arguments.context * sum(group.bytes_per_token for group in runner.layout.groups)
+    )
     return {
         "rows": num_rows,
         "temperature": temperature,

@@ -1,4 +1,4 @@
-"""Sends mixed traffic to a running server and checks its answers, memory, descriptors and blocks.
+"""Sends mixed traffic to a running server and checks its answers, memory, descriptors and pages.
 
     python tools/soak.py http://127.0.0.1:8000 --requests 20000 --pid $(pgrep -of 'tokenspeed serve')
 
@@ -32,7 +32,7 @@ EXTRA_MEMORY = 48 * 2**20  # bytes
 EXTRA_FILES = 24
 SAMPLE_SECONDS = 1.0
 IDLE_SECONDS = 60.0
-KEPT_BLOCKS = ("held", "pending")  # states whose counts return to what they were
+KEPT_PAGES = ("held", "pending")  # states whose counts return to what they were
 WORDS = (
     "the sum of two and seven is a list in python that sorts words while rivers run east".split()
 )
@@ -92,7 +92,7 @@ class Soak:
     async def run(self) -> bool:
         """Send everything and check the server. Return whether all was well."""
         await self._ask_alone()
-        before = await self._blocks_when_idle({})
+        before = await self._pages_when_idle({})
         self.num_left = self.arguments.requests
         watch = asyncio.create_task(self._watch())
         workers = [self._work() for _ in range(self.arguments.concurrency)]
@@ -101,8 +101,8 @@ class Soak:
         seconds = time.monotonic() - started
         watch.cancel()
         print(f"{sum(self.sent.values())} requests in {seconds:.0f} s: {dict(self.sent)}")
-        after = await self._blocks_when_idle(before)
-        is_idle = _report("nothing is left running and no block is held", bool(after), str(after))
+        after = await self._pages_when_idle(before)
+        is_idle = _report("nothing is left running and no page is held", bool(after), str(after))
         return all([self._check_answers(), is_idle, *self._check_growth()])
 
     async def _ask_alone(self) -> None:
@@ -191,17 +191,15 @@ class Soak:
             self.samples.append((num_done, _sample(self.arguments.pid)))
             await asyncio.sleep(SAMPLE_SECONDS)
 
-    async def _blocks_when_idle(self, before: dict[str, int]) -> dict[str, int]:
-        """Return the blocks by state once nothing runs and no more are held than before, else {}."""
+    async def _pages_when_idle(self, before: dict[str, int]) -> dict[str, int]:
+        """Return the pages by state once nothing runs and no more are held than before, else {}."""
         deadline = time.monotonic() + IDLE_SECONDS
         while time.monotonic() < deadline:
             stats = (await self.client.get("/v1/stats")).json()
-            blocks: dict[str, int] = stats.get("kv_cache", {}).get("blocks", {})
-            is_same = all(
-                blocks.get(key) == before.get(key, blocks.get(key)) for key in KEPT_BLOCKS
-            )
+            pages: dict[str, int] = stats.get("kv_cache", {}).get("pages", {})
+            is_same = all(pages.get(key) == before.get(key, pages.get(key)) for key in KEPT_PAGES)
             if "requests" in stats and not any(stats["requests"].values()) and is_same:
-                return blocks
+                return pages
             await asyncio.sleep(0.5)
         return {}
 

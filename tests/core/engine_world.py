@@ -16,7 +16,7 @@ from tokenspeed_core.engine.engine import Engine
 from tokenspeed_core.engine.messages import Outputs, Submit
 from tokenspeed_core.engine.wire import Codec, pack
 from tokenspeed_core.kv_cache.manager import KVManager
-from tokenspeed_core.kv_cache.pool import BlockCounts, BlockPool
+from tokenspeed_core.kv_cache.pool import PageCounts, PagePool
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.scheduler.policy import POLICIES
 from tokenspeed_core.scheduler.scheduler import Scheduler
@@ -101,7 +101,8 @@ class World:
     """An engine on the fake model, and the output of its sequences."""
 
     groups: tuple[CacheGroupSpec, ...] = GROUPS["full"]
-    num_blocks: int = 40
+    num_pages: int = 40
+    blocks_per_page: tuple[int, ...] | None = None
     block_size: int = 4
     chunk_size: int = 16
     max_num_seqs: int = 6
@@ -120,7 +121,11 @@ class World:
 
     def __post_init__(self) -> None:
         kv = KVManager(
-            self.groups, self.block_size, self.num_blocks, prefix_caching=self.prefix_caching
+            self.groups,
+            self.block_size,
+            self.num_pages,
+            blocks_per_page=self.blocks_per_page,
+            prefix_caching=self.prefix_caching,
         )
         limits = SchedulerLimits(
             self.max_num_seqs,
@@ -143,10 +148,11 @@ class World:
             FakeRunner(
                 self.model,
                 self.groups,
-                self.num_blocks,
+                self.num_pages,
                 self.block_size,
                 self.max_num_seqs,
                 self.max_model_len,
+                blocks_per_page=self.blocks_per_page,
                 seed=1,
                 fail_at=self.fail_at,
             )
@@ -228,14 +234,14 @@ class World:
         )
 
 
-def audit(pool: BlockPool) -> BlockCounts:
-    """Count the blocks in each state and compare with the pool's own counts."""
+def audit(pool: PagePool) -> PageCounts:
+    """Count the pages in each state and compare with the pool's own counts."""
     free, cached = set(pool._free), set(pool._cached)
-    held = {block for block in range(pool.num_blocks) if pool._refs[block]}
-    rest = set(range(pool.num_blocks)) - free - cached - held
-    assert not (free & cached or free & held or cached & held), "a block is in two states"
-    assert len(free) == len(pool._free), "a block is free twice"
-    assert pool.counts() == BlockCounts(len(free), len(cached), len(held), len(rest)), (
+    held = {page for page in range(pool.num_pages) if pool._refs[page]}
+    rest = set(range(pool.num_pages)) - free - cached - held
+    assert not (free & cached or free & held or cached & held), "a page is in two states"
+    assert len(free) == len(pool._free), "a page is free twice"
+    assert pool.counts() == PageCounts(len(free), len(cached), len(held), len(rest)), (
         "the pool's counts are wrong"
     )
     return pool.counts()

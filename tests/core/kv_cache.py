@@ -108,8 +108,8 @@ class Cache:
 
 def cache(
     groups: tuple[CacheGroupSpec, ...] = (FULL,),
-    num_blocks: int = 60,
+    num_pages: int = 60,
     *,
     prefix_caching: bool = True,
 ) -> Cache:
-    return Cache(KVManager(groups, BLOCK, num_blocks, prefix_caching=prefix_caching))
+    return Cache(KVManager(groups, BLOCK, num_pages, prefix_caching=prefix_caching))

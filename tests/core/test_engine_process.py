@@ -147,7 +147,7 @@ def serve() -> Iterator[Serving]:
 
 ENDLESS = 4000  # tokens: more than come before step PAUSE
 PAUSE = 100
-LONG = {"max_model_len": ENDLESS + 10, "num_blocks": 1100}
+LONG = {"max_model_len": ENDLESS + 10, "num_pages": 1100}
 
 
 def test_request_returns_tokens_and_a_finish_reason(serve: Serving) -> None:

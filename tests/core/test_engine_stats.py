@@ -36,7 +36,7 @@ def test_counters_add_up_to_the_requests(requests: list[tuple[int, int]]) -> Non
     assert stats.num_prefix_hits + stats.num_prefill_tokens >= stats.num_prompt_tokens
     assert sum(stats.queue.counts) == sum(stats.prefill.counts) == len(requests)
     assert sum(stats.step.counts) == sum(stats.host.counts) == world.engine.num_steps
-    assert stats.num_blocks == world.scheduler.kv.pool.num_blocks
+    assert stats.num_pages == world.scheduler.kv.pool.num_pages
     assert stats.kv_usage == 0
 
 
@@ -52,7 +52,7 @@ def test_repeated_prompt_hits_the_prefix_cache() -> None:
 
 
 def test_preempted_sequences_are_counted_once() -> None:
-    world = World(num_blocks=8, block_size=4, max_num_seqs=4)
+    world = World(num_pages=8, block_size=4, max_num_seqs=4)
     for number in range(4):
         world.submit(request(number, [1 + number] * 7, max_tokens=16))
     world.run()

@@ -110,7 +110,7 @@ def test_random_histories_with_grammars(seed: int) -> None:
     for each in range(seed, seed + 10):
         rng = random.Random(each)
         world = GrammarWorld(
-            num_blocks=rng.randint(26, 60),
+            num_pages=rng.randint(26, 60),
             chunk_size=rng.choice([-1, 5, 16, 64]),
             depth=rng.randint(1, 3),
             policy=rng.choice(["fcfs", "priority"]),

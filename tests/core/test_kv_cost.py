@@ -40,7 +40,7 @@ def test_evicted_blocks_do_not_multiply_the_cost_of_a_match(every: int) -> None:
     kv.cache_full_blocks(lease, chain, BLOCK * NUM_BLOCKS, np.zeros(0, np.int32))
     for number, block in enumerate(lease.tables[1][:NUM_BLOCKS]):
         if number % every == every - 1:
-            kv._discard([block])  # as an eviction does
+            kv._evict(block)
     chain.num_asked = 0
     kv.match(chain, len(tokens()))
     assert chain.num_asked <= 6 * NUM_BLOCKS

@@ -47,7 +47,8 @@ class Index:
 @settings(max_examples=15)
 @given(data=st.data())
 def test_events_describe_the_prefix_index(groups: str, data: st.DataObject) -> None:
-    world = World(groups=GROUPS[groups], num_blocks=24, max_num_seqs=3)
+    per_page = tuple(data.draw(st.integers(1, 3)) for _ in GROUPS[groups])
+    world = World(groups=GROUPS[groups], num_pages=24, blocks_per_page=per_page, max_num_seqs=3)
     log = world.scheduler.kv.collect_events()
     index = Index()
     for number in range(data.draw(st.integers(1, 8))):

@@ -10,7 +10,7 @@ from kv_cache import BLOCK, GROUPS, NO_TOKENS, WINDOW, cache, ids
 from tokenspeed_core.api.cache_groups import CacheGroupSpec
 from tokenspeed_core.kv_cache.hashing import HashChain
 from tokenspeed_core.kv_cache.lease import ABSENT
-from tokenspeed_core.kv_cache.pool import BlockCounts
+from tokenspeed_core.kv_cache.pool import PageCounts
 
 every_group = pytest.mark.parametrize("groups", GROUPS.values(), ids=list(GROUPS))
 
@@ -80,7 +80,7 @@ def test_without_prefix_caching_nothing_is_cached(
     world = cache(groups, prefix_caching=False)
     world.fill(ids(20))
     assert world.hit(ids(20)) == 0
-    assert world.kv.counts() == BlockCounts(free=60, cached=0, held=0, pending=0)
+    assert world.kv.counts() == PageCounts(free=60, cached=0, held=0, pending=0)
 
 
 def needed(group: CacheGroupSpec, length: int) -> set[int]:
@@ -129,7 +129,7 @@ def test_hit_is_longest_prefix_all_groups_can_resume(
 
 
 def test_match_changes_nothing() -> None:
-    world = cache(GROUPS["all"], num_blocks=30)
+    world = cache(GROUPS["all"], num_pages=30)
     world.fill(ids(20))
     before = world.kv.counts()
     assert world.hit(ids(21)) == world.hit(ids(21)) == 20
@@ -173,11 +173,11 @@ def test_first_of_two_equal_blocks_is_cached() -> None:
         world.kv.release(lease)
     assert list(world.kv.match(world.chain(ids(21)), 21).entries[0].blocks) == first
     assert all(not world.kv.pool.is_idle(block) for block in second)
-    assert world.kv.counts() == BlockCounts(free=55, cached=5, held=0, pending=0)
+    assert world.kv.counts() == PageCounts(free=55, cached=5, held=0, pending=0)
 
 
 def test_end_of_prompt_is_evicted_first() -> None:
-    world = cache(num_blocks=5)
+    world = cache(num_pages=5)
     world.fill(ids(20))
     for left in (16, 12, 8, 4, 0):
         assert world.kv.pool.take(1) is not None
@@ -200,11 +200,11 @@ def test_blocks_before_the_window_are_released() -> None:
 
 
 def test_extend_without_room_takes_nothing() -> None:
-    world = cache(GROUPS["full and window"], num_blocks=9)
+    world = cache(GROUPS["full and window"], num_pages=9)
     lease, _, _ = world.admit(ids(4))
     assert world.kv.extend(lease, 0, 16) is not None
     assert world.kv.extend(lease, 4, 20) is None
-    assert world.kv.counts() == BlockCounts(free=1, cached=0, held=8, pending=0)
+    assert world.kv.counts() == PageCounts(free=1, cached=0, held=8, pending=0)
     assert lease.capacity == 16
     assert [len(table) for table in lease.tables] == [4, 4]
 
@@ -233,12 +233,12 @@ def test_sequence_takes_the_blocks_it_needs(
     num_before: int,
     cuts: list[int],
 ) -> None:
-    world = cache(GROUPS[name], num_blocks=120)
+    world = cache(GROUPS[name], num_pages=120)
     if num_before:
         world.fill(ids(num_before))
     kv, chain = world.kv, world.chain(ids(known))
     match = kv.match(chain, known)
-    needed, before = kv.num_blocks_needed(match.num_tokens, known), kv.pool.num_available
+    needed, before = kv.num_pages_needed(match.num_tokens, known), kv.pool.num_available
     with world.step(retires=False):  # so that blocks before a window stay pending
         pass
     lease = kv.acquire(match)
@@ -253,7 +253,7 @@ def test_sequence_takes_the_blocks_it_needs(
 def test_longest_sequence_fills_the_pool(
     groups: tuple[CacheGroupSpec, ...],
 ) -> None:
-    world = cache(groups, num_blocks=20)
+    world = cache(groups, num_pages=20)
     most = world.kv.max_sequence_len
     lease = world.kv.acquire(world.kv.no_match())
     assert world.kv.extend(lease, 0, most) is not None
@@ -261,7 +261,7 @@ def test_longest_sequence_fills_the_pool(
 
 
 def test_released_blocks_wait_for_steps_in_flight() -> None:
-    world = cache(num_blocks=5)
+    world = cache(num_pages=5)
     with world.step(retires=False) as step:
         lease, _, _ = world.admit(ids(20))
         world.kv.extend(lease, 0, 20)
@@ -290,7 +290,7 @@ def test_withdraw_forgets_blocks_of_later_steps_too() -> None:
     assert world.hit(ids(20)) == 8
     world.kv.release(lease)
     world.kv.retire(3)
-    assert world.kv.counts() == BlockCounts(free=58, cached=2, held=0, pending=0)
+    assert world.kv.counts() == PageCounts(free=58, cached=2, held=0, pending=0)
 
 
 @every_group
@@ -302,7 +302,7 @@ def test_reset_empties_the_prefix_cache(
     assert world.hit(ids(21)) == 20
     world.kv.reset_prefix_cache()
     assert world.hit(ids(21)) == 0
-    assert world.kv.counts() == BlockCounts(free=60, cached=0, held=0, pending=0)
+    assert world.kv.counts() == PageCounts(free=60, cached=0, held=0, pending=0)
 
 
 def test_reset_keeps_blocks_of_running_sequences() -> None:
@@ -319,4 +319,4 @@ def test_reset_keeps_blocks_of_running_sequences() -> None:
     assert world.kv.counts().held == 5
     assert world.kv.match(world.chain(ids(21)), 21).num_tokens == 0
     world.kv.release(lease)
-    assert world.kv.counts() == BlockCounts(free=60, cached=0, held=0, pending=0)
+    assert world.kv.counts() == PageCounts(free=60, cached=0, held=0, pending=0)

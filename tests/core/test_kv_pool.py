@@ -1,9 +1,9 @@
-"""The block pool: reference counts, pending blocks and the order of eviction."""
+"""The page pool: reference counts, pending pages and the order of eviction."""
 
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from time import perf_counter
 
 import pytest
@@ -12,34 +12,34 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tokenspeed_core.kv_cache.pool import BlockCounts, BlockPool
+from tokenspeed_core.kv_cache.pool import PageCounts, PagePool
 
 
-def pool_of(num_blocks: int) -> tuple[BlockPool, list[int]]:
-    """Return a pool and the list that its evicted blocks are added to."""
+def pool_of(num_pages: int) -> tuple[PagePool, list[int]]:
+    """Return a pool and the list that its evicted pages are added to."""
     evicted: list[int] = []
-    return BlockPool(num_blocks, evicted.append), evicted
+    return PagePool(num_pages, evicted.append), evicted
 
 
-def cached(pool: BlockPool, num: int) -> list[int]:
-    """Take, hash and release blocks; the first is the least recently released."""
-    blocks = pool.take(num)
-    assert blocks is not None
-    for block in blocks:
-        pool.mark_hashed(block)
-    pool.release(blocks)
-    return blocks
+def cached(pool: PagePool, num: int) -> list[int]:
+    """Take, hash and release pages; the first is the least recently released."""
+    pages = pool.take(num)
+    assert pages is not None
+    for page in pages:
+        pool.mark_hashed(page)
+    pool.release(pages)
+    return pages
 
 
-def test_taking_too_many_blocks_changes_nothing() -> None:
+def test_taking_too_many_pages_changes_nothing() -> None:
     pool, evicted = pool_of(4)
     cached(pool, 2)
     assert pool.take(5) is None
-    assert pool.counts() == BlockCounts(free=2, cached=2, held=0, pending=0)
+    assert pool.counts() == PageCounts(free=2, cached=2, held=0, pending=0)
     assert evicted == []
 
 
-def test_free_blocks_are_taken_before_cached_ones() -> None:
+def test_free_pages_are_taken_before_cached_ones() -> None:
     pool, evicted = pool_of(4)
     named = cached(pool, 2)
     taken = pool.take(2)
@@ -48,7 +48,7 @@ def test_free_blocks_are_taken_before_cached_ones() -> None:
     assert evicted == []
 
 
-def test_least_recently_released_block_is_evicted_first() -> None:
+def test_least_recently_released_page_is_evicted_first() -> None:
     pool, evicted = pool_of(4)
     first, second, third, fourth = cached(pool, 4)
     pool.share(second)  # now the most recently released
@@ -58,125 +58,125 @@ def test_least_recently_released_block_is_evicted_first() -> None:
     assert pool.take(1) == [second]
 
 
-def test_evicted_block_becomes_free_on_release() -> None:
+def test_evicted_page_becomes_free_on_release() -> None:
     pool, _ = pool_of(1)
     cached(pool, 1)
-    blocks = pool.take(1)
-    assert blocks is not None
-    pool.release(blocks)
-    assert pool.counts() == BlockCounts(free=1, cached=0, held=0, pending=0)
+    pages = pool.take(1)
+    assert pages is not None
+    pool.release(pages)
+    assert pool.counts() == PageCounts(free=1, cached=0, held=0, pending=0)
 
 
-def test_shared_block_is_held_until_its_last_release() -> None:
+def test_shared_page_is_held_until_its_last_release() -> None:
     pool, _ = pool_of(1)
-    (block,) = cached(pool, 1)
-    assert pool.is_idle(block)
-    pool.share(block)
-    pool.share(block)
-    assert not pool.is_idle(block)
-    pool.release([block])
+    (page,) = cached(pool, 1)
+    assert pool.is_idle(page)
+    pool.share(page)
+    pool.share(page)
+    assert not pool.is_idle(page)
+    pool.release([page])
     assert pool.counts().held == 1
-    pool.release([block])
+    pool.release([page])
     assert pool.counts().cached == 1
 
 
-def test_releasing_a_block_twice_fails() -> None:
+def test_releasing_a_page_twice_fails() -> None:
     pool, _ = pool_of(2)
-    blocks = pool.take(1)
-    assert blocks is not None
-    pool.release(blocks)
+    pages = pool.take(1)
+    assert pages is not None
+    pool.release(pages)
     with pytest.raises(AssertionError, match="released twice"):
-        pool.release(blocks)
+        pool.release(pages)
 
 
-def test_unhashed_block_becomes_free_on_release() -> None:
+def test_unhashed_page_becomes_free_on_release() -> None:
     pool, evicted = pool_of(2)
     idle, held = cached(pool, 2)
     pool.share(held)
     pool.unmark_hashed(idle)
     pool.unmark_hashed(held)
-    assert pool.counts() == BlockCounts(free=1, cached=0, held=1, pending=0)
+    assert pool.counts() == PageCounts(free=1, cached=0, held=1, pending=0)
     pool.release([held])
-    assert pool.counts() == BlockCounts(free=2, cached=0, held=0, pending=0)
+    assert pool.counts() == PageCounts(free=2, cached=0, held=0, pending=0)
     assert evicted == []  # `on_evict` is not called
 
 
-# -- pending blocks ---------------------------------------------------------------------------------------
+# -- pending pages ---------------------------------------------------------------------------------------
 
 
-def test_block_released_during_a_step_is_pending() -> None:
+def test_page_released_during_a_step_is_pending() -> None:
     pool, _ = pool_of(1)
-    blocks = pool.take(1)
-    assert blocks is not None
+    pages = pool.take(1)
+    assert pages is not None
     pool.launch(1)
-    pool.release(blocks)
+    pool.release(pages)
     assert pool.take(1) is None
-    assert pool.counts() == BlockCounts(free=0, cached=0, held=0, pending=1)
+    assert pool.counts() == PageCounts(free=0, cached=0, held=0, pending=1)
     pool.retire(1)
-    assert pool.take(1) == blocks
+    assert pool.take(1) == pages
 
 
-def test_block_is_pending_until_the_last_launched_step() -> None:
+def test_page_is_pending_until_the_last_launched_step() -> None:
     pool, _ = pool_of(1)
-    blocks = pool.take(1)
-    assert blocks is not None
+    pages = pool.take(1)
+    assert pages is not None
     pool.launch(1)
     pool.launch(2)
-    pool.release(blocks)
+    pool.release(pages)
     pool.retire(1)
     assert pool.take(1) is None
     pool.retire(2)
-    assert pool.take(1) == blocks
+    assert pool.take(1) == pages
 
 
-def test_block_released_between_steps_is_available() -> None:
+def test_page_released_between_steps_is_available() -> None:
     pool, _ = pool_of(1)
-    blocks = pool.take(1)
-    assert blocks is not None
+    pages = pool.take(1)
+    assert pages is not None
     pool.launch(1)
     pool.retire(1)
-    pool.release(blocks)
-    assert pool.take(1) == blocks
+    pool.release(pages)
+    assert pool.take(1) == pages
 
 
-def test_shared_pending_block_waits_for_its_last_release() -> None:
+def test_shared_pending_page_waits_for_its_last_release() -> None:
     pool, _ = pool_of(1)
-    blocks = pool.take(1)
-    assert blocks is not None
-    pool.mark_hashed(blocks[0])
+    pages = pool.take(1)
+    assert pages is not None
+    pool.mark_hashed(pages[0])
     pool.launch(1)
-    pool.release(blocks)
-    pool.share(blocks[0])
+    pool.release(pages)
+    pool.share(pages[0])
     pool.launch(2)
-    pool.release(blocks)
+    pool.release(pages)
     pool.retire(1)
-    assert pool.counts() == BlockCounts(free=0, cached=0, held=0, pending=1)
+    assert pool.counts() == PageCounts(free=0, cached=0, held=0, pending=1)
     pool.retire(2)
-    assert pool.counts() == BlockCounts(free=0, cached=1, held=0, pending=0)
+    assert pool.counts() == PageCounts(free=0, cached=1, held=0, pending=0)
 
 
-def test_block_shared_and_released_again_is_freed_once() -> None:
+def test_page_shared_and_released_again_is_freed_once() -> None:
     pool, _ = pool_of(1)
-    blocks = pool.take(1)
-    assert blocks is not None
+    pages = pool.take(1)
+    assert pages is not None
     pool.launch(1)
     for _ in range(2):
-        pool.release(blocks)
-        pool.share(blocks[0])
-    pool.release(blocks)
+        pool.release(pages)
+        pool.share(pages[0])
+    pool.release(pages)
     pool.retire(1)
-    assert audit(pool) == BlockCounts(free=1, cached=0, held=0, pending=0)
+    assert audit(pool) == PageCounts(free=1, cached=0, held=0, pending=0)
 
 
-def test_pending_block_that_is_shared_stays_held() -> None:
+def test_pending_page_that_is_shared_stays_held() -> None:
     pool, _ = pool_of(1)
-    blocks = pool.take(1)
-    assert blocks is not None
+    pages = pool.take(1)
+    assert pages is not None
     pool.launch(1)
-    pool.release(blocks)
-    pool.share(blocks[0])
+    pool.release(pages)
+    pool.share(pages[0])
     pool.retire(1)
-    assert audit(pool) == BlockCounts(free=0, cached=0, held=1, pending=0)
+    assert audit(pool) == PageCounts(free=0, cached=0, held=1, pending=0)
 
 
 # -- any history ----------------------------------------------------------------------------------
@@ -185,13 +185,13 @@ def test_pending_block_that_is_shared_stays_held() -> None:
 class PoolMachine(RuleBasedStateMachine):
     """Compares the pool with a simple model of references and releases."""
 
-    @initialize(num_blocks=st.integers(1, 12))
-    def start(self, num_blocks: int) -> None:
-        self.hashed: set[int] = set()
-        self.pool = BlockPool(num_blocks, self.hashed.remove)
+    @initialize(num_pages=st.integers(1, 12))
+    def start(self, num_pages: int) -> None:
+        self.hashed: Counter[int] = Counter()  # pages of each page
+        self.pool = PagePool(num_pages, self.hashed.pop)
         self.holds: dict[int, int] = {}
-        self.unused: deque[int] = deque()  # cached blocks, least recently released first
-        self.released_at: dict[int, int] = {}  # by block: the last step launched at its release
+        self.unused: deque[int] = deque()  # cached pages, least recently released first
+        self.released_at: dict[int, int] = {}  # by page: the last step launched at its release
         self.launched = self.retired = 0
 
     @rule(num=st.integers(0, 5))
@@ -199,54 +199,56 @@ class PoolMachine(RuleBasedStateMachine):
         available = self.pool.num_available
         free = self.pool.counts().free
         expected = list(self.unused)[: max(0, num - free)]
-        blocks = self.pool.take(num)
-        if blocks is None:
+        pages = self.pool.take(num)
+        if pages is None:
             assert num > available
             return
         assert num <= available
-        assert blocks[min(free, num) :] == expected, (
-            "another block than the longest unused was evicted"
+        assert pages[min(free, num) :] == expected, (
+            "another page than the longest unused was evicted"
         )
-        for block in blocks:
-            assert block not in self.holds
-            assert self.released_at.get(block, 0) <= self.retired, (
-                "a block was handed out while a step may touch it"
+        for page in pages:
+            assert page not in self.holds
+            assert self.released_at.get(page, 0) <= self.retired, (
+                "a page was handed out while a step may touch it"
             )
-            self.holds[block] = 1
-        self.unused = deque(block for block in self.unused if block not in blocks)
+            self.holds[page] = 1
+        self.unused = deque(page for page in self.unused if page not in pages)
 
     @rule(which=st.integers(0, 99))
     @precondition(lambda self: bool(self.hashed))
     def share(self, which: int) -> None:
-        block = sorted(self.hashed)[which % len(self.hashed)]
-        self.pool.share(block)
-        self.holds[block] = self.holds.get(block, 0) + 1
-        self.unused = deque(each for each in self.unused if each != block)
+        page = sorted(self.hashed)[which % len(self.hashed)]
+        self.pool.share(page)
+        self.holds[page] = self.holds.get(page, 0) + 1
+        self.unused = deque(each for each in self.unused if each != page)
 
     @rule(which=st.integers(0, 99))
     @precondition(lambda self: bool(self.holds))
     def release(self, which: int) -> None:
-        block = sorted(self.holds)[which % len(self.holds)]
-        self.pool.release([block])
-        self.holds[block] -= 1
-        if not self.holds[block]:
-            del self.holds[block]
-            self._note_release(block)
+        page = sorted(self.holds)[which % len(self.holds)]
+        self.pool.release([page])
+        self.holds[page] -= 1
+        if not self.holds[page]:
+            del self.holds[page]
+            self._note_release(page)
 
     @rule(which=st.integers(0, 99))
     @precondition(lambda self: bool(self.holds))
     def mark_hashed(self, which: int) -> None:
-        block = sorted(self.holds)[which % len(self.holds)]
-        self.pool.mark_hashed(block)
-        self.hashed.add(block)
+        page = sorted(self.holds)[which % len(self.holds)]
+        self.pool.mark_hashed(page)
+        self.hashed[page] += 1
 
     @rule(which=st.integers(0, 99))
     @precondition(lambda self: bool(self.hashed))
     def unmark_hashed(self, which: int) -> None:
-        block = sorted(self.hashed)[which % len(self.hashed)]
-        self.pool.unmark_hashed(block)
-        self.hashed.remove(block)
-        self.unused = deque(each for each in self.unused if each != block)
+        page = sorted(self.hashed)[which % len(self.hashed)]
+        self.pool.unmark_hashed(page)
+        self.hashed[page] -= 1
+        if not self.hashed[page]:
+            del self.hashed[page]
+            self.unused = deque(each for each in self.unused if each != page)
 
     @rule()
     def launch(self) -> None:
@@ -258,30 +260,26 @@ class PoolMachine(RuleBasedStateMachine):
     def retire(self) -> None:
         self.retired += 1
         self.pool.retire(self.retired)
-        for block in [block for block, step in self.released_at.items() if step == self.retired]:
-            self._make_available(block)
+        for page in [page for page, step in self.released_at.items() if step == self.retired]:
+            self._make_available(page)
 
-    def _note_release(self, block: int) -> None:
+    def _note_release(self, page: int) -> None:
         if (
-            self.released_at.get(block) != self.launched
+            self.released_at.get(page) != self.launched
         ):  # released again during the same step: it keeps its place
-            self.released_at.pop(block, None)
-            self.released_at[block] = self.launched
-        self._make_available(block)
+            self.released_at.pop(page, None)
+            self.released_at[page] = self.launched
+        self._make_available(page)
 
-    def _make_available(self, block: int) -> None:
-        """Note that a block is cached if nothing holds it."""
-        if (
-            block in self.holds
-            or self.released_at[block] > self.retired
-            or block not in self.hashed
-        ):
+    def _make_available(self, page: int) -> None:
+        """Note that a page is cached if nothing holds it."""
+        if page in self.holds or self.released_at[page] > self.retired or page not in self.hashed:
             return
-        if block not in self.unused:
-            self.unused.append(block)
+        if page not in self.unused:
+            self.unused.append(page)
 
     @invariant()
-    def every_block_is_in_one_state(self) -> None:
+    def every_page_is_in_one_state(self) -> None:
         if hasattr(self, "pool"):
             counts = audit(self.pool)
             assert counts.held == len(self.holds)
@@ -300,27 +298,27 @@ TestAnyHistory.settings = settings(
 # -- cost -----------------------------------------------------------------------------------------
 
 
-def seconds_to_reuse(num_blocks: int) -> float:
-    """Return the shortest time to take, hash and release 64 blocks of a full pool."""
-    pool, _ = pool_of(num_blocks)
-    order = cached(pool, num_blocks)
+def seconds_to_reuse(num_pages: int) -> float:
+    """Return the shortest time to take, hash and release 64 pages of a full pool."""
+    pool, _ = pool_of(num_pages)
+    order = cached(pool, num_pages)
     random.Random(0).shuffle(order)
     best = float("inf")
     for step in range(1, 16):
         start = perf_counter()
-        blocks = pool.take(64)
-        assert blocks is not None
-        for block in blocks:
-            pool.mark_hashed(block)
-        for block in (shared := [block for block in order[:128] if pool.is_idle(block)]):
-            pool.share(block)
+        pages = pool.take(64)
+        assert pages is not None
+        for page in pages:
+            pool.mark_hashed(page)
+        for page in (shared := [page for page in order[:128] if pool.is_idle(page)]):
+            pool.share(page)
         pool.launch(step)
-        pool.release(blocks + shared)
+        pool.release(pages + shared)
         pool.retire(step)
         pool.counts()
         best = min(best, perf_counter() - start)
     return best
 
 
-def test_cost_per_block_does_not_grow_with_the_pool() -> None:
+def test_cost_per_page_does_not_grow_with_the_pool() -> None:
     assert seconds_to_reuse(200_000) < 20 * seconds_to_reuse(200)

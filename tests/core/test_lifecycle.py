@@ -12,7 +12,7 @@ from tokenspeed_testing.requests import request
 
 from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.kv_cache.hashing import HashChain
-from tokenspeed_core.kv_cache.lease import ABSENT, BlockLease, LeaseSpentError
+from tokenspeed_core.kv_cache.lease import BlockLease, LeaseSpentError
 from tokenspeed_core.scheduler.lifecycle import (
     Admit,
     Decoding,
@@ -75,7 +75,7 @@ def lease_of(state: State) -> Lease | None:
 
 def blocks_of(state: State) -> list[int]:
     lease = lease_of(state)
-    return [] if lease is None else lease.blocks.blocks()
+    return [] if lease is None else lease.blocks.tables[0]
 
 
 def test_cases_cover_every_state_and_event() -> None:
@@ -100,13 +100,13 @@ def test_each_pair_has_a_next_state_or_an_error(state_name: str, event_name: str
 @pytest.mark.parametrize(("state_name", "event_name"), NEXT)
 def test_lease_is_kept_or_released_once(state_name: str, event_name: str) -> None:
     state, event = STATES[state_name](), EVENTS[event_name]()
-    had = [*blocks_of(state), *(event.lease.blocks.blocks() if isinstance(event, Admit) else [])]
+    had = [*blocks_of(state), *(event.lease.blocks.tables[0] if isinstance(event, Admit) else [])]
     had_slot = lease_of(state) is not None or isinstance(event, Admit)
     transition = advance(state, event)
     kept, released = lease_of(transition.state), transition.released
     leases = [lease for lease in (kept, released) if lease is not None]
     assert [lease.slot for lease in leases] == [SLOT] * had_slot
-    assert sorted(block for lease in leases for block in lease.blocks.blocks()) == sorted(had)
+    assert sorted(block for lease in leases for block in lease.blocks.tables[0]) == sorted(had)
 
 
 def test_illegal_event_does_not_spend_the_lease() -> None:
@@ -131,16 +131,13 @@ def test_lease_admits_one_sequence() -> None:
         advance(Waiting(sequence()), admit)
 
 
-@pytest.mark.parametrize("use", [BlockLease.take, BlockLease.blocks, BlockLease.check])
+@pytest.mark.parametrize("use", [BlockLease.spend, BlockLease.check])
 def test_released_blocks_cannot_be_used(use: Callable[[BlockLease], object]) -> None:
     lease = blocks()
-    assert lease.take() == BLOCKS[::-1]
+    lease.spend()
+    assert lease.tables == []
     with pytest.raises(LeaseSpentError, match="after its release"):
         use(lease)
-
-
-def test_lease_lists_last_blocks_first() -> None:
-    assert BlockLease([[ABSENT, 4, 5], [7]]).blocks() == [5, 4, 7]
 
 
 def test_only_running_states_have_a_lease() -> None:

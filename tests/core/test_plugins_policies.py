@@ -148,7 +148,7 @@ def test_failing_policy_ends_the_engine_and_names_its_plugin(
     error: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    world = World(policy=find_policy("lifo", catalog), num_blocks=14, prefix_caching=False)
+    world = World(policy=find_policy("lifo", catalog), num_pages=14, prefix_caching=False)
     monkeypatch.setattr(LastFirst, method, does)
 
     def serve() -> None:
@@ -166,8 +166,8 @@ VIEW = View(
     slots=np.arange(3, dtype=np.int32),
     num_decodes=1,
     num_query_tokens=np.asarray([1, 9, 9], np.int32),
-    num_new_blocks=np.ones(3, np.int32),
-    num_held_blocks=np.ones(3, np.int32),
+    num_new_pages=np.ones(3, np.int32),
+    num_held_pages=np.ones(3, np.int32),
     priority=np.zeros(3, np.int32),
     arrival=np.arange(3),
 )
@@ -175,8 +175,8 @@ LIMITS = Limits(
     token_budget=32,
     max_prefill_tokens=32,
     is_chunking=True,
-    num_available_blocks=2,
-    num_pending_blocks=0,
+    num_available_pages=2,
+    num_pending_pages=0,
 )
 
 

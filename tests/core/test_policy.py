@@ -35,16 +35,16 @@ def views(draw: st.DrawFn) -> View:
         num_query_tokens=np.asarray(
             column(1, 5, num_decodes) + column(1, 60, num_prompts), np.int32
         ),
-        num_new_blocks=np.asarray(column(0, 3, num), np.int32),
-        num_held_blocks=np.asarray(column(0, 6, num), np.int32),
+        num_new_pages=np.asarray(column(0, 3, num), np.int32),
+        num_held_pages=np.asarray(column(0, 6, num), np.int32),
         priority=np.asarray(column(0, 2, num), np.int32),
         arrival=np.asarray(arrival, np.int64),
     )
     for each in (
         view.slots,
         view.num_query_tokens,
-        view.num_new_blocks,
-        view.num_held_blocks,
+        view.num_new_pages,
+        view.num_held_pages,
         view.priority,
         view.arrival,
     ):
@@ -57,15 +57,15 @@ limits = st.builds(
     token_budget=st.integers(1, 64),
     max_prefill_tokens=st.integers(1, 64),
     is_chunking=st.booleans(),
-    num_available_blocks=st.integers(0, 12),
-    num_pending_blocks=st.integers(0, 6),
+    num_available_pages=st.integers(0, 12),
+    num_pending_pages=st.integers(0, 6),
 )
 rooms = st.builds(
     Room,
     token_budget=st.integers(1, 64),
     is_chunking=st.booleans(),
-    num_available_blocks=st.integers(0, 30),
-    num_promised_blocks=st.integers(0, 20),
+    num_available_pages=st.integers(0, 30),
+    num_promised_pages=st.integers(0, 20),
     num_decoding=st.integers(0, 6),
     is_alone=st.booleans(),
 )
@@ -121,14 +121,14 @@ def test_without_chunking_prompts_run_whole(
 @given(policies, views(), limits)
 def test_without_chunking_the_first_prompt_runs(policy: Policy, view: View, limits: Limits) -> None:
     assume(len(view.slots) > view.num_decodes)
-    decision = policy.decide(view, replace(limits, is_chunking=False, num_available_blocks=MANY))
+    decision = policy.decide(view, replace(limits, is_chunking=False, num_available_pages=MANY))
     first = prompts(policy, view)[0]
     assert decision.num_query_tokens[first] == view.num_query_tokens[first]
 
 
 @given(policies, views(), limits)
 def test_decodes_run_if_blocks_suffice(policy: Policy, view: View, limits: Limits) -> None:
-    decision = policy.decide(view, replace(limits, num_available_blocks=MANY))
+    decision = policy.decide(view, replace(limits, num_available_pages=MANY))
     assert np.array_equal(
         decision.num_query_tokens[: view.num_decodes], view.num_query_tokens[: view.num_decodes]
     )
@@ -141,7 +141,7 @@ def test_prompts_get_tokens_in_order(
     view: View,
     limits: Limits,
 ) -> None:
-    limits = replace(limits, num_available_blocks=MANY, is_chunking=True)
+    limits = replace(limits, num_available_pages=MANY, is_chunking=True)
     decision, rows = policy.decide(view, limits), prompts(policy, view)
     got = decision.num_query_tokens[rows].tolist()
     wanted = view.num_query_tokens[rows].tolist()
@@ -154,7 +154,7 @@ def test_prompts_get_tokens_in_order(
 def test_running_rows_fit_the_available_blocks(policy: Policy, view: View, limits: Limits) -> None:
     decision = policy.decide(view, limits)
     assert (
-        int(view.num_new_blocks[decision.num_query_tokens > 0].sum()) <= limits.num_available_blocks
+        int(view.num_new_pages[decision.num_query_tokens > 0].sum()) <= limits.num_available_pages
     )
 
 
@@ -175,9 +175,7 @@ def test_victims_are_the_least_important_rows(policy: Policy, view: View, limits
 
 @given(policies, views(), limits)
 def test_pending_blocks_prevent_preemption(policy: Policy, view: View, limits: Limits) -> None:
-    assume(
-        int(view.num_new_blocks.sum()) <= limits.num_available_blocks + limits.num_pending_blocks
-    )
+    assume(int(view.num_new_pages.sum()) <= limits.num_available_pages + limits.num_pending_pages)
     assert len(policy.decide(view, limits).victims) == 0
 
 
@@ -186,9 +184,9 @@ def test_pending_blocks_prevent_preemption(policy: Policy, view: View, limits: L
 def test_every_victim_is_needed(policy: Policy, view: View, limits: Limits) -> None:
     victims = policy.decide(view, limits).victims.tolist()
     assume(victims)
-    coming = limits.num_pending_blocks + int(view.num_held_blocks[victims[:-1]].sum())
+    coming = limits.num_pending_pages + int(view.num_held_pages[victims[:-1]].sum())
     stays = [row for row in range(len(view.slots)) if row not in victims[:-1]]
-    assert int(view.num_new_blocks[stays].sum()) > limits.num_available_blocks + coming
+    assert int(view.num_new_pages[stays].sum()) > limits.num_available_pages + coming
 
 
 @given(policies, views(), limits)
@@ -200,14 +198,14 @@ def test_victims_suffice_for_the_other_rows(
     assume(len(view.slots) > 0)
     victims = policy.decide(view, limits).victims.tolist()
     supply = (
-        limits.num_available_blocks
-        + limits.num_pending_blocks
-        + int(view.num_held_blocks[victims].sum())
+        limits.num_available_pages
+        + limits.num_pending_pages
+        + int(view.num_held_pages[victims].sum())
     )
     stays = order(policy, view)[: len(view.slots) - len(victims)]
     assert (
-        int(view.num_new_blocks[stays].sum()) <= supply
-        or int(view.num_new_blocks[stays[:-1]].sum()) <= supply
+        int(view.num_new_pages[stays].sum()) <= supply
+        or int(view.num_new_pages[stays[:-1]].sum()) <= supply
     )
 
 
@@ -218,9 +216,9 @@ def test_blocks_go_to_more_important_rows_first(
     limits: Limits,
 ) -> None:
     decision, rows = policy.decide(view, limits), order(policy, view)
-    claimed = np.cumsum(view.num_new_blocks[rows])
-    for row in np.asarray(rows, np.int64)[claimed > limits.num_available_blocks]:
-        assert not (view.num_new_blocks[row] and decision.num_query_tokens[row])
+    claimed = np.cumsum(view.num_new_pages[rows])
+    for row in np.asarray(rows, np.int64)[claimed > limits.num_available_pages]:
+        assert not (view.num_new_pages[row] and decision.num_query_tokens[row])
 
 
 @given(policies, views(), limits)
@@ -232,13 +230,13 @@ def test_most_important_row_gets_its_blocks(
     assume(len(view.slots) > 0)
     first, *others = order(policy, view)
     decision = policy.decide(view, limits)
-    need = int(view.num_new_blocks[first])
-    if need <= limits.num_available_blocks:
+    need = int(view.num_new_pages[first])
+    if need <= limits.num_available_pages:
         is_decode = first < view.num_decodes
         assert not is_decode or decision.num_query_tokens[first] == view.num_query_tokens[first]
-    elif need > limits.num_available_blocks + limits.num_pending_blocks:
-        freed = int(view.num_held_blocks[decision.victims].sum())
-        assert need <= limits.num_available_blocks + limits.num_pending_blocks + freed or len(
+    elif need > limits.num_available_pages + limits.num_pending_pages:
+        freed = int(view.num_held_pages[decision.victims].sum())
+        assert need <= limits.num_available_pages + limits.num_pending_pages + freed or len(
             decision.victims
         ) == len(others)
 
@@ -261,8 +259,8 @@ def test_admission_leaves_promised_blocks(
 ) -> None:
     room = replace(room, is_alone=False)
     if policy.admit(candidate, room):
-        taken = candidate.num_new_blocks + candidate.num_idle_blocks
-        assert taken + room.num_promised_blocks + room.num_decoding <= room.num_available_blocks
+        taken = candidate.num_new_pages + candidate.num_idle_pages
+        assert taken + room.num_promised_pages + room.num_decoding <= room.num_available_pages
 
 
 @given(policies, candidates, rooms)
@@ -272,7 +270,7 @@ def test_admission_fits_the_available_blocks(
     room: Room,
 ) -> None:
     if policy.admit(candidate, room):
-        assert candidate.num_new_blocks + candidate.num_idle_blocks <= room.num_available_blocks
+        assert candidate.num_new_pages + candidate.num_idle_pages <= room.num_available_pages
 
 
 @given(policies, candidates, rooms)
@@ -291,7 +289,7 @@ def test_first_chunk_fits_the_budget(
 def test_lone_candidate_that_fits_is_admitted(
     policy: Policy, candidate: Candidate, room: Room
 ) -> None:
-    assume(candidate.num_new_blocks + candidate.num_idle_blocks <= room.num_available_blocks)
+    assume(candidate.num_new_pages + candidate.num_idle_pages <= room.num_available_pages)
     room = replace(room, is_alone=True, is_chunking=True)
     assert policy.admit(candidate, room) == min(
         candidate.num_tokens - candidate.num_cached_tokens, room.token_budget
@@ -329,11 +327,11 @@ class Simulation:
     """Steps of a policy on sequences that have only lengths. Blocks of victims are free one step later."""
 
     def __init__(
-        self, policy: Policy, rows: list[Row], num_blocks: int, budget: int, *, is_chunking: bool
+        self, policy: Policy, rows: list[Row], num_pages: int, budget: int, *, is_chunking: bool
     ) -> None:
         self.policy, self.budget, self.is_chunking = policy, budget, is_chunking
         self.waiting, self.running, self.finished = list(rows), list[Row](), list[Row]()
-        self.free, self.coming = num_blocks, 0
+        self.free, self.coming = num_pages, 0
 
     def step(self) -> int:
         """Run a step and return its query tokens."""

@@ -125,7 +125,7 @@ def test_one_slow_step_changes_the_budget_little(clock: list[float]) -> None:
 
 
 def test_engine_applies_the_budget_to_all_prompts_together(clock: list[float]) -> None:
-    world = World(chunk_size=1024, max_model_len=1024, num_blocks=900, depth=1)
+    world = World(chunk_size=1024, max_model_len=1024, num_pages=900, depth=1)
     runner = world.engine.runner
     plans: list[StepPlan] = []
     forward = runner.forward

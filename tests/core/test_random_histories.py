@@ -46,7 +46,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     @initialize(
         groups=st.sampled_from(sorted(GROUPS)),
-        num_blocks=st.integers(26, 60),
+        sizes=st.lists(st.integers(1, 5), min_size=3, max_size=3),
+        num_pages=st.integers(26, 60),
         chunk=st.sampled_from([-1, 5, 16, 64]),
         depth=st.integers(1, 3),
         policy=st.sampled_from(["fcfs", "priority"]),
@@ -56,7 +57,8 @@ class EngineMachine(RuleBasedStateMachine):
     def start(
         self,
         groups: str,
-        num_blocks: int,
+        sizes: list[int],
+        num_pages: int,
         chunk: int,
         depth: int,
         policy: str,
@@ -65,7 +67,8 @@ class EngineMachine(RuleBasedStateMachine):
     ) -> None:
         self.world = World(
             groups=GROUPS[groups],
-            num_blocks=num_blocks,
+            blocks_per_page=tuple(sizes[: len(GROUPS[groups])]),
+            num_pages=num_pages,
             chunk_size=chunk,
             depth=depth,
             policy=policy,
@@ -141,9 +144,11 @@ def test_long_random_histories(seed: int) -> None:
     """Hypothesis prefers short histories, so these are long and short of blocks."""
     for each in range(seed, seed + 4):
         rng = random.Random(each)
+        groups = GROUPS[rng.choice(sorted(GROUPS))]
         world = World(
-            groups=GROUPS[rng.choice(sorted(GROUPS))],
-            num_blocks=rng.randint(26, 60),
+            groups=groups,
+            blocks_per_page=tuple(rng.choice([1, 1, 3, 4]) for _ in groups),
+            num_pages=rng.randint(26, 60),
             chunk_size=rng.choice([-1, 5, 16, 64]),
             depth=rng.randint(1, 3),
             policy=rng.choice(["fcfs", "priority"]),
@@ -177,7 +182,7 @@ def test_long_random_histories(seed: int) -> None:
 
 
 def test_common_prefix_is_computed_once() -> None:
-    world = World(num_blocks=200, chunk_size=64, max_num_seqs=32, max_model_len=64)
+    world = World(num_pages=200, chunk_size=64, max_num_seqs=32, max_model_len=64)
     prefix = [(i * 7) % 60 for i in range(40)]
     for i in range(32):
         world.submit(request(i, [*prefix, i, 63 - i % 3], max_tokens=2))
@@ -198,7 +203,7 @@ def test_common_prefix_is_computed_once() -> None:
 
 
 def test_preemption_changes_no_token() -> None:
-    world = World(num_blocks=14, max_model_len=40, max_num_seqs=4, prefix_caching=False)
+    world = World(num_pages=14, max_model_len=40, max_num_seqs=4, prefix_caching=False)
     for i in range(4):
         world.submit(request(i, [i, i + 1, i + 2], max_tokens=30))
     world.run()
@@ -261,9 +266,11 @@ def test_full_queue_rejects() -> None:
 def test_sequences_as_long_as_the_pool_finish(seed: int) -> None:
     for each in range(seed, seed + 20):
         rng = random.Random(each)
+        groups = GROUPS[rng.choice(sorted(GROUPS))]
         world = World(
-            groups=GROUPS[rng.choice(sorted(GROUPS))],
-            num_blocks=rng.randint(5, 16),
+            groups=groups,
+            blocks_per_page=tuple(rng.choice([1, 1, 3, 4]) for _ in groups),
+            num_pages=rng.randint(5, 16),
             max_model_len=100,
             chunk_size=rng.choice([-1, 3, 5, 16, 64]),
             depth=rng.randint(1, 3),

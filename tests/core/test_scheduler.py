@@ -140,7 +140,7 @@ def test_first_chunk_fits_the_budget(
 def test_blocked_sequence_waits_for_more_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    world = World(num_blocks=8)
+    world = World(num_pages=8)
     asked = 0
     match = world.scheduler.kv.match
 
@@ -198,7 +198,7 @@ class Postponing:
 def test_prompts_beyond_the_budget_enter_in_the_next_steps(
     policy: str | Policy, chunk_size: int
 ) -> None:
-    world = World(policy=policy, chunk_size=chunk_size, num_blocks=60)  # 16 tokens per step
+    world = World(policy=policy, chunk_size=chunk_size, num_pages=60)  # 16 tokens per step
     for sequence_id in range(4):
         world.submit(request(sequence_id, [sequence_id] * 10, max_tokens=12))
     for _ in range(5):

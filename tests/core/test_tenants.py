@@ -115,9 +115,9 @@ def test_unfinished_sequences_of_a_tenant_are_bounded() -> None:
     assert submit(request(6, PROMPT, tenant="a")) is None
 
 
-@pytest.mark.parametrize("num_blocks", [12, 40])
-def test_count_of_waiting_tokens_survives_preemption(num_blocks: int) -> None:
-    world = World(num_blocks=num_blocks)
+@pytest.mark.parametrize("num_pages", [12, 40])
+def test_count_of_waiting_tokens_survives_preemption(num_pages: int) -> None:
+    world = World(num_pages=num_pages)
     for i in range(1, 7):
         world.submit(request(i, PROMPT, max_tokens=20, tenant="ab"[i % 2]))
     world.run()

@@ -26,12 +26,12 @@ def drawn(world: World) -> list[int]:
 def test_warm_up_leaves_no_blocks_sequences_or_draws(
     max_model_len: int,
 ) -> None:
-    world, other = (World(max_model_len=max_model_len, num_blocks=90) for _ in range(2))
+    world, other = (World(max_model_len=max_model_len, num_pages=90) for _ in range(2))
     engine = Engine(world.scheduler, world.runner)
     warm_up(engine)
     assert engine.num_steps >= 1
     pool = world.scheduler.kv.pool
-    assert pool.counts().free == pool.num_blocks
+    assert pool.counts().free == pool.num_pages
     assert not (world.scheduler.has_work or world.scheduler.num_preemptions)
     assert drawn(world) == drawn(other)
 
@@ -39,7 +39,7 @@ def test_warm_up_leaves_no_blocks_sequences_or_draws(
 def test_warm_up_serves_a_greedy_and_a_sampled_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    world = World(max_model_len=300, num_blocks=90)
+    world = World(max_model_len=300, num_pages=90)
     engine = Engine(world.scheduler, world.runner)
     asked: list[tuple[int, float]] = []
 

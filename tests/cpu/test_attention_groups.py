@@ -14,12 +14,13 @@ from tokenspeed_core.api.cache_groups import (
     CacheGroupSpec,
     CachePart,
     FullAttention,
+    LatentAttention,
     SlidingWindow,
-    values_per_token,
 )
 from tokenspeed_core.api.kernels import PlatformInfo
 from tokenspeed_core.errors import CheckpointError
 from tokenspeed_core.kernels.select import Selector
+from tokenspeed_core.kv_cache.page_layout import PageLayout
 from tokenspeed_core.resolved import Resolved
 from tokenspeed_core.worker.attention import AttentionGroup, bind_arena
 from tokenspeed_core.worker.build import ModelBuild
@@ -27,6 +28,8 @@ from tokenspeed_core.worker.build import ModelBuild
 Make = Callable[..., Resolved]
 FULL = FullAttention("full", num_layers=2, num_kv_heads=2, head_size=16)
 WINDOW = SlidingWindow("window", num_layers=2, num_kv_heads=2, head_size=16, window=32)
+
+WIDE_WINDOW = SlidingWindow("wide", num_layers=5, num_kv_heads=2, head_size=16, window=32)
 
 
 def make_build(resolved: Resolved, *groups: CacheGroupSpec) -> ModelBuild:
@@ -91,19 +94,31 @@ def test_layer_of_another_kind_than_its_group_is_refused(tiny: Make) -> None:
         attend(build, 0)
 
 
-def test_parts_of_layers_fill_a_block_without_overlap() -> None:
-    blocks, size = 3, 2
-    groups = [AttentionGroup(FULL), AttentionGroup(WINDOW)]
-    layers = [Mock(group=group, index=index) for group in groups for index in range(2)]
-    arena = torch.zeros(blocks, values_per_token(FULL) * size * 4, dtype=torch.uint8)
-    bind_arena(layers, arena, size, torch.float32)
-    for group in groups:
-        own = [layer.caches for layer in layers if layer.group is group]
-        for number, (k, v) in enumerate(own):
-            assert k.shape == v.shape == (blocks, size, 2, 16)
-            k += 2 * number + 1
-            v += 2 * number + 2
-        values = arena.view(torch.float32).view(blocks, 4, -1)
-        expected = torch.tensor([1.0, 2.0, 3.0, 4.0])[None, :, None].expand_as(values)
-        assert torch.equal(values, expected)
+def test_layers_own_the_bytes_of_their_blocks() -> None:
+    pages, size = 3, 2
+    latent = LatentAttention("latent", num_layers=3, latent_size=20, rope_size=12)
+    specs = (FULL, WIDE_WINDOW, latent)
+    layout = PageLayout.of(specs, size, 4)
+    layers = [
+        Mock(group=AttentionGroup(spec), index=index)
+        for spec in specs
+        for index in range(spec.num_layers)
+    ]
+    arena = torch.zeros(pages, layout.page_bytes, dtype=torch.uint8)
+    bind_arena(layers, arena, layout, torch.float32)
+    for spec, group in zip(specs, layout.groups, strict=True):
+        own = [part for layer in layers if layer.group.spec is spec for part in layer.caches]
+        owners = torch.zeros(pages * group.blocks_per_page, group.stride // 4)
+        for number, part in enumerate(own, 1):
+            assert part.shape[:2] == (pages * group.blocks_per_page, size)
+            assert part.shape[2:] == spec.parts[(number - 1) % len(spec.parts)].shape
+            part += number
+        # Each part fills the next bytes of every block.
+        at = 0
+        for number, part in enumerate(own, 1):
+            end = at + part[0].numel()
+            owners[:, at:end] = number
+            at = end
+        assert at * 4 == group.block_bytes
+        assert torch.equal(arena.view(torch.float32).view_as(owners), owners)
         arena.zero_()

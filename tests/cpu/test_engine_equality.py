@@ -174,7 +174,7 @@ def test_greedy_tokens_survive_preemption(
         scheduler = llm._engine.scheduler
         assert scheduler.num_preemptions > 0, "the pool was too large for this test"
         pool = scheduler.kv.pool
-        assert pool.num_available == pool.num_blocks, "blocks are held when idle"
+        assert pool.num_available == pool.num_pages, "pages are held when idle"
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -420,7 +420,7 @@ def test_stop_strings_end_the_text() -> None:
                 assert stopped.text == whole[: at + (length if keeps else 0)]
                 assert stopped.finish_reason == "stop"
         pool = demo._engine.scheduler.kv.pool
-        assert pool.num_available == pool.num_blocks
+        assert pool.num_available == pool.num_pages
 
 
 def test_abort_during_logprobs_does_not_affect_others(llm: LLM, qwen3: Family) -> None:
@@ -453,4 +453,4 @@ def test_sequence_without_finite_logits_fails_alone(qwen3: Family, changes: dict
         with pytest.raises(TokenSpeedError, match="no finite logit"):
             generate_one(llm, [5, 50, 7], greedy(8, **changes))
         pool = llm._engine.scheduler.kv.pool
-        assert pool.num_available == pool.num_blocks
+        assert pool.num_available == pool.num_pages

@@ -40,14 +40,12 @@ def test_large_values_saturate_in_the_cache() -> None:
     assert caches.float().count_nonzero() == 8
 
 
-def test_block_bytes_follow_the_cache_dtype(
-    tiny: Callable[..., Resolved], catalog: Catalog
-) -> None:
+def test_page_bytes_follow_the_cache_dtype(tiny: Callable[..., Resolved], catalog: Catalog) -> None:
     (plain, plain_memory, _), (fp8, fp8_memory, _) = (
         plan_only(tiny(dtype="bfloat16", block_size=16, kv_cache_dtype=kind), catalog)
         for kind in ("auto", "fp8_e4m3")
     )
-    assert plain_memory["block_bytes"] == 2 * fp8_memory["block_bytes"]
+    assert plain_memory["page_bytes"] == 2 * fp8_memory["page_bytes"]
     assert [dict(planned.problem)["kv_dtype"] for planned in fp8.find("write_kv")] == [
         "float8_e4m3fn"
     ]

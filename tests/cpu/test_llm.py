@@ -222,7 +222,7 @@ def test_start_logs_the_capacity_of_shared_groups(
         LLM(str(tmp_path), max_total_tokens=512, **settings) as llm,
     ):
         kv = llm._engine.scheduler.kv
-        assert (len(kv.groups), kv.pool.num_blocks) == (2, 2 * 512 // 16)
+        assert (len(kv.groups), kv.pool.num_pages) == (2, 2 * 512 // 16)
     assert all(part in caplog.text for part in ("512 tokens", "blocks of 16", "128 tokens"))
     assert "has no effect" not in caplog.text
 

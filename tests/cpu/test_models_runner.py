@@ -26,8 +26,8 @@ from tokenspeed_models.layers import fusion
 PROMPTS = {"a": list(range(3, 26)), "b": [7, 7, 90, 1], "c": list(range(60, 20, -1))}
 
 
-def start(folder: Path) -> tuple[LocalRunner, int]:
-    """Return a worker for a checkpoint and the number of its cache groups."""
+def start(folder: Path) -> LocalRunner:
+    """Return a worker for a checkpoint."""
     catalog = Catalog.discover()
     config = Config(
         model=str(folder),
@@ -39,15 +39,14 @@ def start(folder: Path) -> tuple[LocalRunner, int]:
         max_total_tokens=2048,
     )
     resolved = resolve(config, catalog)
-    groups = resolved.checkpoint.info.cache_groups
-    return build(resolved, catalog, lambda what, done, total: None), len(groups)
+    return build(resolved, catalog, lambda what, done, total: None)
 
 
 def check_against_transformers(family: str, folder: Path) -> LocalRunner:
     """Run a family's tiny checkpoint and compare its tokens; return the worker."""
     reference = save_reference(family, folder)
-    runner, num_groups = start(folder)
-    maker = PlanMaker(runner.block_size, num_groups)
+    runner = start(folder)
+    maker = PlanMaker(runner.block_size, runner.layout.blocks_per_page)
     for slot, (name, prompt) in enumerate(PROMPTS.items()):
         maker.add(name, prompt, slot)
     maker.step(runner, chunks={"a": 23})

@@ -84,7 +84,7 @@ def test_rows_share_blocks_filled_in_the_same_step(
     maker.add("first", PROMPTS["a"], slot=0)
     first = maker.sequences["first"]
     first.blocks[0] = list(range(6))
-    maker.next_block = 6
+    maker.next_page = 6
     maker.add("a", PROMPTS["a"], slot=1, shared=("first", 20))
     maker.step(runner, chunks={"first": 23, "a": 3})
     assert maker.sequences["a"].output == first.output == expected["a"][:1]

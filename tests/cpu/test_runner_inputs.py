@@ -29,7 +29,7 @@ STEPS: tuple[tuple[tuple[str, ...], dict[str, int]], ...] = (
 def make_state() -> SlotState:
     layout = SlotLayout(num_slots=6, num_blocks=NUM_BLOCKS, num_groups=GROUPS)
     state = SlotState(layout, torch.device("cpu"))
-    state.reset(99)
+    state.reset((99,) * GROUPS)
     state.last_token[:] = torch.arange(50, 56, dtype=torch.int32)
     return state
 
@@ -39,7 +39,7 @@ def make_eager(state: SlotState, split: tuple[bool, ...] = (False, False)) -> Ea
 
 
 def make_plans() -> PlanMaker:
-    plans = PlanMaker(BLOCK, GROUPS)
+    plans = PlanMaker(BLOCK, (1,) * GROUPS)
     plans.add("a", list(range(10)), 4, temperature=0.5, seed=-1)
     plans.add("b", list(range(20, 27)), 1, top_k=5)
     plans.add("c", [30], 0)
@@ -136,7 +136,7 @@ def test_mixed_step_may_come_in_two_parts(split: bool) -> None:
 
 
 def test_kv_slot_is_the_position_in_its_block() -> None:
-    plans = PlanMaker(BLOCK, GROUPS)
+    plans = PlanMaker(BLOCK, (1,) * GROUPS)
     plans.add("a", list(range(10)), 4).blocks = [[7, 3], [5, 6]]
     inputs = make_eager(make_state()).make(plans.plan(chunks={"a": 6}))
     assert inputs.groups[0].kv_slots.tolist() == [28, 29, 30, 31, 12, 13]

@@ -62,8 +62,8 @@ def test_largest_step_has_all_tokens_and_rows() -> None:
 def test_default_block_size_is_the_smallest_supported(catalog: Catalog, tiny: Make) -> None:
     runner = build(tiny(block_size=None), catalog, quiet)
     assert runner.block_size == 16
-    assert runner.num_blocks == 4096 // 16
-    assert runner.block_bytes == 2 * 2 * 16 * 2 * 16 * 4
+    assert runner.num_pages == 4096 // 16
+    assert runner.layout.page_bytes == 2 * 2 * 16 * 2 * 16 * 4
 
 
 def test_sampled_ids_fit_into_the_transfer_buffer() -> None:
@@ -80,8 +80,8 @@ def test_plan_without_weights_selects_the_same_kernels(
 ) -> None:
     plan, memory, _ = plan_only(tiny(), catalog)
     assert plan == runner.kernel_plan
-    assert memory["block_bytes"] == runner.block_bytes
-    assert memory["num_blocks"] == runner.num_blocks
+    assert memory["page_bytes"] == runner.layout.page_bytes
+    assert memory["num_pages"] == runner.num_pages
 
 
 def test_missing_backend_error_lists_installed_backends(catalog: Catalog, tiny: Make) -> None:

@@ -78,7 +78,8 @@ def test_dry_run_loads_no_weights(tmp_path: Path) -> None:
     for part in (
         "Qwen3ForCausalLM",
         "max_model_len: 512",
-        "num_blocks",
+        "num_pages",
+        "group_full_bytes_per_token: ",
         "attention",
         "collectives",
     ):

@@ -371,5 +371,5 @@ def test_arena_size_leaves_room_for_the_largest_step(
     runner = make(max_total_tokens=None, gpu_memory_utilization=0.5, enforce_eager=True)
     total = torch.cuda.get_device_properties(0).total_memory
     used = total - torch.cuda.mem_get_info()[0]
-    assert 0.4 * total < runner.num_blocks * runner.block_bytes < used < 0.55 * total
+    assert 0.4 * total < runner.num_pages * runner.layout.page_bytes < used < 0.55 * total
     runner.close()

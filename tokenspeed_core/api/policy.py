@@ -1,4 +1,7 @@
-"""The contract of scheduling policies. Imports no array library, so that a policy plugin stays cheap to import."""
+"""The contract of scheduling policies. Imports no array library, so that a policy plugin stays cheap to import.
+
+Pages are the unit of memory: a page holds one or more blocks of one cache group.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ class Limits:
     token_budget: int  # query tokens of the whole step
     max_prefill_tokens: int  # query tokens of all prompts together, if chunked prefill is on
     is_chunking: bool  # chunked prefill is on; if off, a prompt runs whole, however long
-    num_available_blocks: int  # free or evictable now
-    num_pending_blocks: int  # released; reusable once the steps in flight finished
+    num_available_pages: int  # free or evictable now
+    num_pending_pages: int  # released; reusable once the steps in flight finished
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,8 +31,8 @@ class View:
     num_decodes: int
     # Requested tokens: 1 plus draft tokens for a decode, the rest of the prompt otherwise.
     num_query_tokens: I32
-    num_new_blocks: I32  # needed to run at all; for a prompt, to run one token
-    num_held_blocks: I32  # that preemption would release
+    num_new_pages: I32  # needed to run at all; for a prompt, to run one token
+    num_held_pages: I32  # that preemption would release
     priority: I32  # lower is more important
     arrival: I64  # order of arrival
 
@@ -48,8 +51,8 @@ class Candidate:
 
     num_tokens: int  # prompt, and output if it was preempted
     num_cached_tokens: int  # of them, found in the prefix cache
-    num_new_blocks: int  # for all its tokens and the next one, without the cached ones
-    num_idle_blocks: int  # of the cached ones, counted as available now
+    num_new_pages: int  # for all its tokens and the next one, without those of cached tokens
+    num_idle_pages: int  # of those with cached tokens, counted as available now
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +61,8 @@ class Room:
 
     token_budget: int
     is_chunking: bool
-    num_available_blocks: int
-    num_promised_blocks: int  # that running prompts still need
+    num_available_pages: int
+    num_promised_pages: int  # that running prompts still need
     num_decoding: int
     is_alone: bool  # nothing runs and no step is in flight
 
@@ -70,14 +73,14 @@ class Policy(Protocol):
 
     A policy keeps no state: equal arguments give equal answers. The scheduler reduces answers that exceed what a
     sequence wants or the budget allows. It ends the engine, with an error that names the plugin, if a policy raises,
-    runs a row without its blocks, names a victim twice or one that runs, or runs nothing while no step is in flight.
+    runs a row without its pages, names a victim twice or one that runs, or runs nothing while no step is in flight.
     """
 
     def key(self, priority: int, arrival: int) -> tuple[int, int]:
         """Return the sort key of a waiting sequence. The smallest comes first."""
 
     def decide(self, view: View, limits: Limits) -> Decision:
-        """Share the step's tokens and blocks among the running sequences."""
+        """Share the step's tokens and pages among the running sequences."""
 
     def admit(self, candidate: Candidate, room: Room) -> int:
         """Return the number of tokens of the candidate's first chunk; 0: do not admit it in this step."""

@@ -196,7 +196,8 @@ def start(
     kv = KVManager(
         info.cache_groups,
         runner.block_size,
-        runner.num_blocks,
+        runner.num_pages,
+        blocks_per_page=runner.layout.blocks_per_page,
         prefix_caching=config.enable_prefix_caching,
     )
     max_model_len = _fit_model_len(resolved, kv.max_sequence_len)

@@ -65,7 +65,7 @@ class Histogram:
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
-    """The engine at one moment. Blocks are of the KV cache; all other numbers are sums since the start."""
+    """The engine at one moment. Pages are of the KV cache; all other numbers are sums since the start."""
 
     num_preemptions: int
     num_prompt_tokens: int  # of admitted sequences, cached ones included
@@ -73,29 +73,29 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     num_output_tokens: int
     num_prefix_queries: int  # prompt tokens looked up in the prefix cache
     num_prefix_hits: int  # of them, tokens found
-    num_free_blocks: int
-    num_cached_blocks: int
-    num_held_blocks: int
-    num_pending_blocks: int
+    num_free_pages: int
+    num_cached_pages: int
+    num_held_pages: int
+    num_pending_pages: int
     step: HistogramCounts  # seconds of a step, with bounds STEP_BOUNDS
     host: HistogramCounts  # seconds of a step's planning and bookkeeping, HOST_BOUNDS
     queue: HistogramCounts  # seconds from a sequence's arrival to its admission, REQUEST_BOUNDS
     prefill: HistogramCounts  # seconds from there to its first token, REQUEST_BOUNDS
 
     @property
-    def num_blocks(self) -> int:
-        """Size of the KV cache in blocks."""
+    def num_pages(self) -> int:
+        """Size of the KV cache in pages."""
         return (
-            self.num_free_blocks
-            + self.num_cached_blocks
-            + self.num_held_blocks
-            + self.num_pending_blocks
+            self.num_free_pages
+            + self.num_cached_pages
+            + self.num_held_pages
+            + self.num_pending_pages
         )
 
     @property
     def kv_usage(self) -> float:
-        """Share of the blocks that cannot be reused now, from 0 to 1."""
-        return (self.num_held_blocks + self.num_pending_blocks) / max(1, self.num_blocks)
+        """Share of the pages that cannot be reused now, from 0 to 1."""
+        return (self.num_held_pages + self.num_pending_pages) / max(1, self.num_pages)
 
 
 class EngineCounters:
@@ -140,7 +140,7 @@ class EngineCounters:
 
     def snapshot(self, kv: KVManager, num_preemptions: int) -> EngineStats:
         """Return the counters and the state of the KV cache."""
-        blocks = kv.counts()
+        pages = kv.counts()
         return EngineStats(
             num_preemptions,
             self._num_prompt_tokens,
@@ -148,10 +148,10 @@ class EngineCounters:
             self._num_output_tokens,
             self._num_prefix_queries,
             self._num_prefix_hits,
-            blocks.free,
-            blocks.cached,
-            blocks.held,
-            blocks.pending,
+            pages.free,
+            pages.cached,
+            pages.held,
+            pages.pending,
             self._step.snapshot(),
             self._host.snapshot(),
             self._queue.snapshot(),

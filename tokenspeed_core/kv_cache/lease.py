@@ -15,26 +15,23 @@ class LeaseSpentError(RuntimeError):
 class BlockLease:
     """The block tables of one sequence, one per cache group; `ABSENT` marks an entry without a block.
 
-    `capacity` is the number of tokens that the tables have room for. `num_hashed_tokens` is the number of tokens
-    whose blocks are in the prefix index.
+    `spare` are the blocks of each group's last page that the table does not use yet, the next one last. `capacity` is
+    the number of tokens that the tables have room for. `num_hashed_tokens` is the number of tokens whose blocks are in
+    the prefix index.
     """
 
     tables: list[list[int]]
+    spare: list[list[int]] = field(default_factory=list)
     capacity: int = 0
     num_hashed_tokens: int = 0
     _is_spent: bool = field(default=False, repr=False)
 
-    def blocks(self) -> list[int]:
-        """Return all blocks, the last of each table first, so that the start of a prompt is evicted last."""
+    def spend(self) -> None:
+        """Mark the lease as released. Raises LeaseSpentError on the second call."""
         self.check()
-        return [block for table in self.tables for block in reversed(table) if block != ABSENT]
-
-    def take(self) -> list[int]:
-        """Spend the lease and return its blocks. Raises LeaseSpentError on the second call."""
-        blocks = self.blocks()
         self._is_spent = True
         self.tables = []
-        return blocks
+        self.spare = []
 
     def check(self) -> None:
         """Raise LeaseSpentError if the lease is spent."""

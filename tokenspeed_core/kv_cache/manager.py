@@ -1,20 +1,25 @@
 """Finds prefix hits, grows block tables, and puts full blocks into the prefix index.
 
-The manager does not decide which sequence runs. `match` and `num_blocks_needed` answer questions and change nothing;
+The manager does not decide which sequence runs. `match` and `num_pages_needed` answer questions and change nothing;
 `acquire` and `extend` take blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
+
+import numpy as np
 
 from tokenspeed_core.api.cache_groups import CacheGroupSpec
 from tokenspeed_core.api.step import I32
 from tokenspeed_core.kv_cache.events import KVEventLog
 from tokenspeed_core.kv_cache.hashing import HashChain
 from tokenspeed_core.kv_cache.lease import ABSENT, BlockLease
-from tokenspeed_core.kv_cache.pool import BlockCounts, BlockPool
+from tokenspeed_core.kv_cache.page_layout import blocks_of_pages, pages_of_blocks
+from tokenspeed_core.kv_cache.pool import PageCounts, PagePool
 
 _NEVER_FULL = 2**31 - 1  # tokens per hash when prefix caching is off: no block is ever hashed
 
@@ -35,7 +40,7 @@ class Match:
     """A prefix hit.
 
     `num_tokens` is the length at which every group can resume, `entries` are the blocks per group that hold it, and
-    `num_idle` is how many of those are available blocks now.
+    `num_idle` is how many of their pages are available now.
     """
 
     num_tokens: int
@@ -44,33 +49,42 @@ class Match:
 
 
 @dataclass(frozen=True, slots=True)
-class _IndexKey:
-    """Where the prefix index lists a block."""
+class _Hashed:
+    """A block in the prefix index."""
 
     group: int
-    digest: bytes
+    block: int
 
 
 class KVManager:
-    """The cache groups of a model over one pool of blocks; every block can hold a block of any group."""
+    """The cache groups of a model over one pool of pages.
+
+    A page holds `blocks_per_page` blocks of one group, all of one sequence: block `i` of the group is in page
+    `i // blocks_per_page`. Each entry of a block table, and each spare block, holds one reference to its page.
+    """
 
     def __init__(
         self,
         groups: Sequence[CacheGroupSpec],
         block_size: int,
-        num_blocks: int,
+        num_pages: int,
         *,
+        blocks_per_page: Sequence[int] | None = None,
         prefix_caching: bool = True,
     ) -> None:
-        """Start empty. `block_size` is in tokens and the same for all groups."""
+        """Start empty. `block_size` is in tokens and the same for all groups. `blocks_per_page` is 1 by default."""
         self.groups = tuple(groups)
         self.num_groups = len(self.groups)
         self.block_size = block_size
         self.granularity = block_size if prefix_caching else _NEVER_FULL
-        self.pool = BlockPool(num_blocks, self._remove)
+        self.pool = PagePool(num_pages, self._evict)
+        self._blocks_per_page = tuple(blocks_per_page or (1,) * self.num_groups)
+        self._is_page_a_block = set(self._blocks_per_page) == {1}
+        self._is_one_to_one = self._is_page_a_block and self.num_groups == 1
+        self._group_of_page = [0] * num_pages  # of the pages in use
         self._index: list[dict[bytes, int]] = [{} for _ in groups]
-        self._keys: dict[int, _IndexKey] = {}  # of the blocks in the index
-        self._hashed_by_step: dict[int, list[int]] = {}
+        self._digests: list[dict[int, bytes]] = [{} for _ in groups]  # of the blocks in the index
+        self._hashed_by_step: dict[int, list[_Hashed]] = {}
         self._planned_step = 0
         self.events: KVEventLog | None = None  # None: not collected
 
@@ -80,8 +94,8 @@ class KVManager:
         self.events = KVEventLog(next(whole, 0), self.block_size)
         return self.events
 
-    def counts(self) -> BlockCounts:
-        """Return the number of the pool's blocks in each state."""
+    def counts(self) -> PageCounts:
+        """Return the number of the pool's pages in each state."""
         return self.pool.counts()
 
     def chain(self, salt: str, adapter_id: int) -> HashChain:
@@ -98,7 +112,25 @@ class KVManager:
     @property
     def max_sequence_len(self) -> int:
         """Tokens of the longest sequence that fits into the whole pool."""
-        return self.pool.num_blocks // self.num_groups * self.block_size
+        return blocks_of_pages(self.pool.num_pages, self._blocks_per_page) * self.block_size
+
+    def max_capacity(self, lease: BlockLease) -> int:
+        """Return the capacity to which the available pages can extend a lease."""
+        num_available = self.pool.num_available
+        if self._is_page_a_block:
+            return lease.capacity + num_available // self.num_groups * self.block_size
+        sizes = range((num_available + 1) * max(self._blocks_per_page) + 1)
+        fits = bisect_right(
+            sizes, num_available, key=lambda num: sum(self._num_missing(lease, num))
+        )
+        return lease.capacity + (fits - 1) * self.block_size
+
+    def _num_missing(self, lease: BlockLease, num_blocks: int) -> list[int]:
+        """Return the pages of each group for `num_blocks` more blocks of a lease than its tables have."""
+        return [
+            max(0, -((len(spare) - num_blocks) // per_page))
+            for per_page, spare in zip(self._blocks_per_page, lease.spare, strict=True)
+        ]
 
     def match(self, chain: HashChain, num_tokens: int) -> Match:
         """Find the longest hashed prefix, shorter than `num_tokens`, at which every group can resume."""
@@ -118,54 +150,106 @@ class KVManager:
         if length <= 0:
             return self.no_match()
         entries = tuple(self._hit_entries(i, chain, length) for i in range(self.num_groups))
-        num_idle = sum(self.pool.is_idle(block) for hit in entries for block in hit.blocks)
+        num_idle = sum(self.pool.is_idle(page) for page in self._pages_of_hit(entries))
         return Match(length, entries, num_idle)
+
+    def can_hold(self, match: Match, num_tokens: int) -> bool:
+        """Whether the whole pool is large enough for a hit and the rest of a sequence of `num_tokens`.
+
+        The hit of a long sequence may not be, since its blocks can be spread over partly used pages.
+        """
+        if self._is_page_a_block:
+            return True
+        num_hit = sum(1 for _ in self._pages_of_hit(match.entries))
+        return num_hit + self.num_pages_needed(match.num_tokens, num_tokens) <= self.pool.num_pages
+
+    def _pages_of_hit(self, entries: Iterable[TableEntries]) -> Iterator[int]:
+        """Yield the different pages of a hit's blocks."""
+        for per_page, hit in zip(self._blocks_per_page, entries, strict=True):
+            yield from hit.blocks if per_page == 1 else {block // per_page for block in hit.blocks}
 
     def no_match(self) -> Match:
         """Return a match of no tokens."""
         return Match(0, (_NO_ENTRIES,) * self.num_groups, 0)
 
-    def num_blocks_needed(self, start: int, end: int) -> int:
-        """Return the blocks that a sequence resuming at token `start` needs for its tokens up to `end`."""
-        size = self.block_size
-        total = 0
-        for group in self.groups:
-            first = max(start, group.first_needed(start) // size * size)
-            if end > first:
-                total += -(-end // size) - first // size
-        return total
+    def num_pages_needed(self, start: int, end: int) -> int:
+        """Return the pages that a sequence resuming at token `start` needs for its tokens up to `end`."""
+        num_blocks = max(0, -(-end // self.block_size) - start // self.block_size)
+        return pages_of_blocks(num_blocks, self._blocks_per_page)
+
+    def num_new_pages(self, resumed: I32, capacity: I32, end: I32) -> I32:
+        """Return the pages that sequences need for their tokens up to `end`, as columns.
+
+        They resumed at token `resumed`, and their block tables have room for `capacity` tokens.
+        """
+        missing: I32 = np.maximum(-((capacity - end) // self.block_size), 0)
+        if self._is_page_a_block:
+            missing *= self.num_groups
+            return missing
+        num_own = (capacity - resumed) // self.block_size
+        num_pages = np.zeros_like(missing)
+        for per_page in self._blocks_per_page:
+            num_pages += -(-(num_own + missing) // per_page) + -num_own // per_page
+        return num_pages
+
+    def num_held_pages(self, lease: BlockLease) -> int:
+        """Return the number of pages in which a lease holds blocks."""
+        return len(set(self._pages_of(lease)))
 
     # -- leases ---------------------------------------------------------------------------------------
 
     def acquire(self, match: Match) -> BlockLease:
         """Hold the blocks of a hit."""
         tables: list[list[int]] = []
-        for hit in match.entries:
+        for per_page, hit in zip(self._blocks_per_page, match.entries, strict=True):
             for block in hit.blocks:
-                self.pool.share(block)
+                self.pool.share(block // per_page)
             tables.append([ABSENT] * hit.start + list(hit.blocks))
-        return BlockLease(tables, capacity=match.num_tokens, num_hashed_tokens=match.num_tokens)
+        spare: list[list[int]] = [[] for _ in tables]
+        return BlockLease(tables, spare, match.num_tokens, match.num_tokens)
 
     def extend(self, lease: BlockLease, start: int, end: int) -> tuple[TableEntries, ...] | None:
         """Make room for the tokens `[start, end)`, and release blocks that no query from `start` on reads.
 
-        Returns the new table entries per group, or None, without taking a block, if too few are available.
+        Returns the new table entries per group, or None, without taking a page, if too few are available.
         """
         lease.check()
-        for group, table in zip(self.groups, lease.tables, strict=True):
-            self._drop_before(table, group.first_needed(start) // self.block_size)
+        for group, spec in enumerate(self.groups):
+            self._drop_before(group, lease, spec.first_needed(start) // self.block_size)
         num_blocks = -(-end // self.block_size)
-        num_missing = [max(0, num_blocks - len(table)) for table in lease.tables]
-        taken = self.pool.take(sum(num_missing))
+        num_missing = max(0, num_blocks - len(lease.tables[0]))  # all tables have the same length
+        num_pages = (
+            [num_missing] * self.num_groups
+            if self._is_page_a_block
+            else self._num_missing(lease, num_missing)
+        )
+        taken = self.pool.take(sum(num_pages))
         if taken is None:
             return None
         entries: list[TableEntries] = []
-        for table, num in zip(lease.tables, num_missing, strict=True):
-            fresh = tuple(taken.pop() for _ in range(num))
+        for group, table in enumerate(lease.tables):
+            pages = [taken.pop() for _ in range(num_pages[group])]
+            fresh = tuple(pages)
+            if not self._is_one_to_one:
+                fresh = self._blocks_of(group, pages, lease.spare[group], num_missing)
             entries.append(TableEntries(len(table), fresh))
             table.extend(fresh)
         lease.capacity = num_blocks * self.block_size
         return tuple(entries)
+
+    def _blocks_of(
+        self, group: int, pages: Iterable[int], spare: list[int], num: int
+    ) -> tuple[int, ...]:
+        """Give new pages to a group and return `num` blocks of its spare ones and of the pages, in order."""
+        per_page = self._blocks_per_page[group]
+        blocks = spare[::-1]
+        for page in pages:
+            self._group_of_page[page] = group
+            if per_page > 1:
+                self.pool.share(page, per_page - 1)
+            blocks += range(page * per_page, (page + 1) * per_page)
+        spare[:] = blocks[num:][::-1]
+        return tuple(blocks[:num])
 
     def cache_full_blocks(
         self, lease: BlockLease, chain: HashChain, num_computed: int, tokens: I32
@@ -179,7 +263,7 @@ class KVManager:
         for length in range(lease.num_hashed_tokens + size, end + 1, size):
             for i, table in enumerate(lease.tables):
                 block = table[length // size - 1]
-                if block == ABSENT or not self._insert(_IndexKey(i, chain.at(length)), block):
+                if block == ABSENT or not self._insert(i, chain.at(length), block):
                     continue
                 if self.events is not None and i == self.events.group:
                     self.events.stored(chain, length, tokens)
@@ -187,11 +271,30 @@ class KVManager:
 
     def release(self, lease: BlockLease) -> None:
         """Release the blocks of a lease."""
-        self.pool.release(lease.take())
+        lease.check()
+        self.pool.release(self._pages_of(lease))
+        lease.spend()
+
+    def _pages_of(self, lease: BlockLease) -> list[int]:
+        """Return the page of each block of a lease, those of its last tokens first.
+
+        Pages are evicted in the order of their release, so every group keeps the start of a prompt longest.
+        """
+        if self._is_one_to_one:
+            return [block for block in reversed(lease.tables[0]) if block != ABSENT]
+        pages: list[tuple[int, int]] = []
+        for per_page, table, spare in zip(
+            self._blocks_per_page, lease.tables, lease.spare, strict=True
+        ):
+            blocks = enumerate(table + spare)
+            pages += [(i, block // per_page) for i, block in blocks if block != ABSENT]
+        pages.sort(key=itemgetter(0), reverse=True)
+        return [page for _, page in pages]
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix index. Leases keep their blocks."""
-        self._discard(list(self._keys))
+        for group, digests in enumerate(self._digests):
+            self._discard([_Hashed(group, block) for block in digests])
 
     # -- steps ----------------------------------------------------------------------------------------
 
@@ -238,35 +341,45 @@ class KVManager:
         first = self.groups[group].first_needed(length) // size * size
         return range(first + size, length + 1, size)
 
-    def _insert(self, key: _IndexKey, block: int) -> bool:
+    def _insert(self, group: int, digest: bytes, block: int) -> bool:
         """Add a block to the index. Returns False if the index has another block with this content."""
-        index = self._index[key.group]
-        if key.digest in index:
+        index = self._index[group]
+        if digest in index:
             return False
-        index[key.digest] = block
-        self._keys[block] = key
-        self._hashed_by_step.setdefault(self._planned_step, []).append(block)
-        self.pool.mark_hashed(block)
+        index[digest] = block
+        self._digests[group][block] = digest
+        self._hashed_by_step.setdefault(self._planned_step, []).append(_Hashed(group, block))
+        self.pool.mark_hashed(block // self._blocks_per_page[group])
         return True
 
-    def _discard(self, blocks: Iterable[int]) -> None:
-        for block in blocks:
-            if block in self._keys:
-                self._remove(block)
-                self.pool.unmark_hashed(block)
+    def _discard(self, blocks: Iterable[_Hashed]) -> None:
+        """Remove blocks from the index. Their pages may be in any state."""
+        for each in blocks:
+            if each.block in self._digests[each.group]:
+                self._remove(each.group, each.block)
+                self.pool.unmark_hashed(each.block // self._blocks_per_page[each.group])
 
-    def _remove(self, block: int) -> None:
-        key = self._keys.pop(block)
-        del self._index[key.group][key.digest]
-        if self.events is not None and key.group == self.events.group:
-            self.events.removed(key.digest)
+    def _evict(self, page: int) -> None:
+        """Remove the blocks of a page from the index."""
+        group = self._group_of_page[page]
+        per_page = self._blocks_per_page[group]
+        for block in range(page * per_page, (page + 1) * per_page):
+            if block in self._digests[group]:
+                self._remove(group, block)
 
-    def _drop_before(self, table: list[int], first: int) -> None:
-        """Release the blocks of the entries before `first`."""
+    def _remove(self, group: int, block: int) -> None:
+        digest = self._digests[group].pop(block)
+        del self._index[group][digest]
+        if self.events is not None and group == self.events.group:
+            self.events.removed(digest)
+
+    def _drop_before(self, group: int, lease: BlockLease, first: int) -> None:
+        """Release the blocks of a group's entries before `first`."""
+        table, per_page = lease.tables[group], self._blocks_per_page[group]
         dropped = []
         for index in range(min(first, len(table)) - 1, -1, -1):
             if table[index] == ABSENT:
                 break
-            dropped.append(table[index])
+            dropped.append(table[index] // per_page)
             table[index] = ABSENT
         self.pool.release(dropped)

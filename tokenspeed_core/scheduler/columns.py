@@ -29,6 +29,8 @@ class SlotColumns:
         self.target = np.zeros(max_num_seqs, np.int32)
         # Length at which the sequence ends.
         self.max_len = np.zeros(max_num_seqs, np.int32)
+        # Tokens of the prefix hit with which the slot was taken.
+        self.resumed = np.zeros(max_num_seqs, np.int32)
         # Tokens that the sequence's blocks can hold.
         self.capacity = np.zeros(max_num_seqs, np.int32)
         # Tokens whose blocks are in the prefix index.
@@ -59,6 +61,7 @@ class SlotColumns:
         self.target[slot] = num_known
         self.num_planned[slot] = num_cached
         self.num_hashed_tokens[slot] = num_cached
+        self.resumed[slot] = num_cached
         self.capacity[slot] = capacity
         self.max_len[slot] = sequence.max_len
         self.priority[slot] = sequence.request.priority

@@ -57,8 +57,8 @@ def _decide(policy: Policy, view: View, limits: Limits) -> Decision:
     num_query = np.clip(decision.num_query_tokens, 0, view.num_query_tokens).astype(np.int32)
     runs = num_query > 0
     victims = [int(victim) for victim in decision.victims]
-    if view.num_new_blocks[runs].sum() > limits.num_available_blocks:
-        raise ValueError("the scheduled rows need more blocks than are available")
+    if view.num_new_pages[runs].sum() > limits.num_available_pages:
+        raise ValueError("the scheduled rows need more pages than are available")
     if runs[victims].any():
         raise ValueError("a row is both scheduled and preempted")
     if len(set(victims)) < len(victims):

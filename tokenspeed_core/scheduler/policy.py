@@ -25,10 +25,10 @@ class Ordered:
         return (priority if self.by_priority else 0, arrival)
 
     def decide(self, view: View, limits: Limits) -> Decision:
-        """Run every decode, then prompts within the budget. Preempt the least important rows if blocks are short."""
+        """Run every decode, then prompts within the budget. Preempt the least important rows if pages are short."""
         num_query = view.num_query_tokens.copy()
         victims = np.zeros(0, np.int32)
-        if int(view.num_new_blocks.sum()) > limits.num_available_blocks:
+        if int(view.num_new_pages.sum()) > limits.num_available_pages:
             num_query, victims = self._make_room(view, limits)
         num_decodes = view.num_decodes
         budget = limits.token_budget - int(num_query[:num_decodes].sum())
@@ -39,13 +39,13 @@ class Ordered:
         return Decision(num_query, victims)
 
     def admit(self, candidate: Candidate, room: Room) -> int:
-        """Admit a candidate if all its tokens fit without the blocks promised to running sequences.
+        """Admit a candidate if all its tokens fit without the pages promised to running sequences.
 
-        One more block per decoding sequence stays free, so that the admission does not cause a preemption at once.
+        One more page per decoding sequence stays free, so that the admission does not cause a preemption at once.
         """
-        reserve = 0 if room.is_alone else room.num_promised_blocks + room.num_decoding
-        needed = candidate.num_new_blocks + candidate.num_idle_blocks
-        if needed + reserve > room.num_available_blocks:
+        reserve = 0 if room.is_alone else room.num_promised_pages + room.num_decoding
+        needed = candidate.num_new_pages + candidate.num_idle_pages
+        if needed + reserve > room.num_available_pages:
             return 0
         rest = candidate.num_tokens - candidate.num_cached_tokens
         if not room.is_chunking:
@@ -56,19 +56,19 @@ class Ordered:
         return view.priority if self.by_priority else np.zeros(len(view.slots), np.int32)
 
     def _make_room(self, view: View, limits: Limits) -> tuple[I32, I32]:
-        """Give blocks to the most important rows first. Returns the query tokens of each row and the victims.
+        """Give pages to the most important rows first. Returns the query tokens of each row and the victims.
 
-        A row is preempted only if the blocks that are pending already do not suffice.
+        A row is preempted only if the pages that are pending already do not suffice.
         """
         order = np.lexsort((view.arrival, self._rank(view)))
         num_query = view.num_query_tokens.copy()
-        available, pending = limits.num_available_blocks, limits.num_pending_blocks
+        available, pending = limits.num_available_pages, limits.num_pending_pages
         victims: list[int] = []
         last = len(order)
         for position, row in enumerate(order):
             if position >= last:
                 break
-            need = int(view.num_new_blocks[row])
+            need = int(view.num_new_pages[row])
             if need <= available:
                 available -= need
                 continue
@@ -76,7 +76,7 @@ class Ordered:
             while need > available + pending and last - 1 > position:
                 last -= 1
                 victims.append(int(order[last]))
-                pending += int(view.num_held_blocks[order[last]])
+                pending += int(view.num_held_pages[order[last]])
             pending -= max(0, need - available)
             available = max(0, available - need)
         num_query[victims] = 0

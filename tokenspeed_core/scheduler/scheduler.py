@@ -37,7 +37,7 @@ from tokenspeed_core.scheduler.step_plan_builder import StepPlanBuilder
 from tokenspeed_core.scheduler.views import (
     CountDrafts,
     candidate_of,
-    num_promised_blocks,
+    num_promised_pages,
     view_of_running,
 )
 from tokenspeed_core.scheduler.waiting_queue import QueueEntry, WaitingQueue
@@ -241,16 +241,15 @@ class Scheduler:
             # Draft tokens in flight may be rejected: later queries start at a known token or behind it.
             first_query = int(columns.num_known[slot]) - 1
             has_room = self._extend(builder, slot, first_query, int(end[i]))
-            assert has_room, "the policy ran a row without its blocks"
+            assert has_room, "the policy ran a row without its pages"
         columns.num_bound[slots] += num_query
         builder.set_decodes(slots, num_query, start)
 
     def _plan_chunk(self, builder: StepPlanBuilder, slot: int, num_tokens: int) -> None:
-        """Plan the next `num_tokens` known tokens of a slot, or fewer if tokens or blocks run out."""
+        """Plan the next `num_tokens` known tokens of a slot, or fewer if tokens or pages run out."""
         columns, kv = self.columns, self.kv
         start, target = int(columns.num_planned[slot]), int(columns.target[slot])
-        num_free_tokens = kv.pool.num_available // kv.num_groups * kv.block_size
-        end = min(start + num_tokens, target, int(columns.capacity[slot]) + num_free_tokens)
+        end = min(start + num_tokens, target, kv.max_capacity(self.sequences.blocks(slot)))
         if end <= start or not self._extend(builder, slot, start, end):
             return
         is_last = end == target
@@ -272,7 +271,7 @@ class Scheduler:
             self.sequences.start_decoding(state)
 
     def _extend(self, builder: StepPlanBuilder, slot: int, start: int, end: int) -> bool:
-        """Make room for the tokens `[start, end)` of a slot. Returns False if blocks are short."""
+        """Make room for the tokens `[start, end)` of a slot. Returns False if pages are short."""
         blocks = self.sequences.blocks(slot)
         entries = self.kv.extend(blocks, start, end)
         if entries is None:
@@ -318,6 +317,8 @@ class Scheduler:
             return False
         sequence.chain.extend(sequence.tokens)
         match = kv.match(sequence.chain, sequence.max_cached)
+        if not kv.can_hold(match, sequence.max_len):
+            match = kv.no_match()
         candidate = candidate_of(sequence, match, kv)
         num_tokens = min(self._policy.admit(candidate, room), room.token_budget)
         if num_tokens <= 0:
@@ -350,7 +351,7 @@ class Scheduler:
             budget,
             self.limits.is_chunking,
             self.kv.pool.num_available,
-            num_promised_blocks(self.columns, self.kv),
+            num_promised_pages(self.columns, self.kv),
             len(self.columns.decoding()),
             is_alone=not self.sequences.num_running and not self.in_flight,
         )

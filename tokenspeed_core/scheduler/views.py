@@ -40,18 +40,17 @@ def view_of_running(
         slots = np.concatenate((slots, prefilling))
         num_query = np.concatenate((num_query, columns.target[prefilling] - num_planned))
         end = np.concatenate((end, num_planned + 1))
-    missing = -((columns.capacity[slots] - end) // kv.block_size)
-    num_new_blocks = np.maximum(missing, 0) * kv.num_groups
-    num_held_blocks = np.zeros(len(slots), np.int32)
-    if int(num_new_blocks.sum()) > kv.pool.num_available:  # otherwise no policy needs to preempt
-        held = [len(sequences.blocks(int(slot)).blocks()) for slot in slots]
-        num_held_blocks = np.asarray(held, np.int32)
+    num_new_pages = kv.num_new_pages(columns.resumed[slots], columns.capacity[slots], end)
+    num_held_pages = np.zeros(len(slots), np.int32)
+    if int(num_new_pages.sum()) > kv.pool.num_available:  # otherwise no policy needs to preempt
+        held = [kv.num_held_pages(sequences.blocks(int(slot))) for slot in slots]
+        num_held_pages = np.asarray(held, np.int32)
     return View(
         slots,
         len(decoding),
         num_query,
-        num_new_blocks,
-        num_held_blocks,
+        num_new_pages,
+        num_held_pages,
         columns.priority[slots],
         columns.arrival[slots],
     )
@@ -61,13 +60,12 @@ def candidate_of(sequence: Sequence, match: Match, kv: KVManager) -> Candidate:
     """Return the policy's view of a waiting sequence with a prefix hit."""
     num_tokens = len(sequence.tokens)
     end = min(num_tokens + 1, sequence.max_len)
-    num_new_blocks = kv.num_blocks_needed(match.num_tokens, end)
-    return Candidate(num_tokens, match.num_tokens, num_new_blocks, match.num_idle)
+    num_new_pages = kv.num_pages_needed(match.num_tokens, end)
+    return Candidate(num_tokens, match.num_tokens, num_new_pages, match.num_idle)
 
 
-def num_promised_blocks(columns: SlotColumns, kv: KVManager) -> int:
-    """Return the blocks that running prompts still need for all their tokens and the next one."""
-    prefilling = columns.prefilling()
-    missing = columns.target[prefilling] + 1 - columns.capacity[prefilling]
-    num_blocks = np.maximum(-(-missing // kv.block_size), 0)
-    return int(num_blocks.sum()) * kv.num_groups
+def num_promised_pages(columns: SlotColumns, kv: KVManager) -> int:
+    """Return the pages that running prompts still need for all their tokens and the next one."""
+    slots = columns.prefilling()
+    end = columns.target[slots] + 1
+    return int(kv.num_new_pages(columns.resumed[slots], columns.capacity[slots], end).sum())

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from tokenspeed_core.api.attention import AttentionKernel, AttentionProblem, AttentionStep
-from tokenspeed_core.api.cache_groups import CacheGroupSpec, values_per_token
+from tokenspeed_core.api.cache_groups import CacheGroupSpec
 from tokenspeed_core.api.kernels import KernelSpec
 from tokenspeed_core.api.models import Rotation
 from tokenspeed_core.kernels.select import Choice
+from tokenspeed_core.kv_cache.page_layout import PageLayout
 from tokenspeed_core.worker.inputs import GroupInputs
 
 Batch = tuple[str, AttentionStep, slice | None]
@@ -153,16 +154,20 @@ class CachedLayer(Protocol):
 
 
 def bind_arena(
-    layers: Sequence[CachedLayer], arena: Tensor, block_size: int, dtype: torch.dtype
+    layers: Sequence[CachedLayer], arena: Tensor, layout: PageLayout, dtype: torch.dtype
 ) -> None:
-    """Give each layer its parts of an arena, uint8 [blocks, block_bytes], as `[B, block_size, *shape]`."""
-    values = arena.view(dtype)
+    """Give each layer its parts of an arena, uint8 [pages, page_bytes], as `[B, block_size, *shape]`."""
+    blocks = {
+        group.name: arena.view(-1, group.stride)[:, : group.block_bytes].view(dtype)
+        for group in layout.groups
+    }
     for layer in layers:
         spec = layer.group.spec
-        start = layer.index * block_size * values_per_token(spec) // spec.num_layers
+        values = blocks[spec.name]
+        start = layer.index * values.shape[1] // spec.num_layers
         caches = []
         for part in spec.parts:
-            end = start + block_size * prod(part.shape)
-            caches.append(values[:, start:end].view(len(values), block_size, *part.shape))
+            end = start + layout.block_size * prod(part.shape)
+            caches.append(values[:, start:end].view(len(values), layout.block_size, *part.shape))
             start = end
         layer.caches = tuple(caches)

@@ -68,8 +68,8 @@ class LocalRunner:
     On the CPU, `forward` and `sample` compute before they return. On CUDA they only launch.
     """
 
-    def __init__(self, assembly: Assembly, num_blocks: int) -> None:
-        """Allocate slots and an arena of `num_blocks`, and one more for padding. Weights come separately."""
+    def __init__(self, assembly: Assembly, num_pages: int) -> None:
+        """Allocate slots and an arena of `num_pages`, and one more for padding. Weights come separately."""
         self._assembly = assembly
         self.resolved = assembly.resolved
         self._device = assembly.build.device
@@ -81,8 +81,8 @@ class LocalRunner:
         self._launched: dict[int, _Launched] = {}
         self._nothing = torch.zeros(0, dtype=torch.int32, device=self._device)
         self.block_size = assembly.block_size
-        self.block_bytes = assembly.pool.block_bytes
-        self.num_blocks = 0
+        self.layout = assembly.pool.layout
+        self.num_pages = 0
         self._model = assembly.model
         self._groups = tuple(assembly.build.groups.values())
         self._transfer: HostDeviceTransfer = (
@@ -102,21 +102,21 @@ class LocalRunner:
         )
         self._sampler = self._new_sampler()
         self._graphs: StepGraphs | None = None
-        self.resize(num_blocks)
+        self.resize(num_pages)
 
     @property
     def kernel_plan(self) -> KernelPlan:
         """Every kernel decision, with its reasons."""
         return self._assembly.selector.plan()
 
-    def resize(self, num_blocks: int) -> None:
+    def resize(self, num_pages: int) -> None:
         """Replace the arena by an empty one and forget all slots. Nothing may be in flight."""
         self._free_arena()
         self._use_stream()
-        self._arena = _empty_arena(num_blocks + 1, self.block_bytes, self._device)
+        self._arena = _empty_arena(num_pages + 1, self.layout.page_bytes, self._device)
         build = self._assembly.build
-        bind_arena(build.cached_layers, self._arena, self.block_size, build.kv_dtype)
-        self.num_blocks = num_blocks
+        bind_arena(build.cached_layers, self._arena, self.layout, build.kv_dtype)
+        self.num_pages = num_pages
         self.forget()
 
     def capture(self, sizes: Sequence[BucketSize], progress: Callable[[int, int], None]) -> None:
@@ -145,7 +145,7 @@ class LocalRunner:
             self._graphs.invalidate()
         with torch.inference_mode():
             self._use_stream()
-            self._state.reset(padding_block=self.num_blocks)
+            self._state.reset([self.num_pages * each for each in self.layout.blocks_per_page])
         self._flags.reset()
         self._sampler = self._new_sampler()
 
@@ -322,8 +322,8 @@ class LocalRunner:
         )
 
 
-def _empty_arena(num_blocks: int, block_bytes: int, device: torch.device) -> torch.Tensor:
-    """Return zeros, uint8 [blocks, bytes]. The host allocates their memory lazily."""
+def _empty_arena(num_pages: int, page_bytes: int, device: torch.device) -> torch.Tensor:
+    """Return zeros, uint8 [pages, bytes]. The host allocates their memory lazily."""
     if device.type == "cpu":
-        return torch.from_numpy(np.zeros((num_blocks, block_bytes), np.uint8))
-    return torch.zeros((num_blocks, block_bytes), dtype=torch.uint8, device=device)
+        return torch.from_numpy(np.zeros((num_pages, page_bytes), np.uint8))
+    return torch.zeros((num_pages, page_bytes), dtype=torch.uint8, device=device)

@@ -16,6 +16,7 @@ from tokenspeed_core.api.step import OutOfMemory
 from tokenspeed_core.checkpoint.resolve import choose_format
 from tokenspeed_core.errors import CapacityError, CheckpointError
 from tokenspeed_core.kernels.plan import KernelPlan
+from tokenspeed_core.kv_cache.page_layout import PageLayout
 from tokenspeed_core.plugins.catalog import Catalog, make
 from tokenspeed_core.plugins.entry import load_target
 from tokenspeed_core.resolved import Resolved
@@ -23,7 +24,7 @@ from tokenspeed_core.worker.adjust import counts_bytes
 from tokenspeed_core.worker.assemble import Assembly, assemble
 from tokenspeed_core.worker.buckets import bucket_sizes, decode_sizes
 from tokenspeed_core.worker.execute import LocalRunner
-from tokenspeed_core.worker.memory import GIB, DeviceBudget, blocks_of_device, blocks_of_host
+from tokenspeed_core.worker.memory import GIB, DeviceBudget, pages_of_device, pages_of_host
 from tokenspeed_core.worker.platform import resolve_device
 from tokenspeed_core.worker.staged import BucketSize
 from tokenspeed_core.worker.warmup import WarmupStep, largest_step, warmup_steps
@@ -59,7 +60,7 @@ def build(resolved: Resolved, catalog: Catalog, progress: Progress) -> LocalRunn
         assembly.build.bind_attention(assembly.limits)
         _load_weights(assembly.model, resolved, catalog, progress)
     if device.type == "cpu":
-        return LocalRunner(assembly, _host_blocks(assembly))
+        return LocalRunner(assembly, _host_pages(assembly))
     return _start_on_device(assembly, device, progress)
 
 
@@ -83,7 +84,7 @@ def plan_only(
         if is_cpu
         else torch.cuda.get_device_properties(device).total_memory
     )
-    blocks = _host_blocks(assembly) if is_cpu else _wanted_blocks(assembly)
+    pages = _host_pages(assembly) if is_cpu else _wanted_pages(assembly)
     left = (
         {}
         if is_cpu or not weights
@@ -93,11 +94,22 @@ def plan_only(
         "device_bytes": total,
         "weight_bytes": weights,
         "block_size": assembly.block_size,
-        "block_bytes": assembly.pool.block_bytes,
-        "num_blocks": blocks,
+        "page_bytes": assembly.pool.page_bytes,
+        "num_pages": pages,
+        **_describe_groups(assembly.pool.layout),
         **left,
     }
     return plan, sizes, assembly.build.schemes
+
+
+def _describe_groups(layout: PageLayout) -> dict[str, float]:
+    """Return the bytes that each cache group keeps for a token, and how its blocks fill a page."""
+    described: dict[str, float] = {}
+    for group in layout.groups:
+        described[f"group_{group.name}_bytes_per_token"] = group.bytes_per_token
+        described[f"group_{group.name}_blocks_per_page"] = group.blocks_per_page
+        described[f"group_{group.name}_unused_percent"] = round(100 * layout.waste(group), 1)
+    return described
 
 
 def _log_kernel_notices(plan: KernelPlan, device: torch.device) -> None:
@@ -156,12 +168,12 @@ def _start_on_device(assembly: Assembly, device: torch.device, progress: Progres
     with _room_for(
         "The largest step", "Lower --chunked-prefill-size or --max-num-seqs, or free device memory"
     ):
-        runner = LocalRunner(assembly, num_blocks=1)
+        runner = LocalRunner(assembly, num_pages=1)
         budget = _measure(runner, assembly, device, largest_step(limits, num_groups), sizes)
-    blocks = _wanted_blocks(assembly) or blocks_of_device(assembly.pool, budget)
-    what = f"A KV cache of {blocks * runner.block_bytes / GIB:.2f} GiB"
+    pages = _wanted_pages(assembly) or pages_of_device(assembly.pool, budget)
+    what = f"A KV cache of {pages * runner.layout.page_bytes / GIB:.2f} GiB"
     with _room_for(what, "Lower or omit --max-total-tokens or --kv-cache-memory"):
-        runner.resize(blocks)
+        runner.resize(pages)
     with _room_for(
         "The warm-up next to the KV cache", "Lower --gpu-memory-utilization or --max-total-tokens"
     ):
@@ -211,17 +223,17 @@ def _run(runner: LocalRunner, trial: WarmupStep) -> None:
     runner.collect(trial.plan.step_id)
 
 
-def _wanted_blocks(assembly: Assembly) -> int | None:
-    """Return the blocks that the user asked for, if they did."""
+def _wanted_pages(assembly: Assembly) -> int | None:
+    """Return the pages that the user asked for, if they did."""
     config, pool = assembly.resolved.config, assembly.pool
     if config.max_total_tokens is not None:
-        return pool.blocks_of_tokens(config.max_total_tokens)
+        return pool.pages_of_tokens(config.max_total_tokens)
     if config.kv_cache_memory is not None:
-        return pool.blocks_of_bytes(config.kv_cache_memory, "--kv-cache-memory")
+        return pool.pages_of_bytes(config.kv_cache_memory, "--kv-cache-memory")
     return None
 
 
-def _host_blocks(assembly: Assembly) -> int:
-    return blocks_of_host(
-        assembly.pool, int(psutil.virtual_memory().available), _wanted_blocks(assembly)
+def _host_pages(assembly: Assembly) -> int:
+    return pages_of_host(
+        assembly.pool, int(psutil.virtual_memory().available), _wanted_pages(assembly)
     )

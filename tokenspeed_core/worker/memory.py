@@ -5,50 +5,47 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tokenspeed_core.api.cache_groups import CacheGroupSpec, values_per_token
+from tokenspeed_core.api.cache_groups import CacheGroupSpec
 from tokenspeed_core.errors import CapacityError
+from tokenspeed_core.kv_cache.page_layout import PageLayout
 
-_BLOCK_ALIGNMENT = 256
 _MAX_HOST_BYTES = 4 << 30
 GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class PoolLimits:
-    """The block layout of the KV cache. `min_num_blocks` is for one sequence of the maximum length."""
+    """The pages of the KV cache. `min_num_pages` is for one sequence of the maximum length."""
 
-    block_bytes: int
-    block_size: int
-    num_groups: int
-    min_num_blocks: int
+    layout: PageLayout
+    min_num_pages: int
 
     @classmethod
     def of(
         cls, groups: Sequence[CacheGroupSpec], block_size: int, dtype_bytes: int, max_model_len: int
     ) -> PoolLimits:
-        """Return the limits of a pool: each block is as large as the largest group needs."""
-        largest = block_size * dtype_bytes * max(map(values_per_token, groups))
-        blocks = -(-max_model_len // block_size)
-        return cls(
-            block_bytes=-(-largest // _BLOCK_ALIGNMENT) * _BLOCK_ALIGNMENT,
-            block_size=block_size,
-            num_groups=len(groups),
-            min_num_blocks=blocks * len(groups),
-        )
+        """Return the limits of a pool for a model's groups."""
+        layout = PageLayout.of(groups, block_size, dtype_bytes)
+        return cls(layout, layout.num_pages(max_model_len))
 
-    def blocks_of_tokens(self, num_tokens: int) -> int:
-        """Return the blocks of a pool of `--max-total-tokens`."""
-        return max(1, -(-num_tokens // self.block_size)) * self.num_groups
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page."""
+        return self.layout.page_bytes
 
-    def blocks_of_bytes(self, num_bytes: int, flag: str) -> int:
-        """Return how many blocks fit into `num_bytes`, in addition to the padding block. Raises CapacityError if none does."""
-        blocks = num_bytes // self.block_bytes - 1
-        if blocks < 1:
+    def pages_of_tokens(self, num_tokens: int) -> int:
+        """Return the pages of a pool of `--max-total-tokens`."""
+        return self.layout.num_pages(max(1, num_tokens))
+
+    def pages_of_bytes(self, num_bytes: int, flag: str) -> int:
+        """Return how many pages fit into `num_bytes`, in addition to the padding page. Raises CapacityError if none does."""
+        pages = num_bytes // self.page_bytes - 1
+        if pages < 1:
             raise CapacityError(
-                f"{flag} {num_bytes} is too small: a block of {self.block_size} tokens takes {self.block_bytes} bytes, and one "
-                f"block is reserved for padding. Use at least {flag} {2 * self.block_bytes}."
+                f"{flag} {num_bytes} is too small: a page of the KV cache takes {self.page_bytes} bytes, and one page is "
+                f"reserved for padding. Use at least {flag} {2 * self.page_bytes}."
             )
-        return blocks
+        return pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +75,16 @@ class DeviceBudget:
         )
 
 
-def blocks_of_device(limits: PoolLimits, budget: DeviceBudget) -> int:
-    """Return how many blocks fill a device's budget.
+def pages_of_device(limits: PoolLimits, budget: DeviceBudget) -> int:
+    """Return how many pages fill a device's budget.
 
     Raises CapacityError, with the missing memory, if a sequence of the maximum length does not fit.
     """
-    blocks = budget.left // limits.block_bytes - 1
-    if blocks >= limits.min_num_blocks:
-        return blocks
-    missing = (limits.min_num_blocks + 1) * limits.block_bytes - budget.left
-    tokens = max(0, blocks) // limits.num_groups * limits.block_size
+    pages = budget.left // limits.page_bytes - 1
+    if pages >= limits.min_num_pages:
+        return pages
+    missing = (limits.min_num_pages + 1) * limits.page_bytes - budget.left
+    tokens = limits.layout.max_tokens(max(0, pages))
     hints = []
     if tokens:
         hints.append(f"--max-model-len {tokens}")
@@ -104,26 +101,26 @@ def blocks_of_device(limits: PoolLimits, budget: DeviceBudget) -> int:
     )
 
 
-def blocks_of_host(limits: PoolLimits, available: int, wanted: int | None = None) -> int:
-    """Return the number of blocks on a CPU: `wanted`, or a default.
+def pages_of_host(limits: PoolLimits, available: int, wanted: int | None = None) -> int:
+    """Return the number of pages on a CPU: `wanted`, or a default.
 
     The default takes a quarter of the `available` bytes, at most 4 GiB, and at most what 256 sequences of the
     maximum length need. Raises CapacityError if no such sequence fits, or if `wanted` exceeds the available memory:
     the system would overcommit it, and kill the process on use.
     """
     if wanted is not None:
-        if (wanted + 1) * limits.block_bytes > available:
+        if (wanted + 1) * limits.page_bytes > available:
             raise CapacityError(
-                f"a KV cache of {wanted * limits.block_bytes / GIB:.2f} GiB does not fit: {available / GIB:.2f} GiB of "
+                f"a KV cache of {wanted * limits.page_bytes / GIB:.2f} GiB does not fit: {available / GIB:.2f} GiB of "
                 "memory are available. Lower or omit --max-total-tokens or --kv-cache-memory."
             )
         return wanted
-    blocks = min(available // 4, _MAX_HOST_BYTES) // limits.block_bytes - 1
-    if blocks < limits.min_num_blocks:
-        needed = (limits.min_num_blocks + 1) * limits.block_bytes
+    pages = min(available // 4, _MAX_HOST_BYTES) // limits.page_bytes - 1
+    if pages < limits.min_num_pages:
+        needed = (limits.min_num_pages + 1) * limits.page_bytes
         raise CapacityError(
             f"the KV cache needs {needed / GIB:.2f} GiB for one sequence of the maximum length, and its default size on "
             f"this CPU is {min(available // 4, _MAX_HOST_BYTES) / GIB:.2f} GiB. Set --kv-cache-memory {needed}, or "
             "lower --max-model-len."
         )
-    return min(blocks, 256 * limits.min_num_blocks)
+    return min(pages, 256 * limits.min_num_pages)

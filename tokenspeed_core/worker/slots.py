@@ -107,8 +107,8 @@ _NO_VALUES: I32 = np.zeros(0, np.int32)
 class SlotState:
     """The state of all slots on a device, and typed views of its columns and tables. All views share memory.
 
-    Padding rows use the last slot. Its length stays 0, and its tables contain only the padding block, which is never
-    read.
+    Padding rows use the last slot. Its length stays 0, and its tables contain only blocks of the padding page, which are
+    never read.
     """
 
     def __init__(self, layout: SlotLayout, device: torch.device) -> None:
@@ -129,10 +129,11 @@ class SlotState:
             for g in range(layout.num_groups)
         )
 
-    def reset(self, padding_block: int) -> None:
-        """Reset all slots: greedy, empty, and all blocks the padding block."""
+    def reset(self, padding_blocks: Sequence[int]) -> None:
+        """Reset all slots: greedy, empty, and all blocks of each group its padding block."""
         self.words.zero_()
-        self.words[self.layout.table(0) :] = padding_block
+        for table, block in zip(self.tables, padding_blocks, strict=True):
+            table.fill_(block)
         self.repetition.fill_(1.0)
         self.top_p.fill_(1.0)
 

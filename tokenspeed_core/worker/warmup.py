@@ -1,6 +1,6 @@
 """Warm-up steps: the largest one, to measure its memory, and one of each kind, to compile kernels.
 
-Blocks of these plans are the padding block, since no plan has named any.
+Blocks of these plans are in the padding page, since no plan has named any.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def test_engine_numbers_come_with_its_heartbeat(tmp_path: Path) -> None:
         page = client.get("/metrics").text
         assert sample(page, "num_preemptions_total") == stats["totals"]["preemptions"] == 7
         assert sample(page, "kv_cache_usage_perc") == stats["kv_cache"]["usage"] == 0.5
-        assert sample(page, "kv_cache_blocks", state="cached") == 30
+        assert sample(page, "kv_cache_pages", state="cached") == 30
         assert sample(page, "num_requests_running") == stats["requests"]["running"] == 0
         assert stats["engine"] == "ready"
         accept = {"accept": "application/openmetrics-text; version=1.0.0"}

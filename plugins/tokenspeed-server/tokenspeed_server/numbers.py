@@ -32,7 +32,7 @@ async def stats(request: Request) -> JSONResponse:
 
     - `model`: the served model; `engine`: "starting", "ready" or "dead".
     - `requests`: `running` and `waiting`, in sequences.
-    - `kv_cache`: `usage` from 0 to 1, and `blocks`: `free`, `cached`, `held`, `pending`.
+    - `kv_cache`: `usage` from 0 to 1, and `pages`: `free`, `cached`, `held`, `pending`.
     - `totals` since the start: `steps`, `preemptions`, `prompt_tokens`, `prefill_tokens` (computed),
       `output_tokens`, `prefix_cache_queries` and `prefix_cache_hits` (in tokens).
     - `window`: `seconds`, `steps`, `prompt_tokens_per_s`, `output_tokens_per_s`, `step_seconds`,

@@ -86,14 +86,14 @@ class Metrics(Collector):
         stats = last.stats
         yield self._gauge("num_requests_running", "Sequences that run.", last.num_running)
         yield self._gauge("num_requests_waiting", "Sequences that wait.", last.num_waiting)
-        yield self._gauge("kv_cache_usage_perc", "Used KV blocks, from 0 to 1.", stats.kv_usage)
-        blocks = GaugeMetricFamily(
-            "tokenspeed:kv_cache_blocks", "KV blocks by state.", labels=[*self._labels, "state"]
+        yield self._gauge("kv_cache_usage_perc", "Used KV pages, from 0 to 1.", stats.kv_usage)
+        pages = GaugeMetricFamily(
+            "tokenspeed:kv_cache_pages", "KV pages by state.", labels=[*self._labels, "state"]
         )
         for state in ("free", "cached", "held", "pending"):
-            number = getattr(stats, f"num_{state}_blocks")
-            blocks.add_metric([*self._labels.values(), state], number)
-        yield blocks
+            number = getattr(stats, f"num_{state}_pages")
+            pages.add_metric([*self._labels.values(), state], number)
+        yield pages
         for name, text, value in (
             ("prefix_cache_queries", "Prompt tokens looked up.", stats.num_prefix_queries),
             ("prefix_cache_hits", "Prompt tokens found in the cache.", stats.num_prefix_hits),

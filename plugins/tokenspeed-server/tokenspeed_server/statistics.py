@@ -109,11 +109,11 @@ class EngineMonitor:
             "requests": {"running": last.num_running, "waiting": last.num_waiting},
             "kv_cache": {
                 "usage": stats.kv_usage,
-                "blocks": {
-                    "free": stats.num_free_blocks,
-                    "cached": stats.num_cached_blocks,
-                    "held": stats.num_held_blocks,
-                    "pending": stats.num_pending_blocks,
+                "pages": {
+                    "free": stats.num_free_pages,
+                    "cached": stats.num_cached_pages,
+                    "held": stats.num_held_pages,
+                    "pending": stats.num_pending_pages,
                 },
             },
             "totals": {

@@ -11,6 +11,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import lcm
 
 import numpy as np
 
@@ -74,20 +75,27 @@ class FakeRunner:
         self,
         model: FakeModel,
         groups: Sequence[CacheGroupSpec],
-        num_blocks: int,
+        num_pages: int,
         block_size: int,
         max_num_seqs: int,
         max_model_len: int,
         *,
+        blocks_per_page: Sequence[int] | None = None,
         seed: int = 0,
         fail_at: frozenset[int] = frozenset(),
     ) -> None:
-        """Start with an unwritten cache. `collect` raises StepFailed for the steps in `fail_at`."""
+        """Start with an unwritten cache. `collect` raises StepFailed for the steps in `fail_at`.
+
+        A page consists of as many units as any group's number of blocks in it (1 by default) divides.
+        """
         self.model = model
         self.groups = tuple(groups)
         self.block_size = block_size
-        self.positions = np.full((num_blocks, block_size), _UNWRITTEN, np.int64)
-        self.tokens = np.full((num_blocks, block_size), _UNWRITTEN, np.int64)
+        blocks_per_page = blocks_per_page or (1,) * len(self.groups)
+        num_units = lcm(*blocks_per_page)
+        self._units_per_block = [num_units // each for each in blocks_per_page]
+        self.positions = np.full((num_pages * num_units, block_size), _UNWRITTEN, np.int64)
+        self.tokens = np.full((num_pages * num_units, block_size), _UNWRITTEN, np.int64)
         table_width = max_model_len // block_size + 2
         self.tables = [np.full((max_num_seqs, table_width), -1, np.int64) for _ in groups]
         self.length = np.zeros(max_num_seqs, np.int64)
@@ -202,25 +210,32 @@ class FakeRunner:
 
     def _write(self, slot: int, position: int, token: int) -> None:
         index, offset = divmod(position, self.block_size)
-        for table in self.tables:
+        for group, table in enumerate(self.tables):
             block = table[slot, index]
             assert block >= 0, "a row writes where its table has no block"
-            self.positions[block, offset] = position
-            self.tokens[block, offset] = token
+            self.positions[self._units(group, block), offset] = position
+            self.tokens[self._units(group, block), offset] = token
 
     def _read(self, slot: int, start: int, end: int) -> list[int]:
         """Read tokens through the table of every group that must still hold them; all must agree."""
         found: list[list[int]] = []
-        for group, table in zip(self.groups, self.tables, strict=True):
-            if group.first_needed(end - 1) > start:
+        for group, table in enumerate(self.tables):
+            if self.groups[group].first_needed(end - 1) > start:
                 continue
             tokens = []
             for position in range(start, end):
                 index, offset = divmod(position, self.block_size)
-                block = table[slot, index]
-                assert self.positions[block, offset] == position, "a block holds another position"
-                tokens.append(int(self.tokens[block, offset]))
+                units = self._units(group, table[slot, index])
+                assert (self.positions[units, offset] == position).all(), (
+                    "a block holds another position"
+                )
+                tokens.append(int(self.tokens[units.start, offset]))
             found.append(tokens)
         assert found, "no group holds these tokens"
         assert all(tokens == found[0] for tokens in found)
         return found[0]
+
+    def _units(self, group: int, block: int) -> slice:
+        """Return the units of the arena that a group's block occupies."""
+        size = self._units_per_block[group]
+        return slice(int(block) * size, (int(block) + 1) * size)

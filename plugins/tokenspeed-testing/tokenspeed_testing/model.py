@@ -53,7 +53,7 @@ class ModelConformance:
         self, prompts: Mapping[str, Sequence[int]], steps: Sequence[Mapping[str, int]]
     ) -> dict[str, list[int]]:
         runner = self._runner()
-        maker = PlanMaker(runner.block_size, len(self._describe(self.config).cache_groups))
+        maker = PlanMaker(runner.block_size, runner.layout.blocks_per_page)
         for slot, (name, tokens) in enumerate(prompts.items()):
             maker.add(name, tokens, slot)
         for chunks in steps:

@@ -32,6 +32,7 @@ class Tracked:
     num_prompt: int
     num_computed: int
     blocks: list[list[int]]
+    spare: list[list[int]]  # blocks of its last pages that are not in the tables yet
     params: Mapping[str, Any]
     bias: Mapping[int, float]
     is_new: bool = True
@@ -46,14 +47,15 @@ class Tracked:
 
 
 class PlanMaker:
-    """Makes plans for named sequences; blocks are handed out in order and never reused by themselves."""
+    """Makes plans for named sequences; pages are handed out in order and never reused by themselves."""
 
-    def __init__(self, block_size: int, num_groups: int = 1) -> None:
-        """Start with no sequence."""
+    def __init__(self, block_size: int, blocks_per_page: Sequence[int] = (1,)) -> None:
+        """Start with no sequence. `blocks_per_page` has an entry for each cache group."""
         self.block_size = block_size
-        self.num_groups = num_groups
+        self.blocks_per_page = tuple(blocks_per_page)
+        self.num_groups = len(self.blocks_per_page)
         self.sequences: dict[str, Tracked] = {}
-        self.next_block = 0
+        self.next_page = 0
         self.next_step = 0
 
     def add(
@@ -84,6 +86,7 @@ class PlanMaker:
             len(prompt),
             num_computed,
             blocks,
+            [[] for _ in blocks],
             {**_DEFAULTS, **params},
             dict(bias or {}),
             num_sent=[0] * self.num_groups,
@@ -148,13 +151,15 @@ class PlanMaker:
 
     def _grow(self, rows: Sequence[Tracked], counts: Sequence[int]) -> tuple[BlockDelta, ...]:
         deltas = []
-        for group in range(self.num_groups):
+        for group, per_page in enumerate(self.blocks_per_page):
             entries = []
             for row, count in zip(rows, counts, strict=True):
-                table = row.blocks[group]
+                table, spare = row.blocks[group], row.spare[group]
                 while len(table) * self.block_size < row.num_computed + count:
-                    table.append(self.next_block)
-                    self.next_block += 1
+                    if not spare:
+                        spare += range(self.next_page * per_page, (self.next_page + 1) * per_page)
+                        self.next_page += 1
+                    table.append(spare.pop(0))
                 entries += [(row.slot, i, table[i]) for i in range(row.num_sent[group], len(table))]
                 row.num_sent[group] = len(table)
             columns = np.array(entries, np.int32).reshape(-1, 3)

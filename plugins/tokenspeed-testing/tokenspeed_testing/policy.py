@@ -44,7 +44,7 @@ class PolicyConformance:
         for view, limits in views():
             decision = self._decide(view, limits)
             runs = decision.num_query_tokens > 0
-            assert int(view.num_new_blocks[runs].sum()) <= limits.num_available_blocks, (
+            assert int(view.num_new_pages[runs].sum()) <= limits.num_available_pages, (
                 f"{decision} of {limits}"
             )
             assert len(set(decision.victims.tolist())) == len(decision.victims)
@@ -53,7 +53,7 @@ class PolicyConformance:
     def test_all_decodes_run_when_there_are_blocks(self) -> None:
         """No decode stalls and no row is preempted while there is room."""
         for view, limits in views():
-            if int(view.num_new_blocks.sum()) <= limits.num_available_blocks:
+            if int(view.num_new_pages.sum()) <= limits.num_available_pages:
                 decision = self._decide(view, limits)
                 num = view.num_decodes
                 assert np.array_equal(decision.num_query_tokens[:num], view.num_query_tokens[:num])
@@ -63,13 +63,13 @@ class PolicyConformance:
         """If no row fits and no blocks are pending, rows are preempted."""
         for view, limits in views():
             decision = self._decide(view, limits)
-            others_hold = int(view.num_held_blocks.sum()) - view.num_held_blocks
+            others_hold = int(view.num_held_pages.sum()) - view.num_held_pages
             could = (
-                bool((view.num_new_blocks <= limits.num_available_blocks + others_hold).all())
+                bool((view.num_new_pages <= limits.num_available_pages + others_hold).all())
                 and len(view.slots) > 1
             )
             runs = bool(decision.num_query_tokens.any()) or len(decision.victims) > 0
-            assert runs or limits.num_pending_blocks or not could, (
+            assert runs or limits.num_pending_pages or not could, (
                 f"the step runs nothing and preempts nothing: {view} {limits}"
             )
 
@@ -89,7 +89,7 @@ class PolicyConformance:
             assert 0 <= chunk <= rest
             if room.is_chunking:
                 assert chunk <= room.token_budget
-            fits = candidate.num_new_blocks + candidate.num_idle_blocks <= room.num_available_blocks
+            fits = candidate.num_new_pages + candidate.num_idle_pages <= room.num_available_pages
             assert fits or not chunk, "it admits what has no blocks"
             if room.is_alone and fits and (room.is_chunking or rest <= room.token_budget):
                 assert chunk, f"{candidate} is refused by an empty server"
@@ -114,8 +114,8 @@ def views(num: int = NUM_VIEWS) -> Iterator[tuple[View, Limits]]:
             num_query_tokens=np.concatenate(
                 [random.integers(1, 6, decodes), random.integers(1, 61, prompts)]
             ).astype(np.int32),
-            num_new_blocks=random.integers(0, 4, rows).astype(np.int32),
-            num_held_blocks=random.integers(0, 7, rows).astype(np.int32),
+            num_new_pages=random.integers(0, 4, rows).astype(np.int32),
+            num_held_pages=random.integers(0, 7, rows).astype(np.int32),
             priority=random.integers(0, 3, rows).astype(np.int32),
             arrival=arrival.astype(np.int64),
         )
@@ -129,8 +129,8 @@ def views(num: int = NUM_VIEWS) -> Iterator[tuple[View, Limits]]:
                 token_budget=int(random.integers(1, 65)),
                 max_prefill_tokens=int(random.integers(1, 65)),
                 is_chunking=bool(random.integers(0, 2)),
-                num_available_blocks=int(random.integers(0, 13)),
-                num_pending_blocks=int(random.integers(0, 7)),
+                num_available_pages=int(random.integers(0, 13)),
+                num_pending_pages=int(random.integers(0, 7)),
             ),
         )
 
@@ -145,14 +145,14 @@ def admissions(num: int = NUM_VIEWS) -> Iterator[tuple[Candidate, Room]]:
             Candidate(
                 num_tokens=hit + int(random.integers(1, 61)),
                 num_cached_tokens=hit,
-                num_new_blocks=int(random.integers(0, 21)),
-                num_idle_blocks=min(hit, int(random.integers(0, 11))),
+                num_new_pages=int(random.integers(0, 21)),
+                num_idle_pages=min(hit, int(random.integers(0, 11))),
             ),
             Room(
                 token_budget=int(random.integers(1, 65)),
                 is_chunking=bool(random.integers(0, 2)),
-                num_available_blocks=int(random.integers(0, 31)),
-                num_promised_blocks=0 if is_alone else int(random.integers(0, 21)),
+                num_available_pages=int(random.integers(0, 31)),
+                num_promised_pages=0 if is_alone else int(random.integers(0, 21)),
                 num_decoding=0 if is_alone else int(random.integers(0, 7)),
                 is_alone=is_alone,
             ),

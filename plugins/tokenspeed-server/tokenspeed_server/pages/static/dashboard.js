@@ -17,7 +17,7 @@ const TILES = [
   ["KV cache in use", (stats) => percent(stats.kv_cache.usage)],
   ["preemptions in total", (stats) => number(stats.totals.preemptions)],
 ];
-const BLOCKS = [["held", "c1"], ["pending", "c3"], ["cached", "c2"], ["free", "c4"]];
+const PAGES = [["held", "c1"], ["pending", "c3"], ["cached", "c2"], ["free", "c4"]];
 const CHARTS = [
   ["Requests", [["running", (stats) => stats.requests.running], ["waiting", (stats) => stats.requests.waiting]]],
   ["Tokens per second", [["output", (stats) => stats.window.output_tokens_per_s], ["prompt", (stats) => stats.window.prompt_tokens_per_s]]],
@@ -37,16 +37,16 @@ function showTiles(stats) {
     element("div", { className: "value", textContent: read(stats) }))));
 }
 
-function showBlocks(blocks) {
-  const total = BLOCKS.reduce((sum, [name]) => sum + blocks[name], 0) || 1;
-  byId("bar").replaceChildren(...BLOCKS.map(([name, colour]) => {
+function showPages(pages) {
+  const total = PAGES.reduce((sum, [name]) => sum + pages[name], 0) || 1;
+  byId("bar").replaceChildren(...PAGES.map(([name, colour]) => {
     const part = element("div", { className: colour });
-    part.style.width = `${(100 * blocks[name]) / total}%`;
+    part.style.width = `${(100 * pages[name]) / total}%`;
     return part;
   }));
-  const text = BLOCKS.map(([name]) => `${name} ${number(blocks[name])}`);
+  const text = PAGES.map(([name]) => `${name} ${number(pages[name])}`);
   byId("bar").setAttribute("aria-label", text.join(", "));
-  byId("legend").replaceChildren(...BLOCKS.map(([, colour], index) => element("span", {},
+  byId("legend").replaceChildren(...PAGES.map(([, colour], index) => element("span", {},
     element("span", { className: `swatch ${colour}` }), text[index])));
 }
 
@@ -75,7 +75,7 @@ async function update() {
       samples.push(stats);
       if (samples.length > KEPT) samples.shift();
       showTiles(stats);
-      showBlocks(stats.kv_cache.blocks);
+      showPages(stats.kv_cache.pages);
       byId("charts").replaceChildren(...CHARTS.map(([title, series]) => chart(title, series)));
     }
     byId("state").textContent = "live, every second";

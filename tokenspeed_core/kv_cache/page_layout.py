@@ -1,0 +1,112 @@
+"""How the blocks of cache groups with unequal sizes share the pages of one arena.
+
+A page holds blocks of one group at a time, and each group has its own number of blocks per page. All pages have the
+same size, so any free page serves any group.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import lcm
+
+from tokenspeed_core.api.cache_groups import CacheGroupSpec, values_per_token
+
+_ALIGNMENT = 256  # bytes; blocks start at multiples of it
+MAX_WASTE = 1 / 16
+"""A page is enlarged until no group leaves more than this share of it unused. With three or more groups of small
+blocks, there may be no such page; then the one that wastes least is chosen."""
+_MAX_BLOCKS = 16  # of the group with the largest blocks, in one page
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLayout:
+    """The blocks of one group. Block `i` of its numbering begins at byte `i * stride` of the arena."""
+
+    name: str
+    bytes_per_token: int
+    block_bytes: int
+    blocks_per_page: int
+    stride: int  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PageLayout:
+    """The pages of an arena. `block_size` is in tokens and the same for all groups."""
+
+    block_size: int
+    page_bytes: int
+    groups: tuple[GroupLayout, ...]
+
+    @classmethod
+    def of(cls, groups: Sequence[CacheGroupSpec], block_size: int, dtype_bytes: int) -> PageLayout:
+        """Return the smallest page of which no group wastes more than `MAX_WASTE`, or the one that wastes least."""
+        token_bytes = [values_per_token(group) * dtype_bytes for group in groups]
+        units = [-(-block_size * each // _ALIGNMENT) for each in token_bytes]
+        best = min(sorted(_candidates(units)), key=lambda page: max(MAX_WASTE, page.waste(units)))
+        page_bytes = best.units * _ALIGNMENT
+        return cls(
+            block_size,
+            page_bytes,
+            tuple(
+                GroupLayout(group.name, each, block_size * each, number, page_bytes // number)
+                for group, each, number in zip(groups, token_bytes, best.numbers, strict=True)
+            ),
+        )
+
+    @property
+    def blocks_per_page(self) -> tuple[int, ...]:
+        """Blocks of each group in one page."""
+        return tuple(group.blocks_per_page for group in self.groups)
+
+    def num_pages(self, num_tokens: int) -> int:
+        """Return the pages that a sequence needs for `num_tokens` tokens in every group."""
+        return pages_of_blocks(-(-num_tokens // self.block_size), self.blocks_per_page)
+
+    def max_tokens(self, num_pages: int) -> int:
+        """Return the tokens of the longest sequence that fits into `num_pages`."""
+        return blocks_of_pages(num_pages, self.blocks_per_page) * self.block_size
+
+    def waste(self, group: GroupLayout) -> float:
+        """Return the share of a page that its blocks leave unused when a group fills it."""
+        return 1 - group.blocks_per_page * group.block_bytes / self.page_bytes
+
+
+def pages_of_blocks(num_blocks: int, blocks_per_page: Sequence[int]) -> int:
+    """Return the pages that `num_blocks` blocks of each group fill."""
+    return sum(-(-num_blocks // each) for each in blocks_per_page)
+
+
+def blocks_of_pages(num_pages: int, blocks_per_page: Sequence[int]) -> int:
+    """Return the largest number of blocks of each group that fit into `num_pages`."""
+    numbers = range(num_pages * max(blocks_per_page) + 1)
+    return (
+        bisect_right(numbers, num_pages, key=lambda each: pages_of_blocks(each, blocks_per_page))
+        - 1
+    )
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class _Page:
+    """The size of a page in units of `_ALIGNMENT`, a multiple of each group's number of blocks in it."""
+
+    units: int
+    numbers: tuple[int, ...]
+
+    def waste(self, units: Sequence[int]) -> float:
+        """Return the largest share that a group leaves unused, given the size of its blocks."""
+        least = min(number * unit for number, unit in zip(self.numbers, units, strict=True))
+        return 1 - least / self.units
+
+
+def _candidates(units: Sequence[int]) -> set[_Page]:
+    """Return the pages that some group fills exactly, except for the rounding to a common multiple."""
+    largest = max(units)
+    pages = set()
+    for unit in set(units):
+        for number in range(-(-largest // unit), _MAX_BLOCKS * largest // unit + 1):
+            numbers = tuple(number * unit // each for each in units)
+            multiple = lcm(*numbers)
+            pages.add(_Page(-(-number * unit // multiple) * multiple, numbers))
+    return pages
