@@ -135,6 +135,11 @@ TORCH_LINEAR = (
     _torch("quantize_fp8_groups", "fp8_block:quantize_fp8_groups"),
     _torch("quantize_fp8_blocks", "fp8_block:quantize_fp8_blocks"),
     _torch("linear_fp8_block", "fp8_block:linear_fp8_block"),
+    _torch("quantize_fp8_static", "fp8:quantize_fp8_static"),
+    _torch("quantize_int8", "int8:quantize_int8"),
+    _torch("quantize_int8_static", "int8:quantize_int8_static"),
+    _torch("linear_int8", "int8:linear_int8"),
+    _torch("linear_w4a16", "w4a16:linear_w4a16"),
     _torch("mla_absorb", "mla:mla_absorb"),
     _torch("mla_project", "mla:mla_project"),
 )

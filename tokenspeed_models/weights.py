@@ -60,7 +60,8 @@ class WeightSlot:
     `shard` is None if every process holds the whole tensor. `kind` is "matrix", "bias", "norm", or "quantized" and
     "scale" for a weight that the checkpoint must hold quantized. A slot that `replaces` others holds the same weights
     in another form: a checkpoint has either that slot or the others. `on_load` takes the tensor instead of a copy to
-    the target. `on_complete` is called after all tensors were read.
+    the target. `on_complete` is called after all tensors were read. A checkpoint may lack an `is_optional` tensor.
+    `make_dummy` makes contents for benchmarks without a checkpoint.
     """
 
     name: str
@@ -71,6 +72,8 @@ class WeightSlot:
     quantization: OnlineQuantization | None = None
     on_load: Callable[[torch.Tensor], None] | None = None
     on_complete: Callable[[], None] | None = None
+    is_optional: bool = False
+    make_dummy: Callable[[torch.Generator], torch.Tensor] | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -79,6 +82,8 @@ class WeightSlot:
 
     def fill(self, tensor: torch.Tensor) -> None:
         """Store a tensor of the slot's shape, on any device and in any float dtype."""
+        if self.kind == "scale":
+            tensor = tensor.reshape(self.target.shape)
         if self.on_load is not None:
             self.on_load(tensor)
         elif self.quantization is None or tensor.dtype == self.target.dtype:
@@ -87,18 +92,24 @@ class WeightSlot:
             self.quantization.store(tensor.to(self.target.device, self.quantization.dtype))
 
     def mismatch(self, tensor: torch.Tensor) -> str:
-        """Return why a tensor does not fit the slot, or "". A scale of one value may have any number of axes."""
+        """Return why a tensor does not fit the slot, or "". Scales may have more or fewer axes of size 1."""
         shape, expected = tensor.shape, self.target.shape
-        is_single_scale = self.kind == "scale" and shape.numel() == expected.numel() == 1
-        if shape != expected and not is_single_scale:
+        is_same_scale = self.kind == "scale" and _sizes(shape) == _sizes(expected)
+        if shape != expected and not is_same_scale:
             return _wrong_shape(self.name, tensor, self.target)
         if tensor.dtype == self.target.dtype:
             return ""
         if self.dtype not in _FLOATS:
             return f"{self.name} is {tensor.dtype}, expected {self.target.dtype}"
         if tensor.dtype not in _FLOATS:
-            return f"{self.name} is {tensor.dtype}, expected an unquantized weight"
+            expected_kind = "floats" if self.kind == "scale" else "an unquantized weight"
+            return f"{self.name} is {tensor.dtype}, expected {expected_kind}"
         return ""
+
+
+def _sizes(shape: torch.Size) -> list[int]:
+    """Return the sizes of the axes that have more than one element."""
+    return [size for size in shape if size != 1]
 
 
 def _wrong_shape(name: str, tensor: torch.Tensor, target: torch.Tensor) -> str:
@@ -206,7 +217,7 @@ class WeightMap:
 
     def __iter__(self) -> Iterator[WeightSlot]:
         """Iterate over the slots of one complete checkpoint, without alternative forms of the same weights."""
-        return (slot for slot in self._slots.values() if not slot.replaces)
+        return (slot for slot in self._slots.values() if not slot.replaces and not slot.is_optional)
 
     def _is_ignored(self, name: str) -> bool:
         return any(
@@ -243,6 +254,8 @@ class WeightMap:
                     scales.fill(name, tensor, errors)
                 elif not self._is_ignored(name):
                     errors.unexpected.append(name)
+                continue
+            if slot.is_optional:
                 continue
             filled = slot.replaces or (name,)
             if name in seen or any(part not in pending for part in filled):

@@ -73,7 +73,14 @@ from tokenspeed_core.api.parsers import (
     ReplyParser,
 )
 from tokenspeed_core.api.policy import Candidate, Decision, Limits, Policy, Room, View
-from tokenspeed_core.api.quantization import LayerSchemes, Quantization, QuantizationScheme
+from tokenspeed_core.api.quantization import (
+    Axis,
+    LayerSchemes,
+    Packing,
+    Quantization,
+    QuantizationScheme,
+    StoredTensor,
+)
 
 __all__ = [
     "DOTS",
@@ -86,6 +93,7 @@ __all__ = [
     "AttentionProblem",
     "AttentionStep",
     "AutoDistribution",
+    "Axis",
     "AxisLimit",
     "BuildContext",
     "CacheGroupSpec",
@@ -121,6 +129,7 @@ __all__ = [
     "ModelSpec",
     "OpContract",
     "OpReference",
+    "Packing",
     "ParserContext",
     "ParserExample",
     "ParserSpec",
@@ -138,6 +147,7 @@ __all__ = [
     "Rotation",
     "SlidingWindow",
     "StepRecord",
+    "StoredTensor",
     "Tolerance",
     "View",
     "Vocabulary",

@@ -7,9 +7,57 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 LayerSchemes = Callable[[str], "QuantizationScheme | None"]
 """Returns the scheme of a linear layer by its name in the checkpoint, such as "model.layers.0.self_attn.q_proj"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """An axis of a tensor that belongs to a weight [out, in]: its size is that of the weight's axis `of`, over `per`.
+
+    `per` 0 is an axis of size 1.
+    """
+
+    of: Literal["out", "in"]
+    per: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor that belongs to a quantized weight, as checkpoints store it or as an op takes it.
+
+    `name` is its suffix in the checkpoint. A `dtype` of "float" stands for any float dtype in a checkpoint, and for the
+    model's dtype as an operand. `kind` is "quantized", "scale", or "index" for the group of each input feature. One
+    that is not `is_needed` may occur in a checkpoint and is not read. `typical` is the value of a scale that gives
+    random weights a usual size.
+    """
+
+    name: str
+    dtype: str
+    axes: tuple[Axis, ...]
+    kind: Literal["quantized", "scale", "index"] = "quantized"
+    is_needed: bool = True
+    typical: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How a checkpoint stores a weight [out, in], and what the ops take instead.
+
+    `repack` is "module:function". It takes the `stored` tensors of one projection by name, on the model's device, and
+    returns the `operands` by name; None if they are the same. It raises ValueError for contents that it does not
+    support. The linear op takes the operands after x (None stands for one that the scheme lacks), and the op that
+    quantizes activations takes the `input_operands` after x. An operand with an "out" axis has it first; the rows of
+    stacked projections follow each other. Other operands are shared by the projections: the largest value of floats;
+    integers must be equal.
+    """
+
+    stored: tuple[StoredTensor, ...]
+    operands: tuple[StoredTensor | None, ...]
+    input_operands: tuple[StoredTensor, ...] = ()
+    repack: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +65,10 @@ class QuantizationScheme:
     """How a quantized linear layer is stored, and the ops that compute with it.
 
     Weights [O, I] and activations [T, I] are quantized, each with scales, and linear layers multiply the quantized
-    values.
+    values. Without `quantize` only weights are; then `linear` takes x as it is.
+
+    With a `packing`, weights come from a quantized checkpoint, in the tensors that it names, and the fields that
+    describe values and scales are not used. `problem` are further axes of the linear op.
 
     `fused` maps an op to a fused op. A normalisation or activation maps to the op that also quantizes its result.
     "linear", "add_rms_norm_linear", "add_rms_norm_mlp" and "moe_experts" map to ops that take unquantized activations
@@ -32,7 +83,9 @@ class QuantizationScheme:
 
     name: str  # as plans show it, such as "fp8"
     dtype: str  # of quantized values
-    quantize: str  # op that quantizes activations; returns values and scales; its axis is `size`
+    quantize: (
+        str | None
+    )  # op that quantizes activations; returns values and scales; its axis is `size`
     linear: str  # op with the axes of "linear"; takes x, its scales, weight, its scales, bias
     fused: Mapping[str, str] = field(default_factory=dict)
     quantize_weight: str | None = None  # the op that quantizes weights; None: `quantize`
@@ -42,6 +95,8 @@ class QuantizationScheme:
     scale_dtype: str = "float32"
     values_per_element: int = 1  # adjacent values that are packed into one element of `dtype`
     has_tensor_scales: bool = False
+    packing: Packing | None = None
+    problem: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

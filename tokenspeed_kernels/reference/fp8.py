@@ -20,6 +20,7 @@ E4M3_MAX = 448.0  # largest e4m3 value
 MIN_AMAX = 1e-10  # lower bound of a row's maximum, so that the scale of a zero row is not 0
 
 Quantize = Callable[[Tensor], tuple[Tensor, Tensor]]
+QuantizeStatic = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 AddNorm = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]
 LinearFp8 = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 QuantizeLinear = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -43,6 +44,17 @@ def quantize_fp8(problem: Problem) -> Quantize:
     """Return `quantize(x [T, N]) -> (y float8_e4m3fn [T, N], scale float32 [T, 1])`."""
     del problem
     return quantize_rows
+
+
+def quantize_fp8_static(problem: Problem) -> QuantizeStatic:
+    """Return `quantize(x [T, N], scale float32 [1]) -> (y float8_e4m3fn [T, N], scale float32 [T, 1])`."""
+    del problem
+
+    def quantize(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        codes = (x.to(torch.float32) / scale).clamp_(-E4M3_MAX, E4M3_MAX)
+        return codes.to(torch.float8_e4m3fn), scale.view(1, 1).repeat(x.shape[0], 1)
+
+    return quantize
 
 
 def add_rms_norm_fp8(problem: Problem) -> AddNorm:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from tokenspeed_core.api import BuildContext
 from tokenspeed_models.layers.ops import dtype_name
+from tokenspeed_models.layers.packed_weight import PackedWeight
 from tokenspeed_models.layers.quantized_weight import QuantizedWeight
 from tokenspeed_models.layers.scheme import shared_scheme
 from tokenspeed_models.weights import Shard, StackedShard, WeightSlot
@@ -56,10 +58,21 @@ class Linear:
         self.in_size, self.out_size, self.projections = in_size, out_size, projections
         self.scheme = scheme = shared_scheme(build, (each.name for each in projections))
         self.bias = torch.empty(out_size, dtype=build.dtype, device=build.device) if bias else None
+        self.scale: torch.Tensor | None = None
+        self.quantized_weight: QuantizedWeight | PackedWeight | None = None
+        self._quantize: Callable[..., Any] | None = None
+        self._quantize_linear: Callable[..., Any] | None = None
+        self._input_operands: tuple[torch.Tensor, ...] = ()
+        self._output_scale: tuple[torch.Tensor, ...] = ()
         if scheme is None:
             self.weight = torch.empty(out_size, in_size, dtype=build.dtype, device=build.device)
-            self.scale, self.quantized_weight = None, None
+            self._operands: tuple[torch.Tensor | None, ...] = (self.weight,)
             self._linear = build.op("linear", **problem)
+            return
+        if scheme.packing is not None:
+            packed = PackedWeight(build, scheme, out_size, in_size)
+            self.weight, self._operands = packed.weight, packed.operands
+            self.quantized_weight, self._input_operands = packed, packed.input_operands
         else:
             block_rows = scheme.scale_block[0] if scheme.scale_block else 1
             _check_block_alignment(scheme.name, block_rows, projections)
@@ -67,34 +80,35 @@ class Linear:
                 build, scheme, out_size, in_size, num_projections=len(projections)
             )
             self.weight, self.scale = self.quantized_weight.values, self.quantized_weight.scale
+            self._operands = (self.weight, self.scale)
             scales = self.quantized_weight.tensor_scales
-            self._input_scale = () if scales is None else (scales.input_scale,)
+            self._input_operands = () if scales is None else (scales.input_scale,)
             self._output_scale = () if scales is None else (scales.output_scales,)
+        if scheme.quantize is not None:
             self._quantize = build.op(scheme.quantize, size=in_size, dtype=dtype_name(build.dtype))
-            self._linear = build.op(scheme.linear, **problem)
-            fused = scheme.fused.get("linear")
-            self._quantize_linear = None if fused is None else build.op(fused, **problem)
+        self._linear = build.op(scheme.linear, **problem, **scheme.problem)
+        fused = scheme.fused.get("linear")
+        if fused is not None:
+            self._quantize_linear = build.op(fused, **problem)
 
     @property
     def operands(self) -> tuple[torch.Tensor | None, ...]:
         """The arguments that a fused op takes for this layer: weight, scale (if quantized), bias or None."""
-        if self.scale is None:
-            return self.weight, self.bias
-        return self.weight, self.scale, self.bias
+        return *self._operands, self.bias
 
     def __call__(self, x: Activation) -> torch.Tensor:
         """Map x [T, in] to [T, out]; the outputs of the projections are concatenated."""
         result: torch.Tensor
-        if self.scale is None:
-            result = self._linear(x, self.weight, self.bias)
+        if self._quantize is None:
+            result = self._linear(x, *self._operands, self.bias)
         elif self._quantize_linear is not None and isinstance(x, torch.Tensor):
-            result = self._quantize_linear(x, self.weight, self.scale, self.bias)
+            result = self._quantize_linear(x, *self._operands, self.bias)
         else:
-            x, x_scale = x if isinstance(x, tuple) else self._quantize(x, *self._input_scale)
-            result = self._multiply(x, x_scale, self.weight, self.scale, *self._output_scale)
+            x, x_scale = x if isinstance(x, tuple) else self._quantize(x, *self._input_operands)
+            result = self._multiply(x, x_scale, *self._operands, *self._output_scale)
         return result
 
-    def _multiply(self, *operands: torch.Tensor) -> torch.Tensor:
+    def _multiply(self, *operands: torch.Tensor | None) -> torch.Tensor:
         """Multiply quantized activations and weights, and add the bias."""
         result: torch.Tensor
         scales = None if self.quantized_weight is None else self.quantized_weight.tensor_scales

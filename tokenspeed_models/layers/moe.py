@@ -11,6 +11,7 @@ from tokenspeed_core.api import BuildContext
 from tokenspeed_models.layers.linear import Activation, Linear, Projection
 from tokenspeed_models.layers.norm import RMSNorm
 from tokenspeed_models.layers.ops import dtype_name
+from tokenspeed_models.layers.packed_weight import PackedWeight
 from tokenspeed_models.layers.quantized_weight import QuantizedWeight
 from tokenspeed_models.layers.scheme import ModuleBuild, UnquantizedBuild, shared_scheme
 from tokenspeed_models.moe_config import MoeConfig, RoutingConfig
@@ -140,12 +141,17 @@ class MoE:
         num_experts, intermediate_size = self.num_experts, self.intermediate_size
         gate_up_shape = num_experts, 2 * intermediate_size, hidden_size
         down_shape = num_experts, hidden_size, intermediate_size
-        self._quantized: tuple[QuantizedWeight, QuantizedWeight] | None = None
-        self._operands: tuple[torch.Tensor, ...]
+        self._quantized: tuple[QuantizedWeight | PackedWeight, ...] | None = None
+        self._operands: tuple[torch.Tensor | None, ...]
         if scheme is None:
             self.gate_up = torch.empty(gate_up_shape, dtype=build.dtype, device=build.device)
             self.down = torch.empty(down_shape, dtype=build.dtype, device=build.device)
             self._operands = (self.gate_up, self.down)
+        elif scheme.packing is not None:
+            packed = tuple(PackedWeight(build, scheme, *s) for s in (gate_up_shape, down_shape))
+            self.gate_up, self.down = (each.weight for each in packed)
+            self._quantized = packed
+            self._operands = tuple(operand for each in packed for operand in each.operands)
         else:
             gate_up = QuantizedWeight(build, scheme, *gate_up_shape, num_projections=2)
             down = QuantizedWeight(build, scheme, *down_shape, previous=gate_up)
@@ -159,6 +165,7 @@ class MoE:
             hidden_size=hidden_size,
             intermediate_size=intermediate_size,
             dtype=dtype_name(build.dtype),
+            **({} if scheme is None else scheme.problem),
         )
 
     def __call__(

@@ -56,6 +56,7 @@ class QuantizedWeight:
             self.tensor_scales = TensorScales(build, num_experts, num_projections, previous_scales)
         else:
             op = method.quantize_weight or method.quantize
+            assert op is not None, "only packed schemes lack an op that quantizes"
             self._quantize = build.op(op, size=features, dtype=dtype_name(build.dtype))
 
     @property

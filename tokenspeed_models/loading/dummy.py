@@ -41,6 +41,8 @@ def read_dummy(
 
 def _fill(slot: WeightSlot, generator: torch.Generator) -> torch.Tensor:
     """Return a new tensor of the slot's shape, device and dtype."""
+    if slot.make_dummy is not None:
+        return slot.make_dummy(generator)
     if slot.kind == "norm":
         return torch.ones_like(slot.target)
     if slot.kind == "bias":

@@ -1,0 +1,108 @@
+"""Op contracts of linear layers with integer weights: 4-bit weights (W4A16), 8-bit weights and activations (W8A8).
+
+Imports no tensor library.
+"""
+
+from __future__ import annotations
+
+from tokenspeed_core.api import DOTS, OpContract, Tolerance
+
+_INPUTS = "tokenspeed_kernels.integer_inputs"
+_REFERENCE = "tokenspeed_kernels.reference"
+_LINEAR = {"in_size": "input features I", "out_size": "output features O"}
+_ROWS = ({"size": 64}, {"size": 200}, {"size": 1024})
+_SIZE = {"size": "row size N"}
+_STEPS = tuple(
+    Tolerance(dtype, 0.0, 1.0, "a value halfway between two integers may round to either")
+    for dtype in ("float32", "bfloat16", "float16")
+)
+_CODES = tuple(
+    Tolerance(
+        dtype, 0.13, 4e-3, "a value halfway between two e4m3 codes, 1/8 apart, may round to either"
+    )
+    for dtype in ("float32", "bfloat16", "float16")
+)
+
+W4A16 = (
+    OpContract(
+        "linear_w4a16",
+        "linear",
+        "(x [T, I], weight uint8 [O, I / 2], scale [O, I / G], zero uint8 [O, I / G] | None, order int32 [I] | None, "
+        "bias [O] | None) -> y [T, O]: x @ value.T + bias, where value = (code - zero) * scale for groups of G columns, "
+        "and zero is 8 if there is none. Codes are 0 to 15: byte 16 r + j of a row holds column 32 r + j in its low bits "
+        "and column 32 r + 16 + j in its high bits. With `order`, column j of the weight multiplies column order[j] of x",
+        {
+            "in_size": "input features I, a multiple of G",
+            "out_size": "output features O",
+            "group_size": "columns G that share a scale, a multiple of 32; 0: all",
+        },
+        f"{_REFERENCE}.w4a16:linear_w4a16",
+        f"{_INPUTS}:linear_w4a16",
+        DOTS,
+        rows=("x",),
+        cases=(
+            {"in_size": 128, "out_size": 50, "group_size": 32},
+            {"in_size": 384, "out_size": 256, "group_size": 128},
+            {"in_size": 320, "out_size": 96, "group_size": 64},
+            {"in_size": 288, "out_size": 130, "group_size": 0},
+        ),
+    ),
+)
+
+INT8 = (
+    OpContract(
+        "quantize_int8",
+        "linear",
+        "(x [T, N]) -> (y int8 [T, N], scale float32 [T, 1]): per-token scale = max(|row|, 1e-10) / 127, "
+        "y = x / scale, rounded to the nearest, ties to even",
+        _SIZE,
+        f"{_REFERENCE}.int8:quantize_int8",
+        "tokenspeed_kernels.inputs:quantize_fp8",
+        _STEPS,
+        rows=("x",),
+        cases=_ROWS,
+    ),
+    OpContract(
+        "quantize_int8_static",
+        "linear",
+        "(x [T, N], scale float32 [1]) -> (y int8 [T, N], scale float32 [T, 1]): y = x / scale, rounded to the nearest "
+        "and limited to -128 and 127; the scale is repeated for each row",
+        _SIZE,
+        f"{_REFERENCE}.int8:quantize_int8_static",
+        f"{_INPUTS}:quantize_static",
+        _STEPS,
+        rows=("x",),
+        cases=_ROWS,
+    ),
+    OpContract(
+        "linear_int8",
+        "linear",
+        "(x int8 [T, I], x_scale float32 [T, 1], weight int8 [O, I], weight_scale float32 [O, 1], bias [O] | None) -> "
+        "y [T, O] of the dtype: (x @ weight.T) * x_scale * weight_scale.T + bias; sums are exact integers",
+        _LINEAR,
+        f"{_REFERENCE}.int8:linear_int8",
+        f"{_INPUTS}:linear_int8",
+        DOTS,
+        rows=("x", "x_scale"),
+        cases=(
+            {"in_size": 96, "out_size": 48},
+            {"in_size": 256, "out_size": 512},
+            {"in_size": 100, "out_size": 50},
+        ),
+    ),
+)
+
+FP8_STATIC = (
+    OpContract(
+        "quantize_fp8_static",
+        "linear",
+        "(x [T, N], scale float32 [1]) -> (y float8_e4m3fn [T, N], scale float32 [T, 1]): y = x / scale, limited to "
+        "-448 and 448, rounded; the scale is repeated for each row",
+        _SIZE,
+        f"{_REFERENCE}.fp8:quantize_fp8_static",
+        f"{_INPUTS}:quantize_static",
+        _CODES,
+        rows=("x",),
+        cases=_ROWS,
+    ),
+)

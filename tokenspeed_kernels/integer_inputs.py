@@ -1,0 +1,63 @@
+"""Input generators for the ops of `integer_contracts`, as those of `inputs`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tokenspeed_testing.inputs import random, random_rows
+from torch import Generator, Tensor, device
+
+from tokenspeed_core.api import Problem
+from tokenspeed_kernels.reference.int8 import quantize_rows
+
+
+def linear_w4a16(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
+    """Make x [T, I] and a random weight of unit gain; zero points for even T, an order and a bias for some T."""
+    inner, outer = problem["in_size"], problem["out_size"]
+    num_groups = inner // (problem["group_size"] or inner)
+    weight = torch.randint(0, 256, (outer, inner // 2), generator=seed, dtype=torch.uint8)
+    zero = torch.randint(0, 16, (outer, num_groups), generator=seed, dtype=torch.uint8)
+    order = torch.randperm(inner, generator=seed).to(torch.int32)
+    gain = random((outer, num_groups), problem, at, seed).abs().add_(0.5) / (8 * inner**0.5)
+    return {
+        "x": random_rows(num, inner, problem, at, seed, strided),
+        "weight": weight.to(at),
+        "scale": gain,
+        "zero": zero.to(at) if num % 2 == 0 else None,
+        "order": order.to(at) if num % 3 == 0 else None,
+        "bias": random((outer,), problem, at, seed) if num % 4 < 2 else None,
+    }
+
+
+def quantize_static(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
+    """Make x [T, N] and a scale [1] that some values exceed."""
+    x = random_rows(num, problem["size"], problem, at, seed, strided)
+    return {"x": x, "scale": torch.full((1,), 0.0181, device=at)}
+
+
+def linear_int8(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
+    """Make x [T, I] and weight [O, I] of unit gain, both quantized per row, and a bias [O] for even T."""
+    inner, outer = problem["in_size"], problem["out_size"]
+    x, x_scale = quantize_rows(random((num, inner), problem, at, seed))
+    weight, weight_scale = quantize_rows(random((outer, inner), problem, at, seed) / inner**0.5)
+    return {
+        "x": _within_wider_rows(x) if strided else x,
+        "x_scale": x_scale,
+        "weight": weight,
+        "weight_scale": weight_scale,
+        "bias": random((outer,), problem, at, seed) if num % 2 == 0 else None,
+    }
+
+
+def _within_wider_rows(x: Tensor) -> Tensor:
+    """Return the same values as a view of wider rows."""
+    wide = torch.zeros((x.shape[0], x.shape[1] + 32), dtype=x.dtype, device=x.device)
+    wide[:, : x.shape[1]] = x
+    return wide[:, : x.shape[1]]

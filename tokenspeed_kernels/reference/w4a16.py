@@ -1,0 +1,65 @@
+"""Linear layers with 4-bit integer weights and unquantized activations (W4A16).
+
+AWQ, GPTQ and compressed-tensors checkpoints are repacked into one layout: [O, I / 2] bytes, where byte 16 r + j of a row
+holds column 32 r + j in its low bits and column 32 r + 16 + j in its high bits. A tile of bytes then splits into two
+tiles of columns without a shuffle, and both read x in runs of 16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tokenspeed_core.api import Problem
+
+RUN = 16  # columns in the low bits of adjacent bytes
+MIDDLE = 8  # the zero point of symmetric weights
+
+LinearW4A16 = Callable[
+    [Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], Tensor
+]
+
+
+def pack_int4(codes: Tensor) -> Tensor:
+    """Return codes [..., O, I] from 0 to 15 as bytes [..., O, I / 2]."""
+    runs = codes.to(torch.uint8).reshape(*codes.shape[:-1], -1, 2, RUN)
+    packed = runs[..., 0, :] | runs[..., 1, :] << 4
+    return packed.flatten(-2)
+
+
+def unpack_int4(weight: Tensor) -> Tensor:
+    """Return bytes [..., O, I / 2] as codes uint8 [..., O, I] from 0 to 15."""
+    runs = weight.reshape(*weight.shape[:-1], -1, 1, RUN)
+    return torch.cat((runs & 15, runs >> 4), dim=-2).flatten(-3)
+
+
+def dequantize_int4(weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+    """Return the values [..., O, I], float32, of bytes with scales and zero points [..., O, I / G]."""
+    codes = unpack_int4(weight).reshape(*scale.shape, -1).to(torch.float32)
+    middle: Tensor | int = MIDDLE if zero is None else zero.unsqueeze(-1).to(torch.float32)
+    values = (codes - middle) * scale.unsqueeze(-1).to(torch.float32)
+    return values.flatten(-2)
+
+
+def linear_w4a16(problem: Problem) -> LinearW4A16:
+    """Return `linear(x, weight, scale, zero, order, bias) -> y [T, O]`; each call dequantizes the weight."""
+    dtype: torch.dtype = getattr(torch, problem["dtype"])
+
+    def linear(
+        x: Tensor,
+        weight: Tensor,
+        scale: Tensor,
+        zero: Tensor | None,
+        order: Tensor | None,
+        bias: Tensor | None,
+    ) -> Tensor:
+        wide = x.to(torch.float32)
+        if order is not None:
+            wide = wide.index_select(1, order)
+        y = functional.linear(wide, dequantize_int4(weight, scale, zero))
+        return (y if bias is None else y.add_(bias)).to(dtype)
+
+    return linear

@@ -1,0 +1,190 @@
+"""Weights of quantized checkpoints whose tensors are repacked while they are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pkgutil import resolve_name
+
+import torch
+
+from tokenspeed_core.api import BuildContext, QuantizationScheme, StoredTensor
+from tokenspeed_models.layers.quantized_weight import TensorScales
+from tokenspeed_models.weights import Shard, StackedShard, WeightSlot
+
+Tensors = Mapping[str, torch.Tensor]
+# The deviation of random values, and a bound that all of them are below.
+_FP8_DEVIATION, _FP8_MAX = 100.0, 448.0
+
+
+class PackedWeight:
+    """A weight [O, I], or the weights [E, O, I] of E experts, as the `Packing` of a scheme describes it.
+
+    The tensors of a projection are repacked on the device as soon as all of them were read, and dropped.
+    """
+
+    tensor_scales: TensorScales | None = None
+
+    def __init__(self, build: BuildContext, scheme: QuantizationScheme, *shape: int) -> None:
+        """Allocate the operands. Raises ValueError if the input features do not fit the scheme's groups."""
+        assert scheme.packing is not None, "only schemes with a packing store packed weights"
+        *self._experts, out_size, self._in_size = shape
+        self._packing, self._build, self._problem = scheme.packing, build, scheme.problem
+        self._repack: Callable[[Tensors], Tensors] = (
+            dict if scheme.packing.repack is None else resolve_name(scheme.packing.repack)
+        )
+        for tensor in scheme.packing.stored:
+            for axis in tensor.axes:
+                size = self._in_size if axis.of == "in" else out_size
+                if axis.per and size % axis.per:
+                    features = "input" if axis.of == "in" else "output"
+                    raise ValueError(
+                        f"quantization {scheme.name}: a linear layer has {size} {features} features, and {tensor.name} "
+                        f"needs a multiple of {axis.per}. Use another checkpoint of the model."
+                    )
+        self._tensors = {
+            each.name: torch.zeros(
+                *self._experts,
+                *self._shape(each, out_size),
+                dtype=self._dtype(each),
+                device=build.device,
+            )
+            for each in (*scheme.packing.operands, *scheme.packing.input_operands)
+            if each is not None
+        }
+        self._shared: set[tuple[str, int]] = set()
+
+    @property
+    def operands(self) -> tuple[torch.Tensor | None, ...]:
+        """The arguments that the linear op takes for this weight."""
+        return tuple(
+            None if each is None else self._tensors[each.name] for each in self._packing.operands
+        )
+
+    @property
+    def input_operands(self) -> tuple[torch.Tensor, ...]:
+        """The arguments that the op takes that quantizes activations."""
+        return tuple(self._tensors[each.name] for each in self._packing.input_operands)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The first operand: the quantized values."""
+        (weight, *_) = self.operands
+        assert weight is not None, "the first operand is the weight"
+        return weight
+
+    def slots(
+        self,
+        name: str,
+        rows: slice,
+        shard: Shard | StackedShard | None,
+        projection: int = 0,
+        expert: int | None = None,
+    ) -> Iterator[WeightSlot]:
+        """List the tensors of one projection, which is stored in `rows`."""
+        if projection == 0:
+            self._shared = {each for each in self._shared if each[1] != (expert or 0)}
+        needed = {each.name for each in self._packing.stored if each.is_needed}
+        pending: dict[str, torch.Tensor] = {}
+
+        def add(stored: str, tensor: torch.Tensor) -> None:
+            pending[stored] = tensor
+            if pending.keys() == needed:
+                self._store(name, rows, expert or 0, pending)
+                pending.clear()
+
+        for each in self._packing.stored:
+            shape = self._shape(each, rows.stop - rows.start)
+            # Only the shape, dtype and device of a stored tensor are kept.
+            target = torch.empty(1, dtype=self._dtype(each), device=self._build.device).expand(
+                shape
+            )
+            yield WeightSlot(
+                f"{name}.{each.name}",
+                target,
+                _shard(each, shard),
+                each.kind,
+                on_load=partial(add, each.name),
+                is_optional=not each.is_needed,
+                make_dummy=partial(self._make_dummy, each, target),
+            )
+
+    def stacked_slots(
+        self, name: str, shard: Shard, replaces: tuple[str, ...]
+    ) -> Iterator[WeightSlot]:
+        """Return no slots: checkpoints with these schemes store each expert by itself."""
+        yield from ()
+
+    def _store(self, name: str, rows: slice, expert: int, tensors: Tensors) -> None:
+        """Repack the tensors of one projection. Raises ValueError, which names the layer."""
+        device = self._build.device
+        try:
+            repacked = self._repack({key: each.to(device) for key, each in tensors.items()})
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        for each in (*self._packing.operands, *self._packing.input_operands):
+            if each is None:
+                continue
+            target, value = self._tensors[each.name], repacked[each.name]
+            if self._experts:
+                target = target[expert]
+            if any(axis.of == "out" for axis in each.axes):
+                target[rows].copy_(value)
+            elif (each.name, expert) not in self._shared:
+                self._shared.add((each.name, expert))
+                target.copy_(value)
+            elif target.is_floating_point():
+                torch.maximum(target, value.to(target.dtype), out=target)
+            elif not torch.equal(target, value.to(target.dtype)):
+                raise ValueError(
+                    f"{name}: {each.name} differs from that of a projection with the same input. Their weights are "
+                    "stacked, so that both must have the same. Quantize the model again."
+                )
+
+    def _shape(self, tensor: StoredTensor, out_size: int) -> tuple[int, ...]:
+        sizes = {"in": self._in_size, "out": out_size}
+        return tuple(-(-sizes[axis.of] // axis.per) if axis.per else 1 for axis in tensor.axes)
+
+    def _dtype(self, tensor: StoredTensor) -> torch.dtype:
+        if tensor.dtype == "float":
+            return self._build.dtype
+        dtype: torch.dtype = getattr(torch, tensor.dtype)
+        return dtype
+
+    def _make_dummy(
+        self, stored: StoredTensor, target: torch.Tensor, generator: torch.Generator
+    ) -> torch.Tensor:
+        """Return random values, a scale of typical size, or groups in their order."""
+        if stored.kind == "scale":
+            return torch.full_like(target, stored.typical)
+        if stored.kind == "index":
+            features = torch.arange(self._in_size, device=target.device)
+            return (features // self._problem["group_size"]).to(target.dtype)
+        if target.is_floating_point():
+            values = torch.empty(target.shape, dtype=torch.float32, device=target.device)
+            values.normal_(0.0, _FP8_DEVIATION, generator=generator)
+            return values.clamp_(-_FP8_MAX, _FP8_MAX).to(target.dtype)
+        bounds = torch.iinfo(target.dtype)
+        return torch.randint(
+            bounds.min,
+            bounds.max,
+            target.shape,
+            dtype=target.dtype,
+            device=target.device,
+            generator=generator,
+        )
+
+
+def _shard(stored: StoredTensor, shard: Shard | StackedShard | None) -> Shard | StackedShard | None:
+    """Return the sharding of a stored tensor, given that of the weight [out, in]."""
+    if shard is None:
+        return None
+    of = "out" if shard.axis == 0 else "in"
+    for index, axis in enumerate(stored.axes):
+        if axis.of != of or not axis.per:
+            continue
+        if isinstance(shard, Shard):
+            return Shard(index, shard.group, shard.num_heads)
+        parts = tuple((rows // axis.per, part) for rows, part in shard.parts)
+        return StackedShard(parts, index)
+    return None
