@@ -90,8 +90,10 @@ class ConfigReader:
 class DecoderConfig:
     """A decoder with rotary attention and gated MLPs or experts.
 
-    `windows` has the number of tokens that each layer's attention sees, the query's own included, or None for all.
-    `max_model_len` is the longest sequence, in tokens, that the rotary scaling supports.
+    `qk_norm` normalises each head of queries and keys, or with `is_qk_norm_joint` all heads together. `windows` has
+    the number of tokens that each layer's attention sees, the query's own included, or None for all. `max_model_len` is
+    the longest sequence, in tokens, that the rotary scaling supports. `num_draft_layers` are the layers of multi-token
+    prediction in the checkpoint.
     """
 
     architecture: str
@@ -108,9 +110,11 @@ class DecoderConfig:
     out_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    is_qk_norm_joint: bool
     windows: tuple[int | None, ...]
     rope: RopeConfig
     moe: MoeConfig | None
+    num_draft_layers: int
     dtype: str
     max_model_len: int
     eos_token_ids: tuple[int, ...]
@@ -125,10 +129,12 @@ def read_decoder(
     out_bias: bool = False,
     mlp_bias: bool = False,
     qk_norm: bool = False,
+    is_qk_norm_joint: bool = False,
     head_size: int | None = None,
     num_kv_heads: int | None = None,
     windows: tuple[int | None, ...] | None = None,
     moe: MoeConfig | None = None,
+    num_draft_layers: int = 0,
     activation: str = "silu",
     rope: Callable[[Mapping[str, Any], int], RopeConfig] = read_rope,
 ) -> DecoderConfig:
@@ -166,9 +172,11 @@ def read_decoder(
         out_bias=out_bias,
         mlp_bias=mlp_bias,
         qk_norm=qk_norm,
+        is_qk_norm_joint=is_qk_norm_joint,
         windows=windows or (None,) * num_layers,
         rope=rotation,
         moe=moe,
+        num_draft_layers=num_draft_layers,
         dtype=read_dtype(config),
         max_model_len=rotation.max_positions,
         eos_token_ids=keys.integers("eos_token_id"),

@@ -157,9 +157,9 @@ def count_parameters(decoder: DecoderConfig) -> int:
     """Return the number of parameters; tied ones count once."""
     hidden, head = decoder.hidden_size, decoder.head_size
     q_size, kv_size = decoder.num_heads * head, decoder.num_kv_heads * head
-    attention = (
-        hidden * (q_size + 2 * kv_size) + q_size * hidden + (2 * head if decoder.qk_norm else 0)
-    )
+    attention = hidden * (q_size + 2 * kv_size) + q_size * hidden
+    if decoder.qk_norm:
+        attention += q_size + kv_size if decoder.is_qk_norm_joint else 2 * head
     attention += (q_size + 2 * kv_size if decoder.qkv_bias else 0) + (
         hidden if decoder.out_bias else 0
     )

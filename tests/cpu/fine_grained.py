@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +21,7 @@ STORED = {
     "activation_scheme": "dynamic",
     "weight_block_size": [BLOCK, BLOCK],
 }
+_QUANTIZED = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 SIZES = {
     "hidden_size": 256,
     "intermediate_size": 384,
@@ -46,14 +47,19 @@ def values(codes: Tensor, scale: Tensor) -> Tensor:
     return found
 
 
-def store(folder: Path, model: Any, scale_dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def store(
+    folder: Path,
+    model: Any,
+    scale_dtype: torch.dtype = torch.float32,
+    settings: Mapping[str, Any] = STORED,
+) -> dict[str, Tensor]:
     """Quantize a checkpoint on disk and load the dequantized weights into its model; return the stored tensors."""
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": STORED}))
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
     tensors, dequantized = {}, {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         tensors[name] = tensor
-        if name.endswith("_proj.weight"):
+        if name.endswith(_QUANTIZED):
             codes, scale = quantized(tensor)
             tensors[name], tensors[f"{name}_scale_inv"] = codes, scale.to(scale_dtype)
             dequantized[name] = values(codes, tensors[f"{name}_scale_inv"])
@@ -67,12 +73,13 @@ def store(folder: Path, model: Any, scale_dtype: torch.dtype = torch.float32) ->
 
 def _fill_expert(model: nn.Module, name: str, weight: Tensor) -> None:
     """Copy the weight of one expert into the parameter of all experts."""
-    experts, _, rest = name.partition(".experts.")
+    experts, _, rest = name.replace("block_sparse_moe", "mlp").partition(".experts.")
     expert, projection, _ = rest.split(".")
-    stacked = "down_proj" if projection == "down_proj" else "gate_up_proj"
+    is_down = projection in ("down_proj", "w2")
+    stacked = "down_proj" if is_down else "gate_up_proj"
     target = model.get_parameter(f"{experts}.experts.{stacked}")[int(expert)]
-    if stacked == "gate_up_proj":
-        target = target.chunk(2)[projection == "up_proj"]
+    if not is_down:
+        target = target.chunk(2)[projection in ("up_proj", "w3")]
     target.copy_(weight)
 
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from fine_grained import values
 from tokenspeed_quantization.schemes import FP8_BLOCK
 from torch import Tensor
 
@@ -93,6 +94,28 @@ class UnquantizedActivations(QuantizedBuild):
         if op == "quantize_fp8_groups":
             return lambda x: (x, torch.ones(x.shape[0], -(-x.shape[1] // 128)))
         return super().op(op, **problem)
+
+
+class UnquantizedExperts(UnquantizedActivations):
+    """A build that multiplies the dequantized weights of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        experts = {"moe_experts": "moe_experts_fp8_block"}
+        self.own_scheme = replace(self.own_scheme, fused=experts)
+
+    def op(self, op: str, **problem: Any) -> Callable[..., Any]:
+        if op != "moe_experts_fp8_block":
+            return super().op(op, **problem)
+        plain = super().op("moe_experts", **problem)
+
+        def wide(codes: Tensor, scales: Tensor) -> Tensor:
+            pairs = zip(codes, scales, strict=True)
+            return torch.stack([values(code, scale) for code, scale in pairs])
+
+        return lambda x, gate_up, gate_up_scale, down, down_scale, *routing: plain(
+            x, wide(gate_up, gate_up_scale), wide(down, down_scale), *routing
+        )
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

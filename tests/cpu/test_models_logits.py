@@ -12,7 +12,9 @@ import torch
 import transformers
 from tokenspeed_models_deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from tokenspeed_models_gemma import GEMMA2, GEMMA3
-from tokenspeed_models_mistral import MISTRAL
+from tokenspeed_models_glm import GLM4_MOE
+from tokenspeed_models_minimax import MINIMAX_M2
+from tokenspeed_models_mistral import MISTRAL, MIXTRAL
 from tokenspeed_models_olmo import OLMO2, OLMO3
 from tokenspeed_models_phi import PHI3
 
@@ -68,6 +70,25 @@ DEEPSEEK: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "n_group": 4,
     "topk_group": 2,
+}
+GLM: dict[str, Any] = {
+    "head_dim": 16,
+    "attention_bias": True,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+}
+MINIMAX: dict[str, Any] = {
+    "head_dim": 16,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+    },
 }
 DEEPSEEK_YARN = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}
 GEMMA: dict[str, Any] = {
@@ -227,6 +248,30 @@ CASES: list[tuple[str, ModelSpec, str, dict[str, Any]]] = [
         OLMO3,
         "Olmo3",
         {"num_hidden_layers": 4, "sliding_window": 5, "rope_theta": 500.0, "rope_scaling": YARN},
+    ),
+    ("glm-4.5", GLM4_MOE, "Glm4Moe", {**GLM, "use_qk_norm": True}),
+    (
+        "glm-4.5-groups-without-qk-norm",
+        GLM4_MOE,
+        "Glm4Moe",
+        {
+            **GLM,
+            "attention_bias": False,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
+    ("minimax-m2", MINIMAX_M2, "MiniMaxM2", MINIMAX),
+    ("mixtral", MIXTRAL, "Mixtral", {"num_local_experts": 5}),
+    (
+        "mixtral-window",
+        MIXTRAL,
+        "Mixtral",
+        {"num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 6},
     ),
     ("mistral-window", MISTRAL, "Mistral", {"sliding_window": 5}),
     (

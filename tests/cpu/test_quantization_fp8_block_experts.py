@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from quantized_build import (
     SPECS,
     TOKENS,
     QuantizedBuild,
-    UnquantizedActivations,
+    UnquantizedExperts,
     checkpoint_logits,
     logprob_errors,
     relative,
@@ -68,28 +67,6 @@ def test_experts_multiply_the_stored_values() -> None:
         torch.testing.assert_close(found[token].double(), total, rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match="80 is not a multiple of 128"):
         moe.moe_experts_fp8_block({**problem, "intermediate_size": 80})
-
-
-class UnquantizedExperts(UnquantizedActivations):
-    """A build that multiplies the dequantized weights of experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        experts = {"moe_experts": "moe_experts_fp8_block"}
-        self.own_scheme = replace(self.own_scheme, fused=experts)
-
-    def op(self, op: str, **problem: Any) -> Callable[..., Any]:
-        if op != "moe_experts_fp8_block":
-            return super().op(op, **problem)
-        plain = super().op("moe_experts", **problem)
-
-        def wide(codes: Tensor, scales: Tensor) -> Tensor:
-            pairs = zip(codes, scales, strict=True)
-            return torch.stack([values(code, scale) for code, scale in pairs])
-
-        return lambda x, gate_up, gate_up_scale, down, down_scale, *routing: plain(
-            x, wide(gate_up, gate_up_scale), wide(down, down_scale), *routing
-        )
 
 
 def test_checkpoint_with_experts_equals_transformers(tmp_path: Path) -> None:

@@ -74,6 +74,27 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 32,
         },
     },
+    "Mixtral": {"num_local_experts": 5},
+    "Glm4Moe": {
+        "head_dim": 16,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+    },
+    "MiniMaxM2": {
+        "head_dim": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
+        },
+    },
     "DeepseekV2": {**_DEEPSEEK, "q_lora_rank": None, "topk_method": "group_limited_greedy"},
     "DeepseekV3": {
         **_DEEPSEEK,
@@ -94,5 +115,8 @@ def save_reference(family: str, folder: Path, **changes: Any) -> Any:
     torch.manual_seed(11)
     model = getattr(transformers, f"{family}ForCausalLM")
     reference = model(model.config_class(**{**SMALL, **FAMILIES[family], **changes})).eval()
+    for name, buffer in reference.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.uniform_(-0.2, 0.2)
     reference.save_pretrained(folder)
     return reference

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from tokenspeed_core.api import BuildContext
@@ -13,7 +15,7 @@ from tokenspeed_models.layers.embedding import Embedding, OutputHead
 from tokenspeed_models.layers.mlp import MLP
 from tokenspeed_models.layers.moe import MoE
 from tokenspeed_models.layers.norm import RMSNorm
-from tokenspeed_models.layers.qk_norm import HeadNorm
+from tokenspeed_models.layers.qk_norm import AllHeadNorm, HeadNorm
 from tokenspeed_models.layers.rotary import rotary_table
 from tokenspeed_models.layers.scheme import ModuleBuild
 
@@ -29,7 +31,7 @@ class RotaryDecoder(CausalLM):
                 c.hidden_size,
                 c.norm_eps,
                 _attention(c, build, layer, cos_sin),
-                _mlp(c, build, layer),
+                _mlp(c, build, layer, self.renames),
             )
             for layer in build.each_layer(c.num_layers)
         ]
@@ -42,6 +44,7 @@ class RotaryDecoder(CausalLM):
             head=OutputHead(
                 build, c.vocab_size, c.hidden_size, embedding if c.tie_embeddings else None
             ),
+            num_draft_layers=c.num_draft_layers,
         )
 
 
@@ -61,14 +64,25 @@ def _attention(
         cos_sin=cos_sin,
         qkv_bias=c.qkv_bias,
         out_bias=c.out_bias,
-        qk_norm=HeadNorm(build, c.head_size, c.norm_eps) if c.qk_norm else None,
+        qk_norm=_qk_norm(c, build),
         window=c.windows[layer],
     )
 
 
-def _mlp(c: DecoderConfig, build: BuildContext, layer: int) -> MLP | MoE:
+def _qk_norm(c: DecoderConfig, build: BuildContext) -> HeadNorm | AllHeadNorm | None:
+    if not c.qk_norm:
+        return None
+    if not c.is_qk_norm_joint:
+        return HeadNorm(build, c.head_size, c.norm_eps)
+    q_size, k_size = c.num_heads * c.head_size, c.num_kv_heads * c.head_size
+    return AllHeadNorm(build, q_size, k_size, c.norm_eps)
+
+
+def _mlp(
+    c: DecoderConfig, build: BuildContext, layer: int, renames: Mapping[str, str]
+) -> MLP | MoE:
     """Return the experts of a layer, or its MLP if it is dense."""
-    module = ModuleBuild(build, f"model.layers.{layer}.mlp")
+    module = ModuleBuild(build, f"model.layers.{layer}.mlp", renames)
     if c.moe is None or layer not in c.moe.layers:
         return MLP(
             module,
@@ -76,8 +90,4 @@ def _mlp(c: DecoderConfig, build: BuildContext, layer: int) -> MLP | MoE:
             c.intermediate_size,
             bias=c.mlp_bias,
         )
-    return MoE(
-        module,
-        c.hidden_size,
-        c.moe,
-    )
+    return MoE(module, c.hidden_size, c.moe)

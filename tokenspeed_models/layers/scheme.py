@@ -26,7 +26,8 @@ class ModuleBuild:
 
     def scheme(self, layer: str) -> QuantizationScheme | None:
         """Return how a linear layer of the module is quantized, None if it is not."""
-        return self._build.scheme(published_name(f"{self._name}.{layer}", self._renames))
+        name = published_name(f"{self._name}.{layer}.", self._renames)
+        return self._build.scheme(name.removesuffix("."))
 
     def each_layer(self, num_layers: int) -> Iterator[int]:
         """Yield the layer indices."""

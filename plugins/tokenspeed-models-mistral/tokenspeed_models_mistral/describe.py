@@ -1,4 +1,4 @@
-"""Reads and describes a Mistral `config.json`. Imports no tensor library."""
+"""Reads and describes a Mistral or Mixtral `config.json`. Imports no tensor library."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from tokenspeed_core.api import ModelInfo
 from tokenspeed_models.config import ConfigReader, DecoderConfig, read_decoder
 from tokenspeed_models.describe import model_info
+from tokenspeed_models.moe_config import MoeConfig, RoutingConfig
 
 
 def read_mistral(config: Mapping[str, Any]) -> DecoderConfig:
@@ -25,6 +26,33 @@ def read_mistral(config: Mapping[str, Any]) -> DecoderConfig:
         num_kv_heads=8,
         windows=(window,) * keys.integer("num_hidden_layers"),
     )
+
+
+def read_mixtral(config: Mapping[str, Any]) -> DecoderConfig:
+    """Read a Mixtral configuration. All layers have experts, and the same window or none."""
+    keys = ConfigReader(config)
+    num_layers = keys.integer("num_hidden_layers")
+    window = keys.integer("sliding_window") if "sliding_window" in keys else None
+    return read_decoder(
+        config,
+        "MixtralForCausalLM",
+        num_kv_heads=8,
+        windows=(window,) * num_layers,
+        moe=MoeConfig(
+            RoutingConfig(
+                keys.integer("num_local_experts", 8),
+                keys.integer("num_experts_per_tok", 2),
+                renormalize=True,
+            ),
+            intermediate_size=keys.integer("intermediate_size"),
+            layers=frozenset(range(num_layers)),
+        ),
+    )
+
+
+def describe_mixtral(config: Mapping[str, Any]) -> ModelInfo:
+    """Describe a Mixtral checkpoint."""
+    return model_info(read_mixtral(config))
 
 
 def describe_mistral(config: Mapping[str, Any]) -> ModelInfo:

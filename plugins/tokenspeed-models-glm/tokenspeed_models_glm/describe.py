@@ -1,0 +1,63 @@
+"""Reads and describes the `config.json` of GLM-4.5 and its successors. Imports no tensor library."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from tokenspeed_core.api import ModelInfo
+from tokenspeed_models.config import ConfigReader, DecoderConfig, read_decoder
+from tokenspeed_models.describe import model_info
+from tokenspeed_models.moe_config import MoeConfig, RoutingConfig
+from tokenspeed_models.rope_config import read_rope
+
+
+def read_glm4_moe(config: Mapping[str, Any]) -> DecoderConfig:
+    """Read a configuration. If `partial_rotary_factor` is missing, half of each head is rotated, as in transformers.
+
+    Raises ValueError naming the key.
+    """
+    keys = ConfigReader(config)
+    return read_decoder(
+        {"partial_rotary_factor": 0.5, **config},
+        "Glm4MoeForCausalLM",
+        qkv_bias=keys.boolean("attention_bias", False),
+        qk_norm=keys.boolean("use_qk_norm", False),
+        rope=partial(read_rope, is_partial=True),
+        moe=_read_moe(keys),
+        num_draft_layers=sum(keys.integers("num_nextn_predict_layers")),
+    )
+
+
+def _read_moe(keys: ConfigReader) -> MoeConfig:
+    """Read the mixture of experts: sigmoid routing with a bias for the choice, dense first layers."""
+    keys.choice("topk_method", ("noaux_tc",), "noaux_tc")
+    expert_size, num_layers = (
+        keys.integer("moe_intermediate_size"),
+        keys.integer("num_hidden_layers"),
+    )
+    (num_dense,) = keys.integers("first_k_dense_replace") or (1,)
+    (num_shared,) = keys.integers("n_shared_experts") or (1,)
+    return MoeConfig(
+        RoutingConfig(
+            keys.integer("n_routed_experts"),
+            keys.integer("num_experts_per_tok"),
+            score="sigmoid",
+            renormalize=keys.boolean("norm_topk_prob", True),
+            scale=keys.number("routed_scaling_factor", 1.0),
+            num_groups=keys.integer("n_group", 1),
+            top_groups=keys.integer("topk_group", 1),
+            group_score="top_2_sum",
+            has_bias=True,
+        ),
+        intermediate_size=expert_size,
+        layers=frozenset(range(num_dense, num_layers)),
+        shared_size=num_shared * expert_size,
+        router_dtype="float32",
+    )
+
+
+def describe_glm4_moe(config: Mapping[str, Any]) -> ModelInfo:
+    """Describe a GLM-4.5, 4.6 or 4.7 checkpoint."""
+    return model_info(read_glm4_moe(config))
