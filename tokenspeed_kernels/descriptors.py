@@ -148,6 +148,8 @@ TORCH_MOE = (
     _torch("moe_experts", "moe:moe_experts", frozenset()),
     _torch("moe_experts_fp8", "moe:moe_experts_fp8", frozenset()),
     _torch("moe_experts_fp8_block", "moe:moe_experts_fp8_block", frozenset()),
+    _torch("moe_biased_experts", "biased_experts:moe_biased_experts", frozenset()),
+    _torch("moe_biased_experts_mxfp4", "biased_experts:moe_biased_experts_mxfp4", frozenset()),
 )
 TORCH_CACHE = (
     _torch("write_kv", "cache:write_kv", frozenset()),
@@ -183,6 +185,11 @@ _FP8_BLOCK_EXPERTS = (
     *_EXPERTS,
     AxisLimit("hidden_size", 16, 32768, multiple_of=16),
     AxisLimit("intermediate_size", 128, 32768, multiple_of=128),
+)
+_MXFP4_EXPERTS = (
+    *_EXPERTS,
+    AxisLimit("hidden_size", 32, multiple_of=32),
+    AxisLimit("intermediate_size", 32, multiple_of=32),
 )
 _FP8_CAPABILITY = (8, 9)  # the first compute capability with e4m3
 _FP8_SIZES = (AxisLimit("in_size", 16, multiple_of=16), AxisLimit("out_size", 16, multiple_of=16))
@@ -288,6 +295,13 @@ TRITON_LINEAR = (
 TRITON_MOE = (
     _triton("moe_route", "moe.experts:moe_route", limits=_EXPERTS),
     _triton("moe_experts", "moe.experts:moe_experts", _GRAPH_SAFE, _EXPERTS),
+    _triton("moe_biased_experts", "moe.biased_experts:moe_biased_experts", _GRAPH_SAFE, _EXPERTS),
+    _triton(
+        "moe_biased_experts_mxfp4",
+        "moe.biased_experts:moe_biased_experts_mxfp4",
+        _GRAPH_SAFE,
+        _MXFP4_EXPERTS,
+    ),
     _triton(
         "moe_experts_fp8",
         "moe.experts_fp8:moe_experts_fp8",

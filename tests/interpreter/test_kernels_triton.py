@@ -36,7 +36,14 @@ WITH_ONE_ROW = (
     "add_rms_norm_linear_silu_mul",
     "add_rms_norm_linear_gelu_tanh_mul",
 )
-WITH_DOTS = ("moe_experts", "fused_block", "fused_block_in_place", *WITH_ONE_ROW)
+WITH_DOTS = (
+    "moe_experts",
+    "moe_biased_experts",
+    "moe_biased_experts_mxfp4",
+    "fused_block",
+    "fused_block_in_place",
+    *WITH_ONE_ROW,
+)
 TO_FP8 = (
     "quantize_fp8",
     "add_rms_norm_fp8",
