@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tiny_models import save_reference
+from tiny_models import ALL, SMALL, save_reference
+from tokenspeed_models_transformers.attention import SERVE
+from tokenspeed_models_transformers.compare import rms_norm_eps
+from tokenspeed_models_transformers.library import make_model, read_config
 from tokenspeed_models_transformers.model import TransformersModel
-from tokenspeed_models_transformers.modules import find_gated_mlp, rms_norm_eps
+from tokenspeed_models_transformers.modules import find_gated_mlp
+from tokenspeed_models_transformers.projections import RotaryLayout, find_usual_attention
+from tokenspeed_models_transformers.recording import RECORD, record
 from transformers import GemmaConfig, LlamaConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.gemma.modeling_gemma import GemmaMLP, GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
@@ -30,6 +37,37 @@ def test_mlp_with_another_activation_is_left(activation: str, matches: bool) -> 
     llama = LlamaMLP(LlamaConfig(**small, hidden_act=activation))
     assert (find_gated_mlp(llama) is not None) is matches
     assert find_gated_mlp(GemmaMLP(GemmaConfig(**small, hidden_act="gelu"))) is None
+
+
+HALVES = RotaryLayout(is_adjacent=False, interleaved=False)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "layouts"),
+    [
+        ("llama", {}, [HALVES, HALVES]),
+        ("qwen3", {}, [HALVES, HALVES]),  # with norms of the heads
+        ("glm", {}, [RotaryLayout(is_adjacent=False, interleaved=True)] * 2),  # half of each head
+        ("cohere", {}, [RotaryLayout(is_adjacent=True, interleaved=True)] * 2),
+        ("smollm3", {"no_rope_layers": [1, 0]}, [HALVES, None]),
+        ("olmo", {"clip_qkv": None}, [HALVES, HALVES]),
+        ("olmo", {"clip_qkv": 500.0}, []),
+        ("olmo2", {}, []),  # norms of all heads at once
+        ("gpt2", {}, []),
+    ],
+)
+def test_attention_with_another_formula_is_left(
+    model_type: str, changes: dict[str, Any], layouts: list[RotaryLayout | None]
+) -> None:
+    config = CONFIG_MAPPING[model_type](**{**SMALL, **ALL[model_type], **changes}).to_dict()
+    device = torch.device("meta")
+    recording, model = (
+        make_model(read_config(config), torch.float32, device, name, trusts_code=False)
+        for name in (RECORD, SERVE)
+    )
+    recorded = record(recording)
+    found = find_usual_attention(model, recorded.decoder, recorded.attention)
+    assert [each.layout for each in found.values()] == layouts
 
 
 def test_kernels_get_the_shapes_of_the_model(tmp_path: Path) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedModel
 
-from tokenspeed_core.api import AttentionCall, BuildContext
+from tokenspeed_core.api import AttentionCall, BuildContext, Rotation
 from tokenspeed_models_transformers.describe import group_name
 from tokenspeed_models_transformers.recording import RecordedAttention, observe
 
@@ -65,10 +65,17 @@ class _InTurn:
 
 
 def bind_attention(
-    model: PreTrainedModel, recorded: Sequence[RecordedAttention], build: BuildContext
-) -> None:
-    """Give each module that calls the attention function its layers of the KV cache."""
+    model: PreTrainedModel,
+    recorded: Sequence[RecordedAttention],
+    rotations: Mapping[str, Rotation | None],
+    build: BuildContext,
+) -> dict[str, AttentionCall]:
+    """Give each module that calls the attention function its layers of the KV cache.
+
+    The calls of modules in `rotations`, which have them, are returned instead.
+    """
     calls: dict[str, list[PagedAttention]] = {}
+    returned: dict[str, AttentionCall] = {}
     for layer, each in enumerate(recorded):
         call = build.attention(
             layer=layer,
@@ -78,11 +85,16 @@ def bind_attention(
             scale=each.scale,
             window=each.window,
             group=group_name((each.num_kv_heads, each.head_size, each.window)),
+            rotation=rotations.get(each.module),
         )
+        if each.module in rotations:
+            returned[each.module] = call
+            continue
         calls.setdefault(each.module, []).append(PagedAttention(call, each))
     for name, bound in calls.items():
         module = model.get_submodule(name)
         module.tokenspeed_attention = bound[0] if len(bound) == 1 else _InTurn(bound)
+    return returned
 
 
 def _by_token(x: Tensor) -> Tensor:

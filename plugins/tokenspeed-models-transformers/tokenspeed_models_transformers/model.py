@@ -15,6 +15,7 @@ from tokenspeed_models.weights import WeightMap
 from tokenspeed_models_transformers.attention import SERVE, bind_attention
 from tokenspeed_models_transformers.library import REMOTE_CODE, make_model, read_config
 from tokenspeed_models_transformers.modules import Replacer
+from tokenspeed_models_transformers.projections import find_usual_attention
 from tokenspeed_models_transformers.recording import RECORD, record
 from tokenspeed_models_transformers.weights import CheckpointNames
 
@@ -41,9 +42,12 @@ class TransformersModel:
             read_config(config), build.dtype, build.device, SERVE, trusts_code=trusts_code
         )
         self._decoder = self._causal_lm.get_submodule(recorded.decoder)
-        bind_attention(self._causal_lm, recorded.attention, build)
+        usual = find_usual_attention(self._causal_lm, recorded.decoder, recorded.attention)
+        rotations = {name: each.rotation for name, each in usual.items()}
+        calls = bind_attention(self._causal_lm, recorded.attention, rotations, build)
         replacer = Replacer(build)
-        replacer.replace(self._causal_lm, recorded.experts)
+        attention = {name: (usual[name], call) for name, call in calls.items()}
+        replacer.replace(self._causal_lm, attention, recorded.experts)
         self._names = CheckpointNames(self._causal_lm)
         # The head is the model without its decoder, whose result is given.
         self._given = _Given()

@@ -16,32 +16,26 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from tokenspeed_core.api import BuildContext
-from tokenspeed_models_transformers.compare import copied, random_linear, random_tensor, same
+from tokenspeed_core.api import AttentionCall, BuildContext
+from tokenspeed_models_transformers.compare import (
+    MAGNITUDES,
+    copied,
+    random_linear,
+    random_tensor,
+    rms_norm_eps,
+    same,
+)
 from tokenspeed_models_transformers.experts import MoEKernel, fits_kernel, library_experts
+from tokenspeed_models_transformers.projections import (
+    FusedAttention,
+    RotaryLayout,
+    RotaryTables,
+    UsualAttention,
+)
 from tokenspeed_models_transformers.weights import merge
 
 _SMALL = 8  # features of the random inputs of comparisons
 _NUM_ROWS = 3
-
-
-def rms_norm_eps(module: Any) -> float | None:
-    """Return the epsilon of a module that computes `rms_norm`, or None if it computes something else."""
-    weight, eps = getattr(module, "weight", None), None
-    for name in ("variance_epsilon", "eps"):
-        eps = getattr(module, name, eps)
-    is_norm = "RMSNorm" in type(module).__name__ and list(module._parameters) == ["weight"]
-    if not is_norm or weight is None or weight.dim() != 1 or not isinstance(eps, float):
-        return None
-    size = len(weight)
-    small = copied(module, weight=nn.Parameter(random_tensor(size, seed=0)))
-    x = random_tensor(_NUM_ROWS, size, seed=1) * eps**0.5  # so small that the epsilon counts
-    try:
-        found = small.forward(x)
-    except (RuntimeError, TypeError):
-        return None
-    expected = torch.rms_norm(x, (size,), small._parameters["weight"], eps)
-    return eps if same(found, expected) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +94,15 @@ def find_gated_mlp(module: nn.Module) -> tuple[list[nn.Linear], nn.Linear] | Non
         for seed, name in enumerate(first)
     }
     down = random_linear(inner, _SMALL, 5, bias=layers["down_proj"].bias is not None)
-    x = random_tensor(1, _NUM_ROWS, _SMALL, seed=7)
-    gate, up = torch.cat([small[name](x) for name in first], dim=-1).chunk(2, dim=-1)
-    try:
-        found = copied(module, **small, down_proj=down).forward(x)
-    except (RuntimeError, TypeError, AttributeError, ValueError):
-        return None
-    if not same(found, down(functional.silu(gate) * up)):
-        return None
+    for magnitude in MAGNITUDES:
+        x = random_tensor(1, _NUM_ROWS, _SMALL, seed=7) * magnitude
+        gate, up = torch.cat([small[name](x) for name in first], dim=-1).chunk(2, dim=-1)
+        try:
+            found = copied(module, **small, down_proj=down).forward(x)
+        except (RuntimeError, TypeError, AttributeError, ValueError):
+            return None
+        if not same(found, down(functional.silu(gate) * up)):
+            return None
     return [layers[name] for name in first], layers["down_proj"]
 
 
@@ -117,15 +112,26 @@ class Replacer:
     def __init__(self, build: BuildContext) -> None:
         self._build = build
         self._dtype = str(build.dtype).removeprefix("torch.")
+        self._tables: dict[RotaryLayout, RotaryTables] = {}
         self.replaced: Counter[str] = Counter()
         self.left: Counter[str] = Counter()
 
-    def replace(self, model: PreTrainedModel, experts: Mapping[str, int]) -> None:
-        """Replace all modules that match. `experts` has the experts per token of each experts module."""
+    def replace(
+        self,
+        model: PreTrainedModel,
+        attention: Mapping[str, tuple[UsualAttention, AttentionCall]],
+        experts: Mapping[str, int],
+    ) -> None:
+        """Replace all modules that match.
+
+        `attention` has the usual attention modules, `experts` the experts per token of each experts module.
+        """
         with torch.no_grad():
             for name, module in self._by_layer(model):
                 if name in experts:
                     self._bind_experts(module, experts[name])
+                elif name in attention:
+                    self._set(module, "attention modules", self._fused_attention(*attention[name]))
                 else:
                     self._replace(module)
 
@@ -160,6 +166,24 @@ class Replacer:
             module.tokenspeed_experts = library_experts(self._build.dtype)
             self.left[type(module).__name__] += 1
 
+    def _fused_attention(self, usual: UsualAttention, attend: AttentionCall) -> FusedAttention:
+        module, tables = usual.module, None
+        if usual.layout is not None:
+            tables = self._tables.setdefault(usual.layout, RotaryTables(usual.layout))
+        weight, bias = merge([module.q_proj, module.k_proj, module.v_proj])
+        for part in module.children():
+            # Counted as a part of the module. Only `FusedAttention` reads their weights.
+            vars(part)["forward"] = _unused
+        return FusedAttention(
+            usual,
+            attend,
+            tables,
+            self.linear(weight.shape[1], weight.shape[0]),
+            self.linear(module.o_proj.in_features, module.o_proj.out_features),
+            weight,
+            bias,
+        )
+
     def _set(self, module: Any, kind: str, forward: Callable[..., Any]) -> None:
         module.forward = forward
         self.replaced[kind] += 1
@@ -177,7 +201,7 @@ class Replacer:
     def _gated_mlp(self, first: list[nn.Linear], last: nn.Linear) -> GatedMLP:
         weight, bias = merge(first)
         for layer in (*first, last):
-            vars(layer)["forward"] = self._linear(layer)
+            vars(layer)["forward"] = _unused
         return GatedMLP(
             gate_up=self.linear(weight.shape[1], weight.shape[0]),
             silu_mul=self._op("silu_mul", size=last.in_features),
@@ -186,3 +210,7 @@ class Replacer:
             bias=bias,
             last=last,
         )
+
+
+def _unused(*arguments: Any, **keywords: Any) -> Any:
+    raise AssertionError("the module around this one is replaced as a whole")
