@@ -57,6 +57,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "glm": {"head_dim": 8},
     "gpt2": {},
     "gpt_neox": {},
+    "granite_swa": {},
     "granite": {"attention_multiplier": 0.3, "logits_scaling": 2.0, "residual_multiplier": 0.7},
     "granitemoe": {},
     "helium": {"head_dim": 8},
@@ -88,13 +89,16 @@ MORE: dict[str, dict[str, Any]] = {
     "nanochat": {},
     "olmo3": WINDOWS,
     "phimoe": {},
+    "vaultgemma": {"head_dim": 8, "attn_logit_softcapping": 2.0} | WINDOWS,
 }
 # Native ones, as a cross-check.
 NATIVE: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT | EXPERTS,
     "gemma": {"head_dim": 8},
+    "gemma2": {"head_dim": 8, "attn_logit_softcapping": 2.0} | WINDOWS,
     "gemma3_text": WINDOWS,
     "glm4_moe": EXPERTS,
+    "gpt_oss": {"head_dim": 8, "num_local_experts": 4} | WINDOWS,
     "llama": {"tie_word_embeddings": True},
     "mixtral": {},
     "olmo2": {},

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedModel
@@ -29,21 +31,33 @@ class PagedAttention:
         self._is_checked = False
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: object, arguments: dict[str, Any]
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: object,
+        arguments: dict[str, Any],
     ) -> Tensor:
-        """Attend. q, k, v are [1, heads, T, size]; returns [1, T, H, value size]."""
+        """Attend for a module. q, k, v are [1, heads, T, size]; returns [1, T, H, value size]."""
         if not self._is_checked:
-            self._check(q, k, v, mask, arguments)
+            self._check(module, q, k, v, mask, arguments)
         if self._padding:
             v = functional.pad(v, (0, self._padding))
         out = self.attend(*(_by_token(each) for each in (q, k, v)))
         return out[..., : self.recorded.value_size].unsqueeze(0)
 
     def _check(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: object, arguments: dict[str, Any]
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: object,
+        arguments: dict[str, Any],
     ) -> None:
         """Raise RuntimeError if the model now asks for something else than it did when it was recorded."""
-        seen = observe(self.recorded.module, q, k, v, mask, arguments, self.recorded.window)
+        seen = observe(self.recorded.module, module, q, k, v, mask, arguments, self.recorded.window)
         if seen != self.recorded:
             raise RuntimeError(
                 f"{self.recorded.module} calls its attention with {seen}, and was planned with {self.recorded}"
@@ -64,19 +78,31 @@ class _InTurn:
         return call(*arguments)
 
 
+@dataclass(frozen=True, slots=True)
+class BoundAttention:
+    """The calls of modules that are replaced as a whole, and the float32 copies of sinks, by the parameters' paths."""
+
+    calls: dict[str, AttentionCall]
+    sinks: dict[str, Tensor]
+
+
 def bind_attention(
     model: PreTrainedModel,
     recorded: Sequence[RecordedAttention],
     rotations: Mapping[str, Rotation | None],
     build: BuildContext,
-) -> dict[str, AttentionCall]:
+) -> BoundAttention:
     """Give each module that calls the attention function its layers of the KV cache.
 
-    The calls of modules in `rotations`, which have them, are returned instead.
+    The modules in `rotations`, which have the rotation of each, get none: their calls are returned.
     """
     calls: dict[str, list[PagedAttention]] = {}
-    returned: dict[str, AttentionCall] = {}
+    bound_attention = BoundAttention({}, {})
     for layer, each in enumerate(recorded):
+        sinks = None
+        if each.sinks is not None:
+            sinks = torch.empty(each.num_heads, dtype=torch.float32, device=build.device)
+            bound_attention.sinks[each.sinks] = sinks
         call = build.attention(
             layer=layer,
             num_heads=each.num_heads,
@@ -84,17 +110,19 @@ def bind_attention(
             head_size=each.head_size,
             scale=each.scale,
             window=each.window,
+            soft_cap=each.soft_cap,
+            sinks=sinks,
             group=group_name((each.num_kv_heads, each.head_size, each.window)),
             rotation=rotations.get(each.module),
         )
         if each.module in rotations:
-            returned[each.module] = call
+            bound_attention.calls[each.module] = call
             continue
         calls.setdefault(each.module, []).append(PagedAttention(call, each))
     for name, bound in calls.items():
         module = model.get_submodule(name)
         module.tokenspeed_attention = bound[0] if len(bound) == 1 else _InTurn(bound)
-    return returned
+    return bound_attention
 
 
 def _by_token(x: Tensor) -> Tensor:
@@ -112,7 +140,7 @@ def _attend(
     **arguments: Any,
 ) -> tuple[Tensor, None]:
     """Attend, as transformers calls it."""
-    return module.tokenspeed_attention(q, k, v, attention_mask, arguments), None  # type: ignore[operator]
+    return module.tokenspeed_attention(module, q, k, v, attention_mask, arguments), None  # type: ignore[operator]
 
 
 # No mask function has this name, so that transformers makes no mask.

@@ -44,9 +44,10 @@ class TransformersModel:
         self._decoder = self._causal_lm.get_submodule(recorded.decoder)
         usual = find_usual_attention(self._causal_lm, recorded.decoder, recorded.attention)
         rotations = {name: each.rotation for name, each in usual.items()}
-        calls = bind_attention(self._causal_lm, recorded.attention, rotations, build)
+        bound = bind_attention(self._causal_lm, recorded.attention, rotations, build)
+        self._sinks = bound.sinks
         replacer = Replacer(build)
-        attention = {name: (usual[name], call) for name, call in calls.items()}
+        attention = {name: (usual[name], call) for name, call in bound.calls.items()}
         replacer.replace(self._causal_lm, attention, recorded.experts)
         self._names = CheckpointNames(self._causal_lm)
         # The head is the model without its decoder, whose result is given.
@@ -81,6 +82,8 @@ class TransformersModel:
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy a checkpoint's weights. Raises ValueError naming each that is missing, unexpected or misshapen."""
         self.weight_map().load(self._names.converted(weights))
+        for name, sinks in self._sinks.items():
+            sinks.copy_(self._names.targets[name])
 
     def weight_map(self) -> WeightMap:
         """Return the map from the names that transformers uses to parameters."""

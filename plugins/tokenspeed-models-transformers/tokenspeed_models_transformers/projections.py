@@ -108,7 +108,8 @@ def _match(
     module: nn.Module, recorded: RecordedAttention, angles: tuple[Tensor, Tensor] | None
 ) -> UsualAttention | None:
     """Compare a copy of a module, with random weights on the CPU, with the formula."""
-    layers, eps = dict(module.named_children()), None
+    layers: dict[str, Any] = dict(module.named_children())
+    eps: float | None = None
     norms = set(layers) - set(_NAMES)
     if any(type(layers.get(name)) is not nn.Linear for name in _NAMES) or module._parameters:
         return None
@@ -119,16 +120,15 @@ def _match(
     )
     widths = {"q_proj": num_heads * size, "k_proj": num_kv_heads * size}
     widths["v_proj"] = widths["k_proj"]
-    projections: dict[str, Any] = {name: layers[name] for name in _NAMES}
-    if any(projections[name].out_features != width for name, width in widths.items()):
+    if any(layers[name].out_features != width for name, width in widths.items()):
         return None
-    if len({projections[name].bias is None for name in widths}) > 1:
+    if len({layers[name].bias is None for name in widths}) > 1:
         return None
     changes: dict[str, Any] = {
-        name: random_linear(_SMALL, width, seed, bias=projections[name].bias is not None)
+        name: random_linear(_SMALL, width, seed, bias=layers[name].bias is not None)
         for seed, (name, width) in enumerate(widths.items(), 11)
     }
-    has_bias = projections["o_proj"].bias is not None
+    has_bias = layers["o_proj"].bias is not None
     changes["o_proj"] = random_linear(widths["q_proj"], _SMALL, 15, bias=has_bias)
     weights: tuple[Tensor, Tensor] | None = None
     if norms:
@@ -168,7 +168,7 @@ def _computes(
     """Return whether the module passes the expected heads to its attention, and projects the result."""
     seen: list[tuple[Tensor, ...]] = []
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: object, arguments: dict[str, Any]) -> Tensor:
+    def attend(module: object, q: Tensor, k: Tensor, v: Tensor, *others: object) -> Tensor:
         seen.append((q, k, v))
         return q.transpose(1, 2) * 0.5
 

@@ -20,7 +20,7 @@ RECORD = "tokenspeed_record"  # the implementation of attention and experts in a
 _NUM_TOKENS = 3
 # Arguments that do not change the result of causal attention during inference.
 _IGNORED = frozenset(("dropout", "position_ids", "use_cache", "cache_position", "is_causal"))
-_UNDERSTOOD = frozenset(("scaling", "sliding_window"))
+_UNDERSTOOD = frozenset(("scaling", "sliding_window", "softcap", "s_aux"))
 _FAR = 1 << 20  # a position beyond every window
 
 
@@ -28,7 +28,8 @@ _FAR = 1 << 20  # a position beyond every window
 class RecordedAttention:
     """One call of the attention function. `module` is the path of the calling module in the model.
 
-    `window` is the number of tokens that a query sees, its own included, or None for all.
+    `window` is the number of tokens that a query sees, its own included, or None for all. `soft_cap` limits the scores.
+    `sinks` is the path of the parameter with a score for each head that joins the softmax.
     """
 
     module: str
@@ -38,6 +39,8 @@ class RecordedAttention:
     value_size: int
     scale: float
     window: int | None
+    soft_cap: float | None
+    sinks: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,7 @@ def record(model: PreTrainedModel) -> Recording:
         attention_mask: object = None,
         **arguments: Any,
     ) -> tuple[Tensor, None]:
-        calls.append(observe(names[module], q, k, v, attention_mask, arguments))
+        calls.append(observe(names[module], module, q, k, v, attention_mask, arguments))
         return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]), None
 
     def note_experts(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -115,7 +118,8 @@ def record(model: PreTrainedModel) -> Recording:
 
 
 def observe(
-    module: str,
+    path: str,
+    module: nn.Module,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -123,7 +127,7 @@ def observe(
     arguments: Mapping[str, Any],
     window: int | None = None,
 ) -> RecordedAttention:
-    """Return what one call of the attention function asks for. q, k and v are [1, heads, T, size].
+    """Return what one call of the attention function by the module at `path` asks for. q, k, v are [1, heads, T, size].
 
     `window` is that of the mask if no mask was made. Raises UnsupportedModelError.
     """
@@ -131,25 +135,30 @@ def observe(
         if value is None or value is False or name in _IGNORED or name in _UNDERSTOOD:
             continue
         raise UnsupportedModelError(
-            f"{module}: the argument {name} of its attention is not supported"
+            f"{path}: the argument {name} of its attention is not supported"
         )
     if arguments.get("is_causal") is False:
-        raise UnsupportedModelError(f"{module}: bidirectional attention is not supported")
+        raise UnsupportedModelError(f"{path}: bidirectional attention is not supported")
     if mask is not None and not isinstance(mask, _Mask):
-        raise UnsupportedModelError(f"{module}: the model makes or changes its attention mask")
+        raise UnsupportedModelError(f"{path}: the model makes or changes its attention mask")
     if k.shape[2] != q.shape[2]:
-        raise UnsupportedModelError(f"{module}: cross attention is not supported")
+        raise UnsupportedModelError(f"{path}: cross attention is not supported")
     # The mask counts: not all models pass its window, and some pass a window that they do not use.
     window = mask.window if isinstance(mask, _Mask) else window
-    scale = arguments.get("scaling")
+    scale, soft_cap, sinks = (arguments.get(name) for name in ("scaling", "softcap", "s_aux"))
+    owned = [name for name, each in module._parameters.items() if each is sinks]
+    if sinks is not None and not owned:
+        raise UnsupportedModelError(f"{path}: the sinks of its attention are not a parameter")
     return RecordedAttention(
-        module=module,
+        module=path,
         num_heads=q.shape[1],
         num_kv_heads=k.shape[1],
         head_size=q.shape[3],
         value_size=v.shape[3],
         scale=q.shape[3] ** -0.5 if scale is None else float(scale),
         window=window,
+        soft_cap=None if soft_cap is None else float(soft_cap),
+        sinks=None if sinks is None else f"{path}.{owned[0]}",
     )
 
 
