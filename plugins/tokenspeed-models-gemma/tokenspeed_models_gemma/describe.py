@@ -21,9 +21,6 @@ Json = Mapping[str, Any]
 
 # Published configurations leave out keys that have the default of transformers.
 _DEFAULTS: Json = {
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 256,

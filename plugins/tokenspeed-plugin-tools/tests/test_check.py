@@ -102,6 +102,11 @@ def test_unknown_distribution_is_refused(refusal: Callable[..., str]) -> None:
     assert "installed: " in refusal("plugins", "check", "typer")
 
 
+def test_unknown_library_is_refused(refusal: Callable[..., str]) -> None:
+    words = ("plugins", "check", "tokenspeed-plugin-tools", "--against")
+    assert "choose transformers" in refusal(*words, "vllm")
+
+
 def test_plugin_that_ends_the_process_fails(checked: Any) -> None:
     source = (
         "import os, sys\nif 'tokenspeed_testing.report' in sys.modules: os._exit(3)\nrun = print\n"

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
@@ -21,6 +22,12 @@ _SIGNS = {"ok": "ok", "failed": "FAILED", "skipped": "-", "running": "DIED"}
 
 def check(
     distribution: Annotated[str, typer.Argument(metavar="DIST", help="An installed distribution.")],
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIBRARY", help="Compare model families with a library: transformers."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Print one result per line; return 1 if a test failed or the process died.
@@ -35,10 +42,11 @@ def check(
     if first.kind == "unknown":
         raise ToolsError(f"check {distribution}: {first.reason}")
     distribution = first.distribution
+    arguments = [distribution] if against is None else [distribution, _library(against)]
     verdicts = []
     with tempfile.TemporaryFile("w+") as errors:
         child = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tokenspeed_testing", distribution],
+            [sys.executable, "-P", "-m", "tokenspeed_testing", *arguments],
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
@@ -60,6 +68,15 @@ def check(
         )
     typer.echo(last_line(report))
     return 0 if report["passed"] else 1
+
+
+def _library(name: str) -> str:
+    """Return the name of an installed library that families can be compared with. Raises ToolsError."""
+    if name != "transformers":
+        raise ToolsError(f"--against {name}: unknown library; choose transformers")
+    if find_spec(name) is None:
+        raise ToolsError(f"--against {name}: {name} is not installed; run `pip install {name}`")
+    return name
 
 
 def summary(distribution: str, status: int, verdicts: Sequence[dict[str, Any]]) -> dict[str, Any]:

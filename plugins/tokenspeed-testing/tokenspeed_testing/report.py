@@ -45,9 +45,12 @@ class CheckResult:
     needs: str = ""
 
 
-def run_checks(distribution: str) -> Iterator[CheckResult]:
-    """Run all checks of a distribution; yield each when it starts and when it ends."""
-    for subject, suite in suites(distribution):
+def run_checks(distribution: str, against: str | None = None) -> Iterator[CheckResult]:
+    """Run all checks of a distribution; yield each when it starts and when it ends.
+
+    With `against`, model families are also compared with that library, "transformers".
+    """
+    for subject, suite in suites(distribution, against):
         for name in [name for name in vars(_origin(suite)) if name.startswith("test_")]:
             question = name.removeprefix("test_").replace("_", " ")
             asked = CheckResult(subject, question, "running")
@@ -57,13 +60,27 @@ def run_checks(distribution: str) -> Iterator[CheckResult]:
             yield replace(asked, **answer, seconds=round(time.monotonic() - start, 2))
 
 
-def suites(distribution: str) -> Iterator[tuple[str, object]]:
+def suites(distribution: str, against: str | None = None) -> Iterator[tuple[str, object]]:
     """Yield (subject, suite): the distribution first, then each kernel, family, parser and policy."""
     yield normalise(distribution), _suite(DistributionConformance, distribution=distribution)
     catalog = Catalog.discover(Selection(), check=False)
     for entry in catalog.all():
         if entry.distribution == normalise(distribution) and entry.status is Status.OK:
             yield from _suites_of(entry, catalog)
+            if against is not None and entry.kind == "models":
+                yield from _comparisons(entry, catalog)
+
+
+def _comparisons(entry: Entry, catalog: Catalog) -> Iterator[tuple[str, object]]:
+    """Yield the comparison of a family with transformers."""
+    from tokenspeed_testing.against_transformers import TransformersConformance
+
+    value = catalog.load(entry, object)
+    if isinstance(value, ModelSpec):
+        packages = _package(entry.value), _package(value.describe)
+        config = _example(packages, value.architecture)
+        subject = f"{entry.kind} {entry.name} against transformers"
+        yield subject, _suite(TransformersConformance, spec=value, config=config)
 
 
 def _suites_of(entry: Entry, catalog: Catalog) -> Iterator[tuple[str, object]]:
