@@ -320,6 +320,8 @@ TRITON_MOE = (
     ),
 )
 TRITON_CACHE = (
+    _triton("mla_write", "mla.write:mla_write"),
+    _triton("mla_write", "mla.write:mla_write", capability=_FP8_CAPABILITY, kv_dtypes=_FP8),
     _triton("write_kv", "attention.write_kv:write_kv"),
     _triton("write_kv", "attention.write_kv:write_kv", capability=_FP8_CAPABILITY, kv_dtypes=_FP8),
     _triton("advance_rows", "step:advance_rows", _GRAPH_SAFE),
@@ -345,6 +347,11 @@ TRITON_ATTENTION = (
         capability=_FP8_CAPABILITY,
         kv_dtypes=_FP8,
         options=_ATTENTION_OPTIONS,
+    ),
+    *(
+        _triton(op, f"mla.{module}:{op}", _GRAPH_SAFE, capability=capability, kv_dtypes=kv_dtypes)
+        for op, module in (("mla_decode", "absorbed"), ("mla_prefill", "prefill"))
+        for capability, kv_dtypes in (((8, 0), _FLOATS), (_FP8_CAPABILITY, _FP8))
     ),
 )
 TRITON_SAMPLING = (

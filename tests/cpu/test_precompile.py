@@ -63,6 +63,9 @@ PRECOMPILED = (
     "add_rms_norm_fp8_groups",
     "silu_mul_fp8_groups",
     "linear_fp8_block",
+    "mla_write",
+    "mla_decode",
+    "mla_prefill",
 )
 SPECS = [
     spec

@@ -60,12 +60,13 @@ OF_ROW_FP8 = (
     "moe_experts_fp8",
     "moe_experts_fp8_block",
 )
+OF_MLA = ("mla_write", "mla_decode", "mla_prefill")  # see test_kernels_mla.py
 COMPOSED = ("add_rms_norm_linear_gelu_tanh_mul",)  # of kernels that are checked with other ops
 
 
 @pytest.mark.parametrize(
     "spec",
-    [s for s in TRITON if s.op not in ("attention", *TO_FP8, *OF_ROW_FP8, *COMPOSED)],
+    [s for s in TRITON if s.op not in ("attention", *TO_FP8, *OF_ROW_FP8, *OF_MLA, *COMPOSED)],
     ids=lambda s: s.op,
 )
 def test_kernel_conforms(spec: KernelSpec) -> None:

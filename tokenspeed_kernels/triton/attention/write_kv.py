@@ -13,7 +13,7 @@ from tokenspeed_kernels.triton import precompile
 
 
 @triton.jit
-def _narrowed(x, dtype: tl.constexpr):
+def narrowed(x, dtype: tl.constexpr):
     """Cast x, clamping to the range of e4m3."""
     if dtype == tl.float8e4nv:
         x = tl.minimum(tl.maximum(x.to(tl.float32), -448.0), 448.0)
@@ -56,8 +56,8 @@ def _write_kv(
         v_to = v_cache_ptr + block * v_cache_stride_b + offset * v_cache_stride_s
         k_dtype: tl.constexpr = k_cache_ptr.dtype.element_ty
         v_dtype: tl.constexpr = v_cache_ptr.dtype.element_ty
-        tl.store(k_to + head * k_cache_stride_h + column, _narrowed(k, k_dtype), mask=mask)
-        tl.store(v_to + head * v_cache_stride_h + column, _narrowed(v, v_dtype), mask=mask)
+        tl.store(k_to + head * k_cache_stride_h + column, narrowed(k, k_dtype), mask=mask)
+        tl.store(v_to + head * v_cache_stride_h + column, narrowed(v, v_dtype), mask=mask)
 
 
 def write_kv(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]:

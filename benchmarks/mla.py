@@ -1,0 +1,300 @@
+# mypy: allow-untyped-calls
+"""Check and time the kernels of latent attention (MLA) on a GPU, for DeepSeek-V2-Lite (16 heads) and V3 (128 heads).
+
+    python benchmarks/mla.py [--heads 16 128] [--tilings] [--kv-dtype bfloat16]
+
+First compares each op with its reference. Then prints µs per layer in bfloat16, medians of 7, over layers whose caches
+together exceed the L2 cache, in a CUDA graph where the kernels allow it, beside the times that reading the bytes and
+computing the products takes at the device's peak. `--tilings` also times other tilings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from tokenspeed_testing.conformance import agrees_with_reference
+from tokenspeed_testing.shapes import contract_of
+from torch import Tensor
+
+from tokenspeed_kernels import descriptors
+from tokenspeed_kernels.reference.mla import mla_absorb, mla_project
+from tokenspeed_kernels.triton.mla.absorbed import AbsorbedAttention, Tiling
+from tokenspeed_kernels.triton.mla.prefill import MlaPrefill
+from tokenspeed_kernels.triton.mla.write import mla_write
+
+LATENT, ROPE, NOPE, VALUE, BLOCK_SIZE = 512, 64, 128, 128, 64
+ENTRY = LATENT + ROPE
+SCALE = (NOPE + ROPE) ** -0.5
+BANDWIDTH, PEAK = 4.8e12, 989e12  # bytes and bfloat16 operations per second of an H200
+CACHE_BYTES = 400e6  # of all layers together, many times the L2 cache
+CONTEXT = 4096
+DECODE_ROWS = (1, 16, 128)
+DECODE_TILINGS = (
+    Tiling(16, 32, 4, 2),
+    Tiling(16, 32, 4, 3),
+    Tiling(16, 32, 4, 5),
+    Tiling(16, 32, 8, 3),
+    Tiling(16, 64, 8, 3),
+    Tiling(16, 64, 8, 5),
+    Tiling(32, 32, 8, 3),
+    Tiling(64, 32, 8, 2),
+    Tiling(64, 32, 8, 3),
+    Tiling(64, 64, 8, 2),
+)
+PREFILL_TILINGS = (
+    Tiling(128, 64, 8, 3),
+    Tiling(128, 64, 8, 2),
+    Tiling(128, 128, 8, 2),
+    Tiling(64, 64, 4, 3),
+    Tiling(64, 64, 4, 2),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """One row of a step: its query tokens, the tokens before them, and whether the host knows these numbers."""
+
+    num_queries: int
+    num_context: int
+    is_known: bool = True
+
+    def __str__(self) -> str:
+        known = "" if self.is_known else ", captured"
+        return f"prefill {self.num_queries} after {self.num_context}{known}"
+
+
+PREFILLS = (
+    Prefill(8192, 0),
+    Prefill(8192, 8192),
+    Prefill(2048, 16384),
+    Prefill(512, 4096),
+    Prefill(64, 16384),
+    Prefill(2048, 0, is_known=False),
+    Prefill(2048, 4096, is_known=False),
+)
+
+
+class Layers:
+    """Caches and expansions of several layers, for rows of one length."""
+
+    def __init__(self, heads: int, num_rows: int, length: int, kv_dtype: str) -> None:
+        num_blocks = num_rows * -(-length // BLOCK_SIZE)
+        num_bytes = num_blocks * BLOCK_SIZE * ENTRY * (1 if kv_dtype.startswith("float8") else 2)
+        num_layers = max(2, min(64, round(CACHE_BYTES / num_bytes)))
+        shape = (num_blocks, num_layers, BLOCK_SIZE, ENTRY)
+        arena = torch.zeros(shape, dtype=torch.bfloat16, device="cuda")
+        for index in range(num_layers):
+            arena[:, index].normal_()
+        arena = arena.to(getattr(torch, kv_dtype))
+        self.caches = arena.unbind(1)
+        self.expansions = [
+            _random(heads, NOPE + VALUE, LATENT) / LATENT**0.5 for _ in range(num_layers)
+        ]
+        order = torch.randperm(num_blocks, dtype=torch.int32, device="cuda")
+        self.table = order.view(num_rows, -1)
+        self.lengths = torch.full((num_rows,), length, dtype=torch.int32, device="cuda")
+
+
+def main() -> None:
+    """Check, then time."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--heads", type=int, nargs="+", default=[16, 128])
+    parser.add_argument("--tilings", action="store_true", help="also time other tilings")
+    parser.add_argument("--kv-dtype", default="bfloat16", help="bfloat16 or float8_e4m3fn")
+    options = parser.parse_args()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cache {options.kv_dtype}")
+    for heads in options.heads:
+        problem = _problem(heads, options.kv_dtype)
+        check(problem)
+        for name, microseconds, floor in rows(problem, with_tilings=options.tilings):
+            print(f"{heads:4} heads  {name:62} {microseconds:9.1f} µs   floor {floor:8.1f} µs")
+
+
+def check(problem: dict[str, Any]) -> None:
+    """Compare each op with its reference. Raises AssertionError."""
+    specs = {
+        spec.op: spec
+        for spec in (*descriptors.TRITON_CACHE, *descriptors.TRITON_ATTENTION)
+        if spec.op.startswith("mla_")
+    }
+    for op, spec in specs.items():
+        contract = contract_of(spec)
+        phase = "prefill" if op == "mla_prefill" else "decode"
+        cut = contract.cut({**problem, "phase": phase})
+        kernels = [spec.factory()(cut)]
+        if op == "mla_prefill":
+            kernels.append(MlaPrefill(cut, max_small_step=0, absorbed_tokens=64))
+        for kernel in kernels:
+            for num_rows in (1, 6, 7):
+                agrees_with_reference(
+                    kernel, contract, cut, num_rows, torch.device("cuda"), strided=True
+                )
+        print(f"{problem['num_heads']:4} heads  {op} agrees with its reference")
+
+
+def rows(problem: dict[str, Any], *, with_tilings: bool) -> Iterator[tuple[str, float, float]]:
+    """Yield a description, µs per layer, and the µs of the floor."""
+    for num_rows in DECODE_ROWS:
+        yield from decode_rows(problem, num_rows, with_tilings=with_tilings)
+    for prefill in PREFILLS:
+        yield from prefill_rows(problem, prefill, with_tilings=with_tilings)
+
+
+def decode_rows(
+    problem: dict[str, Any], num_rows: int, *, with_tilings: bool
+) -> Iterator[tuple[str, float, float]]:
+    """Time each op of a decode step."""
+    heads = problem["num_heads"]
+    layers = Layers(heads, num_rows, CONTEXT, problem["kv_dtype"])
+    q, kv = _random(num_rows, heads, NOPE + ROPE), _random(num_rows, ENTRY)
+    absorbed, latents = _random(num_rows, heads, ENTRY), _random(num_rows, heads, LATENT)
+    out = _random(num_rows, heads, VALUE)
+    write, absorb, project = mla_write(problem), mla_absorb(problem), mla_project(problem)
+    norm_weight, angles = _random(LATENT), torch.rand(CONTEXT, ROPE, device="cuda")
+    positions = layers.lengths.long() - 1
+    slots = layers.table[:, -1].long() * BLOCK_SIZE + positions % BLOCK_SIZE
+    weight_bytes = 2 * heads * (NOPE + VALUE) * LATENT
+    cache_bytes = num_rows * CONTEXT * ENTRY * layers.caches[0].element_size()
+    pairs = num_rows * heads * CONTEXT
+
+    def attend(tiling: Tiling | None) -> Callable[[int], object]:
+        kernel = AbsorbedAttention(problem, tiling)
+        return lambda i: kernel.decode(
+            absorbed, layers.caches[i], layers.table, layers.lengths, CONTEXT, SCALE
+        )
+
+    def whole(i: int) -> None:
+        cache, kv_up = layers.caches[i], layers.expansions[i]
+        write(q, kv, norm_weight, 1e-6, positions, angles, True, cache, slots, 1.0)
+        y = kernel.decode(absorb(q, kv_up), cache, layers.table, layers.lengths, CONTEXT, SCALE)
+        project(y, kv_up, out)
+
+    kernel = AbsorbedAttention(problem)
+    operations = 2 * pairs * (ENTRY + LATENT)
+    projection = 2 * num_rows * heads * LATENT * NOPE
+    floor = _floor(cache_bytes, operations)
+    name = f"decode {num_rows} x {CONTEXT}"
+    count = len(layers.caches)
+    yield f"{name}: mla_decode", timed(attend(None), count), floor
+    yield (
+        f"{name}: mla_write",
+        timed(
+            lambda i: write(
+                q, kv, norm_weight, 1e-6, positions, angles, True, layers.caches[i], slots, 1.0
+            ),
+            count,
+        ),
+        0.0,
+    )
+    half = _floor(weight_bytes / 2, projection)
+    yield f"{name}: mla_absorb", timed(lambda i: absorb(q, layers.expansions[i]), count), half
+    yield (
+        f"{name}: mla_project",
+        timed(lambda i: project(latents, layers.expansions[i], out), count),
+        half,
+    )
+    yield f"{name}: all four", timed(whole, count), floor + 2 * half
+    for tiling in DECODE_TILINGS if with_tilings else ():
+        yield f"{name}: mla_decode {tiling}", _try(partial(timed, attend(tiling), count)), floor
+
+
+def prefill_rows(
+    problem: dict[str, Any], step: Prefill, *, with_tilings: bool
+) -> Iterator[tuple[str, float, float]]:
+    """Time one row of a prefill step."""
+    heads = problem["num_heads"]
+    num, length = step.num_queries, step.num_queries + step.num_context
+    layers = Layers(heads, 1, length, problem["kv_dtype"])
+    q, out = _random(num, heads, NOPE + ROPE), _random(num, heads, VALUE)
+    starts = torch.tensor([0, num], dtype=torch.int32, device="cuda")
+    known_starts, known_lengths = ((0, num), (length,)) if step.is_known else (None, None)
+
+    def run(kernel: MlaPrefill, i: int) -> None:
+        kernel(
+            q,
+            layers.caches[i],
+            layers.expansions[i],
+            starts,
+            layers.lengths,
+            layers.table,
+            known_starts,
+            known_lengths,
+            4 * 8192,
+            SCALE,
+            out,
+        )
+
+    pairs = heads * (num * step.num_context + num * (num + 1) / 2)
+    expansion = 2 * heads * LATENT * (NOPE + VALUE) * length
+    floor = _floor(
+        length * ENTRY * layers.caches[0].element_size(),
+        2 * pairs * (NOPE + ROPE + VALUE) + expansion,
+    )
+    count = min(len(layers.caches), 8)
+    kernel = MlaPrefill(problem)
+    yield str(step), timed(partial(run, kernel), count), floor
+    for tiling in PREFILL_TILINGS if with_tilings and step.num_queries == 8192 else ():
+        other = MlaPrefill(problem, tiling)
+        yield f"{step}: {tiling}", _try(partial(timed, partial(run, other), count)), floor
+
+
+def timed(run: Callable[[int], object], num_layers: int) -> float:
+    """Return the µs per layer of `run(layer)` in a CUDA graph of all layers, the median of 7."""
+    for index in range(num_layers):
+        run(index)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for index in range(num_layers):
+            run(index)
+    times = []
+    for _ in range(7):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        graph.replay()
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / num_layers)
+    median: float = statistics.median(times)
+    return median
+
+
+def _try(measure: Callable[[], float]) -> float:
+    """Return the time, or infinity for a tiling that needs more memory than a multiprocessor has."""
+    try:
+        return measure()
+    except Exception as error:  # Triton has several classes of such errors
+        print(f"  {type(error).__name__}: {str(error).splitlines()[0][:100]}")
+        return float("inf")
+
+
+def _problem(heads: int, kv_dtype: str) -> dict[str, Any]:
+    return {
+        "num_heads": heads,
+        "latent_size": LATENT,
+        "rope_size": ROPE,
+        "nope_size": NOPE,
+        "value_size": VALUE,
+        "block_size": BLOCK_SIZE,
+        "dtype": "bfloat16",
+        "kv_dtype": kv_dtype,
+    }
+
+
+def _floor(num_bytes: float, num_operations: float) -> float:
+    return max(num_bytes / BANDWIDTH, num_operations / PEAK) * 1e6
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Multi-head latent attention (MLA): cache writes, absorbed decode, and prefill."""

@@ -1,0 +1,212 @@
+"""Attention of absorbed queries to the entries of a paged latent cache, with split entries merged if needed.
+
+The query heads of one or more tokens form the rows of a tile, so that each entry is loaded once for all of them, and
+serves as key and as value. Softmax is online (Milakov and Gimelshein, 2018); partial results of split entries are merged
+by their log-sum-exps, as in FlashDecoding (Dao et al., 2023). Scores are in base 2.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tokenspeed_kernels.triton import precompile
+
+
+@triton.jit
+def find_row(tile, query_start_ptr, num_rows, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return the row of a tile, and the tile's index in the row.
+
+    A query token has WIDTH rows of tiles. Row i's tiles begin at query_start[i] * WIDTH // BLOCK_M + i, which leaves
+    room for the tiles of all rows before it.
+    """
+    low = tl.zeros([], dtype=tl.int32)
+    high = num_rows
+    while high - low > 1:
+        middle = (low + high) // 2
+        begin = tl.load(query_start_ptr + middle) * WIDTH // BLOCK_M + middle
+        if begin <= tile:
+            low = middle
+        else:
+            high = middle
+    return low, tile - (tl.load(query_start_ptr + low) * WIDTH // BLOCK_M + low)
+
+
+_VARYING = ["num_rows", "num_splits", "min_share", "table_stride"]
+_INDICES = ["query_start_ptr", "seq_lens_ptr", "table_ptr"]
+
+
+@precompile.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INDICES)
+def attend(
+    q_ptr,
+    cache_ptr,
+    out_ptr,
+    lse_ptr,
+    query_start_ptr,
+    seq_lens_ptr,
+    table_ptr,
+    num_rows,
+    num_splits,
+    min_share,
+    log2_scale,
+    q_stride_t,
+    q_stride_h,
+    cache_stride_b,
+    cache_stride_s,
+    table_stride,
+    H: tl.constexpr,
+    L: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ONE_QUERY: tl.constexpr,
+    CONTEXT: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (tiles, splits). out [T, H, splits, L]; lse float32 [T, H, splits], -inf for parts without entries.
+
+    q [T, H, L + R]. With ONE_QUERY each row has one query and the tiles are those of its heads. With CONTEXT queries
+    see the entries before the step's own only.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    split = tl.program_id(1)
+    if ONE_QUERY:
+        TILES: tl.constexpr = (H + BLOCK_M - 1) // BLOCK_M
+        row = tl.program_id(0) // TILES
+        first = tl.program_id(0) % TILES * BLOCK_M
+        start_token = row
+        num_queries = 1
+    else:
+        # Later tiles see more entries. Start with those.
+        wanted = tl.num_programs(0) - 1 - tl.program_id(0)
+        row, tile = find_row(wanted, query_start_ptr, num_rows, H, BLOCK_M)
+        first = tile * BLOCK_M
+        start_token = tl.load(query_start_ptr + row)
+        num_queries = tl.load(query_start_ptr + row + 1) - start_token
+    if first < num_queries * H:
+        before = tl.load(seq_lens_ptr + row) - num_queries  # position of the first query
+        member = first + tl.arange(0, BLOCK_M)
+        query, head = member // H, member % H
+        used = query < num_queries
+        position = before + query
+        stop = before
+        if not CONTEXT:
+            stop += tl.minimum((first + BLOCK_M - 1) // H, num_queries - 1) + 1
+        stop = tl.where(before + num_queries > 0, tl.maximum(stop, 0), 0)
+        share = tl.maximum(tl.cdiv(tl.cdiv(stop, BLOCK_N), num_splits) * BLOCK_N, min_share)
+        start = split * share
+        stop = tl.minimum(stop, start + share)
+
+        latent_column, rope_column = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_R)
+        token = (start_token + query).to(tl.int64)
+        q_row = q_ptr + token * q_stride_t + head * q_stride_h
+        q = tl.load(
+            q_row[:, None] + latent_column[None, :],
+            mask=used[:, None] & (latent_column < L)[None, :],
+            other=0.0,
+        )
+        q_rope = tl.load(
+            q_row[:, None] + L + rope_column[None, :],
+            mask=used[:, None] & (rope_column < R)[None, :],
+            other=0.0,
+        )
+        acc = tl.zeros([BLOCK_M, BLOCK_L], dtype=tl.float32)
+        highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+        total = tl.zeros([BLOCK_M], dtype=tl.float32)
+        table = table_ptr + row.to(tl.int64) * table_stride
+        for begin in tl.range(start, stop, BLOCK_N):
+            key = begin + tl.arange(0, BLOCK_N)
+            inside = key < stop
+            block = tl.load(table + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+            entry = cache_ptr + block * cache_stride_b + (key % BLOCK_SIZE) * cache_stride_s
+            # Unwritten entries may be NaN, and NaN times a weight of zero is NaN.
+            latent = tl.load(
+                entry[:, None] + latent_column[None, :],
+                mask=inside[:, None] & (latent_column < L)[None, :],
+                other=0.0,
+            ).to(q.dtype)
+            rotated = tl.load(
+                entry[:, None] + L + rope_column[None, :],
+                mask=inside[:, None] & (rope_column < R)[None, :],
+                other=0.0,
+            ).to(q.dtype)
+            scores = tl.dot(q, tl.trans(latent), input_precision=PRECISION)
+            scores = tl.dot(q_rope, tl.trans(rotated), scores, input_precision=PRECISION)
+            seen = inside[None, :]
+            if not CONTEXT and not ONE_QUERY:
+                seen = seen & (key[None, :] <= position[:, None])
+            scores = tl.where(seen, scores * log2_scale, float("-inf"))
+            new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+            base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+            p = tl.exp2(scores - base[:, None])
+            keep = tl.exp2(highest - base)
+            total = total * keep + tl.sum(p, axis=1)
+            acc = acc * keep[:, None]
+            acc = tl.dot(p.to(q.dtype), latent, acc, input_precision=PRECISION)
+            highest = new_highest
+        cell = (token * H + head) * num_splits + split
+        if HAS_LSE:
+            lse = tl.where(total == 0.0, float("-inf"), highest + tl.log2(total))
+            tl.store(lse_ptr + cell, lse, mask=used)
+        if (start < stop) | (num_splits == 1):
+            acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+            tl.store(
+                out_ptr + cell[:, None] * L + latent_column[None, :],
+                acc.to(out_ptr.dtype.element_ty),
+                mask=used[:, None] & (latent_column < L)[None, :],
+            )
+
+
+@precompile.jit(do_not_specialize=["num_splits"])
+def merge(
+    part_ptr,
+    part_lse_ptr,
+    out_ptr,
+    lse_ptr,
+    num_splits,
+    L: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PARTS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Merge part [T, H, splits, L] into out [T, H, L], PARTS at a time; zeros without any entry. Grid (T * H).
+
+    Parts with entries come first.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    cell = tl.program_id(0).to(tl.int64)
+    split, column = tl.arange(0, SPLITS), tl.arange(0, BLOCK_L)
+    nothing = float("-inf")
+    all_lse = tl.load(
+        part_lse_ptr + cell * num_splits + split, mask=split < num_splits, other=nothing
+    )
+    highest = tl.max(all_lse, axis=0)
+    base = tl.where(highest == nothing, 0.0, highest)
+    total = tl.sum(tl.exp2(all_lse - base), axis=0)
+    count = tl.sum((all_lse != nothing).to(tl.int32), axis=0)
+    acc = tl.zeros([BLOCK_L], dtype=tl.float32)
+    for first in range(0, count, PARTS):
+        part = first + tl.arange(0, PARTS)
+        lse = tl.load(part_lse_ptr + cell * num_splits + part, mask=part < count, other=nothing)
+        values = tl.load(
+            part_ptr + (cell * num_splits + part)[:, None] * L + column[None, :],
+            mask=(part < count)[:, None] & (column < L)[None, :],
+            other=0.0,
+        )
+        acc += tl.sum(tl.exp2(lse - base)[:, None] * values, axis=0)
+    acc = acc / tl.where(total == 0.0, 1.0, total)
+    tl.store(out_ptr + cell * L + column, acc.to(out_ptr.dtype.element_ty), mask=column < L)
+    if HAS_LSE:
+        tl.store(lse_ptr + cell, tl.where(total == 0.0, nothing, base + tl.log2(total)))
