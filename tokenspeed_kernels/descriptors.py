@@ -283,6 +283,24 @@ TRITON_LINEAR = (
         _FP8_SIZES,
         capability=_FP8_CAPABILITY,
     ),
+    _triton(
+        "linear_w4a16",
+        "linear.gemm_w4a16:linear_w4a16",
+        _GRAPH_SAFE,
+        (AxisLimit("in_size", 32, multiple_of=32), AxisLimit("group_size", 0, multiple_of=32)),
+        _HALVES,
+    ),
+    _triton("linear_int8", "linear.gemm_int8:linear_int8", _GRAPH_SAFE),
+    _triton("quantize_int8", "quantize.integer:quantize_int8", limits=_ONE_LONG_BLOCK),
+    _triton(
+        "quantize_int8_static", "quantize.integer:quantize_int8_static", limits=_ONE_LONG_BLOCK
+    ),
+    _triton(
+        "quantize_fp8_static",
+        "quantize.integer:quantize_fp8_static",
+        limits=_ONE_LONG_BLOCK,
+        capability=_FP8_CAPABILITY,
+    ),
     *(
         _triton(op, f"linear.gemv_fp8:{op}", _GRAPH_SAFE, limits, ("bfloat16",), _FP8_CAPABILITY)
         for op, limits in (

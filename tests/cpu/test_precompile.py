@@ -66,6 +66,11 @@ PRECOMPILED = (
     "mla_write",
     "mla_decode",
     "mla_prefill",
+    "linear_w4a16",
+    "linear_int8",
+    "quantize_int8",
+    "quantize_int8_static",
+    "quantize_fp8_static",
 )
 SPECS = [
     spec

@@ -62,11 +62,16 @@ OF_ROW_FP8 = (
 )
 OF_MLA = ("mla_write", "mla_decode", "mla_prefill")  # see test_kernels_mla.py
 COMPOSED = ("add_rms_norm_linear_gelu_tanh_mul",)  # of kernels that are checked with other ops
+INTEGERS = ("linear_w4a16", "linear_int8", "quantize_fp8_static")  # test_gemm_integers.py
 
 
 @pytest.mark.parametrize(
     "spec",
-    [s for s in TRITON if s.op not in ("attention", *TO_FP8, *OF_ROW_FP8, *OF_MLA, *COMPOSED)],
+    [
+        s
+        for s in TRITON
+        if s.op not in ("attention", *TO_FP8, *OF_ROW_FP8, *OF_MLA, *COMPOSED, *INTEGERS)
+    ],
     ids=lambda s: s.op,
 )
 def test_kernel_conforms(spec: KernelSpec) -> None:

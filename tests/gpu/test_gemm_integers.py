@@ -1,0 +1,94 @@
+"""GEMMs with integer weights on a GPU at model sizes, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tokenspeed_kernels import integer_inputs
+from tokenspeed_kernels.reference.int8 import linear_int8
+from tokenspeed_kernels.reference.w4a16 import dequantize_int4
+from tokenspeed_kernels.triton.linear import gemm_int8, gemm_w4a16
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+CUDA = torch.device("cuda")
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("in_size", "out_size", "group_size"),
+    [(4096, 4096, 128), (12288, 4096, 128), (4096, 24576, 64), (2048, 1030, 32), (896, 4864, 0)],
+)
+@pytest.mark.parametrize("num_rows", [1, 2, 12, 33, 64, 130, 257])
+def test_w4a16_at_model_sizes(
+    num_rows: int, in_size: int, out_size: int, group_size: int, dtype: str
+) -> None:
+    problem = {
+        "in_size": in_size,
+        "out_size": out_size,
+        "group_size": group_size,
+        "dtype": dtype,
+    }
+    seed = torch.Generator().manual_seed(1)
+    given = integer_inputs.linear_w4a16(problem, num_rows, CUDA, seed, strided=True)
+    x, order, bias = given["x"].double(), given["order"], given["bias"]
+    weight = dequantize_int4(given["weight"], given["scale"], given["zero"])
+    expected = (x if order is None else x[:, order.long()]) @ weight.double().T
+    expected = expected if bias is None else expected + bias.double()
+    kernel = gemm_w4a16.linear_w4a16(problem)
+    # Splits count on counters that the previous call has reset.
+    for _ in range(2):
+        assert error(kernel(**given), expected) < (6e-3 if dtype == "bfloat16" else 1e-3)
+
+
+@pytest.mark.parametrize("has_asm", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_converted_codes_are_exact(dtype: str, *, has_asm: bool) -> None:
+    problem = {"in_size": 64, "out_size": 64, "group_size": 32, "dtype": dtype}
+    kernel = gemm_w4a16.LinearW4A16Kernel(problem)
+    kernel._has_asm = has_asm
+    seed = torch.Generator().manual_seed(2)
+    given = integer_inputs.linear_w4a16(problem, 64, CUDA, seed, strided=False)
+    ones = torch.ones_like(given["scale"])
+    x = torch.eye(64, device=CUDA, dtype=getattr(torch, dtype))
+    for zero in (None, given["zero"]):
+        expected = dequantize_int4(given["weight"], ones, zero)
+        found = kernel.multiply(x, given["weight"], ones, zero, None)
+        assert torch.equal(found.float(), expected.T)
+
+
+def test_w4a16_is_the_same_in_a_graph() -> None:
+    problem = {"in_size": 4096, "out_size": 4096, "group_size": 128, "dtype": "bfloat16"}
+    seed = torch.Generator().manual_seed(3)
+    given = integer_inputs.linear_w4a16(problem, 12, CUDA, seed, strided=False)
+    kernel = gemm_w4a16.linear_w4a16(problem)
+    expected = kernel(**given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = kernel(**given)
+    for _ in range(3):
+        graph.replay()
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("in_size", "out_size"), [(4096, 4096), (12288, 4096), (4096, 24576), (1000, 1030)]
+)
+@pytest.mark.parametrize("num_rows", [1, 12, 64, 65, 300])
+def test_int8_at_model_sizes(num_rows: int, in_size: int, out_size: int) -> None:
+    problem = {"in_size": in_size, "out_size": out_size, "dtype": "bfloat16"}
+    seed = torch.Generator().manual_seed(4)
+    given = integer_inputs.linear_int8(problem, num_rows, CUDA, seed, strided=True)
+    kernel = gemm_int8.linear_int8(problem)
+    expected = linear_int8(problem)(**given)
+    for _ in range(2):
+        # Integer sums are exact; only the last rounding may differ.
+        torch.testing.assert_close(kernel(**given), expected, rtol=8e-3, atol=1e-5)
