@@ -15,6 +15,7 @@ from tokenspeed_models.layers.linear import Linear, Projection
 from tokenspeed_models.layers.mlp import MLP
 from tokenspeed_models.layers.moe import MoE, Router, SharedExperts
 from tokenspeed_models.layers.norm import RMSNorm
+from tokenspeed_models.layers.ops import dtype_name
 from tokenspeed_models.layers.qk_norm import AllHeadNorm, HeadNorm
 from tokenspeed_models.layers.rotary import inverse_frequencies, rotary_table
 from tokenspeed_models.layers.rotary_decoder import RotaryDecoder
@@ -41,6 +42,7 @@ __all__ = [
     "Router",
     "SharedExperts",
     "UnquantizedBuild",
+    "dtype_name",
     "inverse_frequencies",
     "rotary_table",
     "shared_scheme",

@@ -189,7 +189,7 @@ def test_broken_model_fails(family: Path, capsys: pytest.CaptureFixture[str]) ->
         model.write(
             "\n\ndef _broken(self, *words, **options):\n    raise ArithmeticError('a broken forward')\n"
         )
-        model.write("\n\nFamily.forward = _broken\n")
+        model.write("\n\nAcmeForCausalLM.forward = _broken\n")
     assert main(["plugins", "check", "acme-model", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     failed = [each for each in report["verdicts"] if each["verdict"] == "failed"]

@@ -60,6 +60,25 @@ def test_name_gives_vendor_and_backend(
 
 
 @pytest.mark.parametrize(
+    ("name", "architecture"),
+    [
+        ("acme", "AcmeForCausalLM"),
+        ("acme/my-model2", "MyModel2ForCausalLM"),
+        ("acme/model", "AcmeForCausalLM"),
+    ],
+)
+def test_architecture_of_a_model_has_no_vendor(
+    name: str, architecture: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "made"
+    assert main(["plugins", "new", "model", name, "--path", str(folder)]) == 0
+    (model,) = folder.glob("*/model.py")
+    assert f"class {architecture}(CausalLM):" in model.read_text()
+    config = json.loads((model.parent / "example" / "config.json").read_text())
+    assert config["architectures"] == [architecture]
+
+
+@pytest.mark.parametrize(
     "name", ["Acme Inc.", "123", "acme/9x", "acme/-x", "x-", "tokenspeed/fast"]
 )
 def test_invalid_name_is_refused(name: str, refusal: Refusal) -> None:

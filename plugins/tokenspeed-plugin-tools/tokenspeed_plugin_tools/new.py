@@ -230,10 +230,12 @@ def _check_name_is_free(kind: str, name: str, entry: str) -> None:
         owners.append("tokenspeed-core")
     if owners:
         own = name.rpartition("/")[2]
-        raise NewError(
-            f"{group} {entry} is used by {owners[0]} already; choose another name, such as "
-            f"`tokenspeed plugins new {kind} VENDOR/{own}`"
+        hint = (
+            "choose another name, or uninstall it, since one distribution serves an architecture"
+            if group == "models"
+            else f"choose another name, such as `tokenspeed plugins new {kind} VENDOR/{own}`"
         )
+        raise NewError(f"{group} {entry} is used by {owners[0]} already; {hint}")
 
 
 def _kind(group: str) -> Kind:
@@ -263,8 +265,10 @@ def contents(kind: str, fields: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 def _entry(recipe: Recipe, name: str, package: str) -> tuple[str, str]:
     """Return the name of the entry point and its attribute."""
     camel = "".join(part.capitalize() for part in package.split("_"))
-    if recipe.group == "models":  # an architecture in config.json
-        return f"{camel.removesuffix('Model')}ForCausalLM", package.upper()
+    if recipe.group == "models":  # an architecture in config.json, which has no vendor
+        vendor, _, own = name.partition("/")
+        words = (vendor if own == "model" else own).split("-")
+        return f"{''.join(word.capitalize() for word in words)}ForCausalLM", package.upper()
     if recipe.group == "commands":  # a command-line word
         return package.replace("_", "-"), "run"
     return name, camel if recipe.group == "policies" else package.upper()
