@@ -50,6 +50,7 @@ from tokenspeed_core.api.logits_processors import (
     LogitsRows,
 )
 from tokenspeed_core.api.models import (
+    ANY_ARCHITECTURE,
     AttentionCall,
     BuildContext,
     Checkpoint,
@@ -83,6 +84,7 @@ from tokenspeed_core.api.quantization import (
 )
 
 __all__ = [
+    "ANY_ARCHITECTURE",
     "DOTS",
     "EXACT",
     "MAX_WHITESPACE",

@@ -57,7 +57,7 @@ def test_process_without_torch_asks_a_subprocess() -> None:
         ("bart", {}, "it has an encoder"),
         ("bert", {}, "not causal"),
         ("bloom", {}, "mask"),
-        ("mamba", {}, "a recurrent state"),
+        ("mamba", {}, "layers of the type linear_attention"),
         ("llama", {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ("llama", {"dtype": "float64"}, "dtype is 'float64'"),
     ],

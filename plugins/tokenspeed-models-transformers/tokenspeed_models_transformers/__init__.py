@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from tokenspeed_core.api import ModelSpec
+from tokenspeed_core.api import ANY_ARCHITECTURE, ModelSpec
 
 __all__ = ["TRANSFORMERS"]
 
 TRANSFORMERS = ModelSpec(
-    architecture="*",
+    architecture=ANY_ARCHITECTURE,
     describe="tokenspeed_models_transformers.describe:describe",
     load="tokenspeed_models_transformers.model:TransformersModel",
     runs_remote_code=True,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.initialization import no_init_weights
@@ -49,11 +51,11 @@ def make_model(
     *,
     trusts_code: bool,
 ) -> PreTrainedModel:
-    """Build a causal language model with uninitialised parameters and initialised buffers.
+    """Build a causal language model with initialised buffers on a device, and parameters on the meta device.
 
     Raises UnsupportedModelError for an architecture that transformers does not build as a causal language model.
     """
-    with no_init_weights(), device:
+    with no_init_weights(), _parameters_on_meta(), device:
         try:
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config,
@@ -71,3 +73,33 @@ def make_model(
         if getattr(module, "rope_type", None) in ("dynamic", "longrope"):
             module.rope_type = "default"
     return model.eval().requires_grad_(False)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Move each parameter to the meta device when a module registers it, so that it takes no memory."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=False)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def allocate_parameters(model: PreTrainedModel, device: torch.device) -> None:
+    """Give each parameter on the meta device uninitialised memory on a device. Tied parameters stay tied."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or not parameter.is_meta:
+                continue
+            if parameter not in made:
+                memory = torch.empty_like(parameter, device=device)
+                made[parameter] = nn.Parameter(memory, requires_grad=False)
+            module._parameters[name] = made[parameter]

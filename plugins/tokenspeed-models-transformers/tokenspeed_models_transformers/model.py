@@ -10,10 +10,15 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from tokenspeed_core.api import BuildContext
+from tokenspeed_core.api import ANY_ARCHITECTURE, BuildContext
 from tokenspeed_models.weights import WeightMap
 from tokenspeed_models_transformers.attention import SERVE, bind_attention
-from tokenspeed_models_transformers.library import REMOTE_CODE, make_model, read_config
+from tokenspeed_models_transformers.library import (
+    REMOTE_CODE,
+    allocate_parameters,
+    make_model,
+    read_config,
+)
 from tokenspeed_models_transformers.modules import Replacer
 from tokenspeed_models_transformers.projections import find_usual_attention
 from tokenspeed_models_transformers.recording import RECORD, record
@@ -49,15 +54,19 @@ class TransformersModel:
         replacer = Replacer(build)
         attention = {name: (usual[name], call) for name, call in bound.calls.items()}
         replacer.replace(self._causal_lm, attention, recorded.experts)
+        allocate_parameters(self._causal_lm, build.device)
         self._names = CheckpointNames(self._causal_lm)
         # The head is the model without its decoder, whose result is given.
         self._given = _Given()
         parent, _, name = recorded.decoder.rpartition(".")
         setattr(self._causal_lm.get_submodule(parent), name, self._given)
         log.info(
-            "%s runs through transformers %s, since no installed family supports it; TokenSpeed computes attention%s%s",
+            "%s runs through transformers %s, %s; TokenSpeed computes attention%s%s",
             type(self._causal_lm).__name__,
             transformers.__version__,
+            "as its architecture * asks"
+            if config.get("architectures") == [ANY_ARCHITECTURE]
+            else "since no installed family supports it",
             "".join(f", {number} {kind}" for kind, number in replacer.replaced.items()),
             f"; transformers computes {', '.join(replacer.left)}" if replacer.left else "",
         )

@@ -170,7 +170,7 @@ class Replacer:
         module, tables = usual.module, None
         if usual.layout is not None:
             tables = self._tables.setdefault(usual.layout, RotaryTables(usual.layout))
-        weight, bias = merge([module.q_proj, module.k_proj, module.v_proj])
+        weight, bias = merge([module.q_proj, module.k_proj, module.v_proj], self._build.device)
         for part in module.children():
             # Counted as a part of the module. Only `FusedAttention` reads their weights.
             vars(part)["forward"] = _unused
@@ -199,7 +199,7 @@ class Replacer:
         return _Linear(self.linear(module.in_features, module.out_features), module)
 
     def _gated_mlp(self, first: list[nn.Linear], last: nn.Linear) -> GatedMLP:
-        weight, bias = merge(first)
+        weight, bias = merge(first, self._build.device)
         for layer in (*first, last):
             vars(layer)["forward"] = _unused
         return GatedMLP(

@@ -167,7 +167,12 @@ def _make_mask(mask_function: Callable[..., Tensor], **arguments: Any) -> _Mask:
     keys = torch.arange(_FAR + 3)
     windows = []
     for query in (_FAR, _FAR + 1):
-        seen = mask_function(torch.tensor(0), torch.tensor(0), torch.tensor(query), keys)
+        try:
+            seen = mask_function(torch.tensor(0), torch.tensor(0), torch.tensor(query), keys)
+        except (RuntimeError, IndexError, NotImplementedError) as error:
+            raise UnsupportedModelError(
+                "an attention mask that depends on the batch, such as that of chunked attention, is not supported"
+            ) from error
         places = seen.expand(keys.shape).nonzero().flatten()
         first, last = int(places[0]), int(places[-1])
         if last != query or len(places) != last - first + 1:

@@ -17,13 +17,15 @@ from tokenspeed_models_transformers.library import REMOTE_CODE, make_model, read
 from tokenspeed_models_transformers.recording import RECORD, UnsupportedModelError, record
 
 _DTYPES = ("bfloat16", "float16", "float32")
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _MAX_LENGTHS = ("max_position_embeddings", "max_sequence_length", "seq_length", "max_seq_len")
 
 
 def summarize(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `ModelInfo`, with `layers` instead of its cache groups. Raises ValueError."""
     hf_config = read_config(config)
-    architecture = (config.get("architectures") or [type(hf_config).__name__])[0]
+    text = hf_config.get_text_config()
+    architecture = hf_config.model_type
     _refuse_unsupported(hf_config, architecture)
     dtype = _dtype(hf_config)  # building the model changes it
     try:
@@ -39,7 +41,6 @@ def summarize(config: Mapping[str, Any]) -> dict[str, Any]:
         attention = record(model).attention
     except UnsupportedModelError as error:
         raise ValueError(f"{architecture} cannot run through transformers: {error}") from error
-    text = hf_config.get_text_config()
     num_layers = getattr(text, "num_hidden_layers", None)
     if num_layers is not None and len(attention) < num_layers:
         raise ValueError(
@@ -47,7 +48,7 @@ def summarize(config: Mapping[str, Any]) -> dict[str, Any]:
             "layers have no attention, and other kinds of state are not supported"
         )
     return {
-        "architecture": architecture,
+        "architecture": type(model).__name__,
         "vocab_size": text.vocab_size,
         "max_model_len": _max_length(text),
         "dtype": dtype,
@@ -67,6 +68,12 @@ def _refuse_unsupported(config: PreTrainedConfig, architecture: str) -> None:
         )
     if config.is_encoder_decoder:
         raise ValueError(f"{architecture} cannot run through transformers: it has an encoder")
+    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
+    other = sorted(set(kinds) - _LAYER_TYPES)
+    if other:
+        raise ValueError(
+            f"{architecture} cannot run through transformers: layers of the type {', '.join(other)} are not supported"
+        )
 
 
 def _max_length(config: PreTrainedConfig) -> int:

@@ -109,19 +109,19 @@ def _pattern(expressions: Iterable[str] | None) -> re.Pattern[str]:
     return re.compile("|".join(f"(?:{each})" for each in expressions or ()) or r"(?!)")
 
 
-def merge(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Move the weights of linear layers into one tensor, [sum of outputs, in], and their biases likewise.
+def merge(layers: Sequence[nn.Linear], device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Allocate one tensor, [sum of outputs, in], for the weights of linear layers, and one for their biases.
 
     The layers' own parameters become views of it. All of the layers have a bias, or none has.
     """
-    weight = _joined(layers, "weight")
-    return weight, None if layers[0].bias is None else _joined(layers, "bias")
+    weight = _joined(layers, "weight", device)
+    return weight, None if layers[0].bias is None else _joined(layers, "bias", device)
 
 
-def _joined(layers: Sequence[nn.Linear], name: str) -> Tensor:
+def _joined(layers: Sequence[nn.Linear], name: str, device: torch.device) -> Tensor:
     parts: list[Tensor] = [getattr(layer, name) for layer in layers]
-    joined = torch.cat(parts)
-    pieces = torch.split_with_sizes(joined, [len(part) for part in parts])
-    for layer, part in zip(layers, pieces, strict=True):
+    sizes = [len(part) for part in parts]
+    joined = parts[0].new_empty(sum(sizes), *parts[0].shape[1:], device=device)
+    for layer, part in zip(layers, torch.split_with_sizes(joined, sizes), strict=True):
         setattr(layer, name, nn.Parameter(part, requires_grad=False))
     return joined
