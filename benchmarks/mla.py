@@ -23,8 +23,8 @@ from tokenspeed_testing.shapes import contract_of
 from torch import Tensor
 
 from tokenspeed_kernels import descriptors
-from tokenspeed_kernels.reference.mla import mla_absorb, mla_project
 from tokenspeed_kernels.triton.mla.absorbed import AbsorbedAttention, Tiling
+from tokenspeed_kernels.triton.mla.heads import mla_absorb, mla_project
 from tokenspeed_kernels.triton.mla.prefill import MlaPrefill
 from tokenspeed_kernels.triton.mla.write import mla_write
 
@@ -120,7 +120,11 @@ def check(problem: dict[str, Any]) -> None:
     """Compare each op with its reference. Raises AssertionError."""
     specs = {
         spec.op: spec
-        for spec in (*descriptors.TRITON_CACHE, *descriptors.TRITON_ATTENTION)
+        for spec in (
+            *descriptors.TRITON_CACHE,
+            *descriptors.TRITON_LINEAR,
+            *descriptors.TRITON_ATTENTION,
+        )
         if spec.op.startswith("mla_")
     }
     for op, spec in specs.items():

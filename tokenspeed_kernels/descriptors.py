@@ -238,6 +238,8 @@ TRITON_ACTIVATION = (
     ),
 )
 TRITON_LINEAR = (
+    _triton("mla_absorb", "mla.heads:mla_absorb", _GRAPH_SAFE),
+    _triton("mla_project", "mla.heads:mla_project", _GRAPH_SAFE),
     _fused_block("fused_block", AxisLimit("max_rows", 1, 64), max_hidden=4096),
     _fused_block("fused_block_in_place", AxisLimit("min_rows", 512), max_hidden=16384),
     _gemv("linear"),

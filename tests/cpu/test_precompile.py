@@ -63,6 +63,8 @@ PRECOMPILED = (
     "add_rms_norm_fp8_groups",
     "silu_mul_fp8_groups",
     "linear_fp8_block",
+    "mla_absorb",
+    "mla_project",
     "mla_write",
     "mla_decode",
     "mla_prefill",

@@ -23,7 +23,11 @@ pytestmark = [
 CPU = torch.device("cpu")
 SPECS = {
     spec.op: spec
-    for spec in (*descriptors.TRITON_CACHE, *descriptors.TRITON_ATTENTION)
+    for spec in (
+        *descriptors.TRITON_CACHE,
+        *descriptors.TRITON_LINEAR,
+        *descriptors.TRITON_ATTENTION,
+    )
     if spec.op.startswith("mla_")
 }
 SMALL: dict[str, Any] = {
@@ -48,6 +52,12 @@ def agree(op: str, kernel: Any, num_rows: int, dtype: str, kv_dtype: str) -> Non
 def test_entries_are_written(dtype: str) -> None:
     for num_rows in (0, 6, 7):
         agree("mla_write", None, num_rows, dtype, dtype)
+
+
+@pytest.mark.parametrize("op", ["mla_absorb", "mla_project"])
+def test_heads_are_multiplied(op: str) -> None:
+    for num_rows in (0, 17):
+        agree(op, None, num_rows, "float16", "float16")
 
 
 @pytest.mark.parametrize(("min_share", "dtype"), [(128, "float16"), (32, "float32")])

@@ -60,7 +60,8 @@ OF_ROW_FP8 = (
     "moe_experts_fp8",
     "moe_experts_fp8_block",
 )
-OF_MLA = ("mla_write", "mla_decode", "mla_prefill")  # see test_kernels_mla.py
+# see test_kernels_mla.py
+OF_MLA = ("mla_write", "mla_absorb", "mla_decode", "mla_project", "mla_prefill")
 COMPOSED = ("add_rms_norm_linear_gelu_tanh_mul",)  # of kernels that are checked with other ops
 INTEGERS = ("linear_w4a16", "linear_int8", "quantize_fp8_static")  # test_gemm_integers.py
 

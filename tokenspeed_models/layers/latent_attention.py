@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -65,16 +66,13 @@ class MultiHeadLatentAttention:
             sizes.latent_size, dtype=build.dtype, device=build.device
         )
         up_size = sizes.nope_size + sizes.value_size
-        self.up = Linear(
-            build, sizes.latent_size, (Projection("kv_b_proj", heads * up_size, columns),)
+        self._up = Projection("kv_b_proj", heads * up_size, columns)
+        # [H, N + V, L]
+        self._kv_up = torch.empty(
+            heads, up_size, sizes.latent_size, dtype=build.dtype, device=build.device
         )
-        self._up_shape = (heads, up_size, sizes.latent_size)
-        # [H, N + V, L]: a view of an unquantized weight
-        self._kv_up = (
-            torch.empty(self._up_shape, dtype=build.dtype, device=build.device)
-            if self.up.quantized_weight is not None
-            else self.up.weight.view(self._up_shape)
-        )
+        is_quantized = build.scheme(self._up.name) is not None
+        self._quantized_up = Linear(build, sizes.latent_size, (self._up,)) if is_quantized else None
         self.out = Linear(
             build,
             heads * sizes.value_size,
@@ -129,20 +127,24 @@ class MultiHeadLatentAttention:
         if self.query_norm is not None:
             yield from self.query_norm.slots(f"{prefix}q_a_layernorm")
             yield from self.query_up.slots(prefix)
-        yield from self.up.slots(prefix)
         yield from self.out.slots(prefix)
+        dequantize = None
+        if self._quantized_up is None:
+            weight = self._kv_up.flatten(0, 1)
+            yield WeightSlot(f"{prefix}{self._up.name}.weight", weight, self._up.shard)
+        else:
+            yield from self._quantized_up.slots(prefix)
+            dequantize = partial(self._dequantize, self._quantized_up)
         # Last, since it is completed after the scales of the expansion.
         name = f"{prefix}kv_a_layernorm.weight"
-        is_view = self.up.quantized_weight is None
-        on_complete = None if is_view else self._dequantize
-        yield WeightSlot(name, self.latent_norm_weight, None, "norm", on_complete=on_complete)
+        yield WeightSlot(name, self.latent_norm_weight, None, "norm", on_complete=dequantize)
 
-    def _dequantize(self) -> None:
-        """Write the dequantized expansion, as the linear layer's product with the identity, and drop the quantized one."""
+    def _dequantize(self, up: Linear) -> None:
+        """Write the dequantized expansion, its product with the identity, and free the quantized one."""
         weight = self._kv_up
         identity = torch.eye(self.sizes.latent_size, dtype=weight.dtype, device=weight.device)
-        weight.copy_(self.up(identity).t().view(self._up_shape))
-        for tensor in self.up.operands:
+        weight.copy_(up(identity).t().view(weight.shape))
+        for tensor in up.operands:
             if tensor is not None:
                 tensor.untyped_storage().resize_(0)
 
