@@ -125,6 +125,7 @@ class World:
             self.block_size,
             self.num_pages,
             blocks_per_page=self.blocks_per_page,
+            max_chunk=self.chunk_size if self.chunk_size > 0 else None,
             prefix_caching=self.prefix_caching,
         )
         limits = SchedulerLimits(

@@ -37,6 +37,10 @@ class Chunked:
     def parts(self) -> tuple[CachePart, ...]:
         return (CachePart("latent", (3,)),)
 
+    @property
+    def window(self) -> int:
+        return self.chunk
+
     def first_needed(self, length: int) -> int:
         return length // self.chunk * self.chunk
 

@@ -62,6 +62,10 @@ class Latent:
     def parts(self) -> tuple[CachePart, ...]:
         return (CachePart("latent", (self.size,)),)
 
+    @property
+    def window(self) -> None:
+        return None
+
     def first_needed(self, length: int) -> int:
         return 0
 

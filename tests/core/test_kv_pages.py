@@ -21,7 +21,7 @@ from tokenspeed_core.api.cache_groups import (
 from tokenspeed_core.kv_cache.hashing import HashChain
 from tokenspeed_core.kv_cache.lease import ABSENT, BlockLease
 from tokenspeed_core.kv_cache.manager import KVManager
-from tokenspeed_core.kv_cache.page_layout import MAX_WASTE, PageLayout
+from tokenspeed_core.kv_cache.page_layout import MAX_WASTE, UNLIMITED, PageLayout
 
 BLOCK = 4
 
@@ -114,6 +114,19 @@ def test_longest_sequence_fits(num_pages: int, blocks_per_page: list[int]) -> No
     kv = KVManager(groups, BLOCK, num_pages, blocks_per_page=blocks_per_page)
     most = kv.max_sequence_len
     assert kv.num_pages_needed(0, most) <= num_pages < kv.num_pages_needed(0, most + 1)
+
+
+def test_window_takes_pages_for_a_window_and_a_chunk() -> None:
+    layout = PageLayout.of(GEMMA_3_4B, 16, 2, max_chunk=8192)
+    full, window = layout.groups
+    assert full.max_pages == UNLIMITED
+    assert (1023 + 8192) // 16 < window.max_pages < (1023 + 8192) // 16 + 6
+    whole = PageLayout.of(GEMMA_3_4B, 16, 2)
+    assert whole.num_pages_of_sequence(131072) == 131072 // 16 + -(-131072 // 96)
+    assert layout.num_pages_of_sequence(131072) == window.max_pages + -(-131072 // 96)
+    assert layout.num_pages_of_sequence(512) == whole.num_pages_of_sequence(512)
+    pages = layout.num_pages_of_sequence(131072)
+    assert 131072 <= layout.max_sequence_len(pages) < 131072 + 96
 
 
 # -- the manager ----------------------------------------------------------------------------------

@@ -289,6 +289,30 @@ def test_sequences_as_long_as_the_pool_finish(seed: int) -> None:
             world.check(sequence_id)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_sequences_beyond_their_windows_finish(seed: int) -> None:
+    """The pool is as large as one sequence needs; its window group holds a window and a chunk."""
+    rng = random.Random(seed)
+    world = World(
+        groups=GROUPS["full and window"],
+        blocks_per_page=rng.choice([(1, 1), (3, 1), (1, 4)]),
+        num_pages=rng.randint(24, 40),
+        max_model_len=120,
+        chunk_size=rng.choice([3, 5]),
+        depth=1 + seed % 2,
+        num_drafts=rng.choice([0, 4]),
+    )
+    kv = world.scheduler.kv
+    most = min(kv.max_sequence_len, world.max_model_len)
+    assert kv.num_pages_needed(0, most) < kv.num_new_pages(*(np.asarray([n]) for n in (0, 0, most)))
+    for sequence_id in range(3):
+        prompt = [(i * 3) % 60 for i in range(rng.randint(most // 2, most - 1))]
+        world.submit(request(sequence_id, prompt, max_tokens=most - len(prompt)))
+    world.run()
+    for sequence_id in world.tokens:
+        world.check(sequence_id)
+
+
 @pytest.mark.parametrize("groups", sorted(GROUPS))
 def test_no_block_is_held_when_idle(groups: str) -> None:
     world = World(groups=GROUPS[groups], depth=1, chunk_size=64)

@@ -40,6 +40,10 @@ class CacheGroupSpec(Protocol):
     def parts(self) -> tuple[CachePart, ...]:
         """The tensors that each layer keeps, in the order in which its kernels take them."""
 
+    @property
+    def window(self) -> int | None:
+        """The most tokens that a query reads, its own included. None: all tokens before it."""
+
     def first_needed(self, length: int) -> int:
         """Return the first token that a query at position `length` still reads."""
 
@@ -68,6 +72,10 @@ class FullAttention:
     def parts(self) -> tuple[CachePart, ...]:
         """Keys and values."""
         return keys_and_values(self.num_kv_heads, self.head_size)
+
+    @property
+    def window(self) -> None:
+        """None: a query reads all tokens before it."""
 
     def first_needed(self, length: int) -> int:
         """Return 0: a query reads all tokens before it."""
@@ -107,6 +115,10 @@ class LatentAttention:
     def parts(self) -> tuple[CachePart, ...]:
         """One entry per token."""
         return (CachePart("latent", (self.latent_size + self.rope_size,)),)
+
+    @property
+    def window(self) -> None:
+        """None: a query reads all tokens before it."""
 
     def first_needed(self, length: int) -> int:
         """Return 0: a query reads all tokens before it."""

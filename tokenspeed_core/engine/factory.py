@@ -198,6 +198,7 @@ def start(
         runner.block_size,
         runner.num_pages,
         blocks_per_page=runner.layout.blocks_per_page,
+        max_chunk=resolved.limits.max_chunk,
         prefix_caching=config.enable_prefix_caching,
     )
     max_model_len = _fit_model_len(resolved, kv.max_sequence_len)

@@ -18,7 +18,12 @@ from tokenspeed_core.api.step import I32
 from tokenspeed_core.kv_cache.events import KVEventLog
 from tokenspeed_core.kv_cache.hashing import HashChain
 from tokenspeed_core.kv_cache.lease import ABSENT, BlockLease
-from tokenspeed_core.kv_cache.page_layout import blocks_of_pages, pages_of_blocks
+from tokenspeed_core.kv_cache.page_layout import (
+    UNLIMITED,
+    blocks_of_pages,
+    max_pages_held,
+    pages_of_blocks,
+)
 from tokenspeed_core.kv_cache.pool import PageCounts, PagePool
 
 _NEVER_FULL = 2**31 - 1  # tokens per hash when prefix caching is off: no block is ever hashed
@@ -70,17 +75,26 @@ class KVManager:
         num_pages: int,
         *,
         blocks_per_page: Sequence[int] | None = None,
+        max_chunk: int | None = None,
         prefix_caching: bool = True,
     ) -> None:
-        """Start empty. `block_size` is in tokens and the same for all groups. `blocks_per_page` is 1 by default."""
+        """Start empty. `block_size` is in tokens and the same for all groups. `blocks_per_page` is 1 by default.
+
+        A step computes at most `max_chunk` tokens of a sequence (None: any number).
+        """
         self.groups = tuple(groups)
         self.num_groups = len(self.groups)
         self.block_size = block_size
         self.granularity = block_size if prefix_caching else _NEVER_FULL
         self.pool = PagePool(num_pages, self._evict)
         self._blocks_per_page = tuple(blocks_per_page or (1,) * self.num_groups)
+        self._max_pages = tuple(
+            max_pages_held(group, block_size, per_page, max_chunk)
+            for group, per_page in zip(self.groups, self._blocks_per_page, strict=True)
+        )
         self._is_page_a_block = set(self._blocks_per_page) == {1}
         self._is_one_to_one = self._is_page_a_block and self.num_groups == 1
+        self._hits_always_fit = self._is_page_a_block and min(self._max_pages) == UNLIMITED
         self._group_of_page = [0] * num_pages  # of the pages in use
         self._index: list[dict[bytes, int]] = [{} for _ in groups]
         self._digests: list[dict[int, bytes]] = [{} for _ in groups]  # of the blocks in the index
@@ -90,7 +104,7 @@ class KVManager:
 
     def collect_events(self) -> KVEventLog:
         """Collect changes of the prefix index from now on."""
-        whole = (i for i, group in enumerate(self.groups) if not group.first_needed(2**30))
+        whole = (i for i, group in enumerate(self.groups) if group.window is None)
         self.events = KVEventLog(next(whole, 0), self.block_size)
         return self.events
 
@@ -112,7 +126,8 @@ class KVManager:
     @property
     def max_sequence_len(self) -> int:
         """Tokens of the longest sequence that fits into the whole pool."""
-        return blocks_of_pages(self.pool.num_pages, self._blocks_per_page) * self.block_size
+        num_blocks = blocks_of_pages(self.pool.num_pages, self._blocks_per_page, self._max_pages)
+        return num_blocks * self.block_size
 
     def max_capacity(self, lease: BlockLease) -> int:
         """Return the capacity to which the available pages can extend a lease."""
@@ -156,9 +171,9 @@ class KVManager:
     def can_hold(self, match: Match, num_tokens: int) -> bool:
         """Whether the whole pool is large enough for a hit and the rest of a sequence of `num_tokens`.
 
-        The hit of a long sequence may not be, since its blocks can be spread over partly used pages.
+        It may not be for a long sequence: blocks of a hit can be spread over partly used pages.
         """
-        if self._is_page_a_block:
+        if self._hits_always_fit:
             return True
         num_hit = sum(1 for _ in self._pages_of_hit(match.entries))
         return num_hit + self.num_pages_needed(match.num_tokens, num_tokens) <= self.pool.num_pages
@@ -173,9 +188,9 @@ class KVManager:
         return Match(0, (_NO_ENTRIES,) * self.num_groups, 0)
 
     def num_pages_needed(self, start: int, end: int) -> int:
-        """Return the pages that a sequence resuming at token `start` needs for its tokens up to `end`."""
+        """Return the most pages that a sequence resuming at token `start` takes at once for its tokens up to `end`."""
         num_blocks = max(0, -(-end // self.block_size) - start // self.block_size)
-        return pages_of_blocks(num_blocks, self._blocks_per_page)
+        return pages_of_blocks(num_blocks, self._blocks_per_page, self._max_pages)
 
     def num_new_pages(self, resumed: I32, capacity: I32, end: I32) -> I32:
         """Return the pages that sequences need for their tokens up to `end`, as columns.
@@ -190,6 +205,20 @@ class KVManager:
         num_pages = np.zeros_like(missing)
         for per_page in self._blocks_per_page:
             num_pages += -(-(num_own + missing) // per_page) + -num_own // per_page
+        return num_pages
+
+    def num_promised_pages(self, resumed: I32, capacity: I32, end: I32) -> int:
+        """Return the pages that all these sequences will hold for their tokens up to `end` and do not hold yet.
+
+        The columns are those of `num_new_pages`.
+        """
+        num_own = (capacity - resumed) // self.block_size
+        num_all = -((resumed - end) // self.block_size)
+        num_pages = 0
+        for per_page, most in zip(self._blocks_per_page, self._max_pages, strict=True):
+            needed = np.minimum(-(-num_all // per_page), most)
+            held = np.minimum(-(-num_own // per_page), most)
+            num_pages += int(np.maximum(needed - held, 0).sum())
         return num_pages
 
     def num_held_pages(self, lease: BlockLease) -> int:

@@ -18,6 +18,8 @@ MAX_WASTE = 1 / 16
 """A page is enlarged until no group leaves more than this share of it unused. With three or more groups of small
 blocks, there may be no such page; then the one that wastes least is chosen."""
 _MAX_BLOCKS = 16  # of the group with the largest blocks, in one page
+_MAX_IN_FLIGHT = 16  # tokens of a sequence's decodes in flight, draft tokens included
+UNLIMITED = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,7 @@ class GroupLayout:
     block_bytes: int
     blocks_per_page: int
     stride: int  # bytes
+    max_pages: int  # that one sequence holds at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +43,17 @@ class PageLayout:
     groups: tuple[GroupLayout, ...]
 
     @classmethod
-    def of(cls, groups: Sequence[CacheGroupSpec], block_size: int, dtype_bytes: int) -> PageLayout:
-        """Return the smallest page of which no group wastes more than `MAX_WASTE`, or the one that wastes least."""
+    def of(
+        cls,
+        groups: Sequence[CacheGroupSpec],
+        block_size: int,
+        dtype_bytes: int,
+        max_chunk: int | None = None,
+    ) -> PageLayout:
+        """Return the smallest page of which no group wastes more than `MAX_WASTE`, or the one that wastes least.
+
+        A step computes at most `max_chunk` tokens of a sequence (None: any number).
+        """
         token_bytes = [values_per_token(group) * dtype_bytes for group in groups]
         units = [-(-block_size * each // _ALIGNMENT) for each in token_bytes]
         best = min(sorted(_candidates(units)), key=lambda page: max(MAX_WASTE, page.waste(units)))
@@ -50,7 +62,14 @@ class PageLayout:
             block_size,
             page_bytes,
             tuple(
-                GroupLayout(group.name, each, block_size * each, number, page_bytes // number)
+                GroupLayout(
+                    group.name,
+                    each,
+                    block_size * each,
+                    number,
+                    page_bytes // number,
+                    max_pages_held(group, block_size, number, max_chunk),
+                )
                 for group, each, number in zip(groups, token_bytes, best.numbers, strict=True)
             ),
         )
@@ -60,31 +79,68 @@ class PageLayout:
         """Blocks of each group in one page."""
         return tuple(group.blocks_per_page for group in self.groups)
 
-    def num_pages(self, num_tokens: int) -> int:
-        """Return the pages that a sequence needs for `num_tokens` tokens in every group."""
-        return pages_of_blocks(-(-num_tokens // self.block_size), self.blocks_per_page)
+    @property
+    def max_pages(self) -> tuple[int, ...]:
+        """Pages of each group that one sequence holds at once at most."""
+        return tuple(group.max_pages for group in self.groups)
 
-    def max_tokens(self, num_pages: int) -> int:
+    def num_pages(self, num_tokens: int) -> int:
+        """Return the pages for `num_tokens` tokens in every group."""
+        num_blocks = -(-num_tokens // self.block_size)
+        return sum(-(-num_blocks // each) for each in self.blocks_per_page)
+
+    def num_pages_of_sequence(self, num_tokens: int) -> int:
+        """Return the most pages that a sequence of `num_tokens` tokens holds at once."""
+        num_blocks = -(-num_tokens // self.block_size)
+        return pages_of_blocks(num_blocks, self.blocks_per_page, self.max_pages)
+
+    def max_sequence_len(self, num_pages: int) -> int:
         """Return the tokens of the longest sequence that fits into `num_pages`."""
-        return blocks_of_pages(num_pages, self.blocks_per_page) * self.block_size
+        return blocks_of_pages(num_pages, self.blocks_per_page, self.max_pages) * self.block_size
 
     def waste(self, group: GroupLayout) -> float:
         """Return the share of a page that its blocks leave unused when a group fills it."""
         return 1 - group.blocks_per_page * group.block_bytes / self.page_bytes
 
 
-def pages_of_blocks(num_blocks: int, blocks_per_page: Sequence[int]) -> int:
-    """Return the pages that `num_blocks` blocks of each group fill."""
-    return sum(-(-num_blocks // each) for each in blocks_per_page)
+def max_pages_held(
+    group: CacheGroupSpec, block_size: int, blocks_per_page: int, max_chunk: int | None
+) -> int:
+    """Return the most pages of a group that one sequence holds at once.
+
+    They contain the window of the first query in flight, the chunk that is computed, and the block that comes next;
+    the first and the last page may be used partly.
+    """
+    if group.window is None or max_chunk is None:
+        return UNLIMITED
+    num_tokens = group.window - 1 + max_chunk + _MAX_IN_FLIGHT
+    num_blocks = (num_tokens + 2 * (block_size - 1)) // block_size + 1
+    return (num_blocks + 2 * blocks_per_page - 2) // blocks_per_page
 
 
-def blocks_of_pages(num_pages: int, blocks_per_page: Sequence[int]) -> int:
-    """Return the largest number of blocks of each group that fit into `num_pages`."""
-    numbers = range(num_pages * max(blocks_per_page) + 1)
-    return (
-        bisect_right(numbers, num_pages, key=lambda each: pages_of_blocks(each, blocks_per_page))
-        - 1
+def pages_of_blocks(
+    num_blocks: int, blocks_per_page: Sequence[int], max_pages: Sequence[int]
+) -> int:
+    """Return the most pages that a sequence of `num_blocks` blocks holds at once."""
+    return sum(
+        min(-(-num_blocks // per_page), most)
+        for per_page, most in zip(blocks_per_page, max_pages, strict=True)
     )
+
+
+def blocks_of_pages(
+    num_pages: int, blocks_per_page: Sequence[int], max_pages: Sequence[int]
+) -> int:
+    """Return the blocks of the longest sequence that fits into `num_pages`.
+
+    It is at most what the group with the smallest blocks can hold alone, even if every group has a window.
+    """
+
+    def needed(num_blocks: int) -> int:
+        return pages_of_blocks(num_blocks, blocks_per_page, max_pages)
+
+    numbers = range(num_pages * max(blocks_per_page) + 1)
+    return bisect_right(numbers, num_pages, key=needed) - 1
 
 
 @dataclass(frozen=True, order=True, slots=True)

@@ -30,6 +30,11 @@ class SchedulerLimits:
         return self.chunk_size if self.is_chunking else self.max_prefill_tokens
 
     @property
+    def max_chunk(self) -> int | None:
+        """Upper bound of the query tokens of one sequence in a step; None without chunked prefill."""
+        return self.chunk_size if self.is_chunking else None
+
+    @property
     def max_num_tokens(self) -> int:
         """Upper bound of the query tokens of any step."""
         if self.is_chunking:

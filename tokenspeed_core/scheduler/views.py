@@ -68,4 +68,4 @@ def num_promised_pages(columns: SlotColumns, kv: KVManager) -> int:
     """Return the pages that running prompts still need for all their tokens and the next one."""
     slots = columns.prefilling()
     end = columns.target[slots] + 1
-    return int(kv.num_new_pages(columns.resumed[slots], columns.capacity[slots], end).sum())
+    return kv.num_promised_pages(columns.resumed[slots], columns.capacity[slots], end)

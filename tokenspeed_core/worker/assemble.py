@@ -128,6 +128,7 @@ def assemble(
             block_size,
             build.kv_dtype.itemsize,
             resolved.limits.max_model_len,
+            resolved.limits.max_chunk,
         ),
         _runner_kernels(build, resolved, block_size),
         {} if only_plan else _processors(resolved, catalog, device),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tokenspeed_core.api.attention import AttentionLimits, AttentionProblem
-from tokenspeed_core.api.cache_groups import CacheGroupSpec, CachePart, keys_and_values
+from tokenspeed_core.api.cache_groups import CachePart, keys_and_values
 from tokenspeed_core.api.kernels import PHASES, KernelSpec
 from tokenspeed_core.api.models import LatentSizes, Rotation
 from tokenspeed_core.api.ops import Problem
@@ -176,9 +176,8 @@ class ModelBuild:
             raise self._mismatch(layer, group, f"{index + 1} or more layers", spec.num_layers)
         if parts != spec.parts:
             raise self._mismatch(layer, group, _describe_parts(parts), _describe_parts(spec.parts))
-        kept_window = _kept_window(spec)
-        if kept_window is not None and (window is None or window > kept_window):
-            raise self._mismatch(layer, group, f"window {window}", f"{kept_window} tokens")
+        if spec.window is not None and (window is None or window > spec.window):
+            raise self._mismatch(layer, group, f"window {window}", f"{spec.window} tokens")
         return index
 
     def _mismatch(self, layer: int, group: str, wanted: str, kept: object) -> CheckpointError:
@@ -321,13 +320,6 @@ def _rank(plan: KernelPlan) -> int:
             : [each.backend for each in planned.verdicts].index(planned.backend)
         ]
     )
-
-
-def _kept_window(spec: CacheGroupSpec) -> int | None:
-    """Return how many tokens a query can read in a group, its own included; None: all of them."""
-    position = 1 << 40
-    first = spec.first_needed(position)
-    return position - first + 1 if first else None
 
 
 def _describe_parts(parts: tuple[CachePart, ...]) -> str:

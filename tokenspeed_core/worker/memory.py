@@ -22,11 +22,16 @@ class PoolLimits:
 
     @classmethod
     def of(
-        cls, groups: Sequence[CacheGroupSpec], block_size: int, dtype_bytes: int, max_model_len: int
+        cls,
+        groups: Sequence[CacheGroupSpec],
+        block_size: int,
+        dtype_bytes: int,
+        max_model_len: int,
+        max_chunk: int | None = None,
     ) -> PoolLimits:
-        """Return the limits of a pool for a model's groups."""
-        layout = PageLayout.of(groups, block_size, dtype_bytes)
-        return cls(layout, layout.num_pages(max_model_len))
+        """Return the limits of a pool for a model's groups. `max_chunk` is that of `PageLayout.of`."""
+        layout = PageLayout.of(groups, block_size, dtype_bytes, max_chunk)
+        return cls(layout, layout.num_pages_of_sequence(max_model_len))
 
     @property
     def page_bytes(self) -> int:
@@ -84,7 +89,7 @@ def pages_of_device(limits: PoolLimits, budget: DeviceBudget) -> int:
     if pages >= limits.min_num_pages:
         return pages
     missing = (limits.min_num_pages + 1) * limits.page_bytes - budget.left
-    tokens = limits.layout.max_tokens(max(0, pages))
+    tokens = limits.layout.max_sequence_len(max(0, pages))
     hints = []
     if tokens:
         hints.append(f"--max-model-len {tokens}")
