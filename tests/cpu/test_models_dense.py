@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from quantized_build import QuantizedBuild, checkpoint_logits, relative, transformers_logits
+from tiny_families import save_reference
+from tokenspeed_models_gemma import GEMMA3
 from tokenspeed_models_gemma.describe import (
     describe_gemma2,
     describe_gemma3,
@@ -16,11 +19,14 @@ from tokenspeed_models_gemma.describe import (
     read_gemma3_multimodal,
 )
 from tokenspeed_models_gemma.model import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
+from tokenspeed_models_olmo import OLMO3
 from tokenspeed_models_olmo.describe import describe_olmo2, describe_olmo3, read_olmo3
+from tokenspeed_models_phi import PHI3
 from tokenspeed_models_phi.describe import describe_phi3, read_phi3
 from tokenspeed_models_phi.model import Phi3ForCausalLM
+from tokenspeed_quantization.schemes import FP8
 
-from tokenspeed_core.api import CacheGroupSpec, FullAttention, SlidingWindow
+from tokenspeed_core.api import CacheGroupSpec, FullAttention, ModelSpec, SlidingWindow
 from tokenspeed_models.layers import inverse_frequencies, rotary_table
 from tokenspeed_models.loading.safetensors import read_safetensors
 from tokenspeed_models.rope_config import LinearScaling, LongRopeScaling, YarnScaling
@@ -416,3 +422,24 @@ def test_multimodal_checkpoint_of_transformers_loads_unchanged(tmp_path: Path) -
         expected = reference(input_ids=torch.tensor([ids])).logits[0]
         found = sequence_logits(model, build, ids)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "spec", "gate"),
+    [
+        ("Gemma3", GEMMA3, "gelu_tanh_mul"),
+        ("Olmo3", OLMO3, "silu_mul_fp8"),
+        ("Phi3", PHI3, "add_rms_norm_mlp_fp8"),
+    ],
+)
+def test_fp8_logits_are_close_to_the_unquantized_model(
+    family: str, spec: ModelSpec, gate: str, tmp_path: Path
+) -> None:
+    reference = save_reference(family, tmp_path, initializer_range=0.08)
+    build = QuantizedBuild(FP8)
+    found = checkpoint_logits(spec, tmp_path, build)
+    # three or four layers of random weights; each GEMM is off by about 4 %
+    assert 0.01 < relative(found, transformers_logits(reference)) < 0.2
+    ops = {op for op, _ in build.problems}
+    assert gate in ops
+    assert ("add_rms_norm_mlp_fp8" in ops) == (family == "Phi3")
