@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from quantized_build import QuantizedBuild, checkpoint_logits, load, relative, transformers_logits
+from quantized_build import (
+    TOKENS,
+    QuantizedBuild,
+    checkpoint_logits,
+    load,
+    logprob_errors,
+    relative,
+    transformers_logits,
+)
 from safetensors.torch import load_file, save_file
 from tiny_families import save_reference
 from tokenspeed_models_deepseek import DEEPSEEK_V3, KIMI_K25
@@ -20,6 +29,7 @@ from tokenspeed_models_deepseek.describe import (
 from tokenspeed_models_deepseek.model import DeepseekV3ForCausalLM, KimiK25ForConditionalGeneration
 from tokenspeed_quantization.schemes import FP8_BLOCK
 
+from tokenspeed_core import LLM, SamplingParams
 from tokenspeed_core.api import LatentAttention
 from tokenspeed_core.api.cache_groups import values_per_token
 from tokenspeed_kernels.reference.fp8_block import quantize_blocks, spread_blocks
@@ -198,3 +208,66 @@ def test_block_wise_expansion_is_dequantized(tmp_path: Path) -> None:
     found = model.layers[1].attention._kv_up.flatten(0, 1)
     expected = values.float() * spread_blocks(scale, *values.shape)
     assert relative(found, expected) < 1e-6
+
+
+def test_block_wise_checkpoint_is_loaded(tmp_path: Path) -> None:
+    sizes = {
+        "q_lora_rank": 128,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 128,
+        "initializer_range": 0.08,
+    }
+    # With all experts for each token, quantized activations do not change the choice.
+    routing = {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1}
+    reference = save_reference("DeepseekV3", tmp_path, **sizes, **routing)
+    parameters, weights = dict(reference.named_parameters()), {}
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        weights[name] = tensor
+        if tensor.ndim == 2 and ".layers." in name and not name.endswith("mlp.gate.weight"):
+            values, scale = quantize_blocks(tensor)
+            weights |= {name: values, f"{name}_scale_inv": scale}
+            tensor.copy_(values.float() * spread_blocks(scale, *values.shape))
+            if name in parameters:
+                parameters[name].data.copy_(tensor)
+            else:
+                stack(parameters, name, tensor)
+    save_file(weights, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "scale_fmt": "ue8m0",
+        "weight_block_size": [128, 128],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = checkpoint_logits(DEEPSEEK_V3, tmp_path, QuantizedBuild(FP8_BLOCK))
+    # Activations are quantized too.
+    assert relative(found, transformers_logits(reference)) < 0.1
+
+
+def stack(parameters: Any, name: str, tensor: torch.Tensor) -> None:
+    """Copy an expert's weight into the stacked weight that transformers has."""
+    prefix, _, rest = name.partition(".experts.")
+    expert, projection, _ = rest.split(".")
+    target = "down_proj" if projection == "down_proj" else "gate_up_proj"
+    weight = parameters[f"{prefix}.experts.{target}"].data[int(expert)]
+    if projection != "down_proj":
+        weight = weight.chunk(2)[projection == "up_proj"]
+    weight.copy_(tensor)
+
+
+@pytest.mark.parametrize("scale", [None, 0.25])
+def test_fp8_cache_changes_logprobs_little(tmp_path: Path, scale: float | None) -> None:
+    reference = save_reference("DeepseekV3", tmp_path, initializer_range=0.08)
+    settings: dict[str, Any] = {"skip_tokenizer_init": True, "max_total_tokens": 256}
+    if scale is not None:
+        factors = {"dtype": "float8_e4m3fn", "scaling_factor": {"0": dict.fromkeys("012", scale)}}
+        (tmp_path / "scales.json").write_text(json.dumps({"kv_cache": factors}))
+        settings["quantization_param_path"] = str(tmp_path / "scales.json")
+    with LLM(str(tmp_path), kv_cache_dtype="fp8_e4m3", chunked_prefill_size=16, **settings) as llm:
+        params = SamplingParams(temperature=0, max_tokens=8, logprobs=3, ignore_eos=True)
+        output = llm.generate({"prompt_token_ids": TOKENS}, params)[0].outputs[0]
+    logits = transformers_logits(reference, [*TOKENS, *output.token_ids])[len(TOKENS) - 1 : -1]
+    errors = logprob_errors(output.logprobs or [], logits)
+    assert 1e-6 < errors.max() < 0.05
