@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from tokenspeed_testing.conformance import check
 
+from tokenspeed_kernels import descriptors
 from tokenspeed_kernels.triton.moe.experts import moe_route
 
 pytestmark = [
@@ -34,3 +36,11 @@ def test_tied_scores_choose_the_experts_of_topk(score: str, num_experts: int, to
     scores = logits.sigmoid() + bias if bias is not None else logits.softmax(dim=1)
     expected = scores.topk(top_k, dim=1).indices
     assert torch.equal(ids.long().sort(dim=1).values, expected.sort(dim=1).values)
+
+
+def test_groups_of_deepseek_v3_conform() -> None:
+    (spec,) = (spec for spec in descriptors.TRITON_MOE if spec.op == "moe_route")
+    groups = {"num_groups": 8, "top_groups": 4, "group_score": "top_2_sum"}
+    axes = {"num_experts": 256, "top_k": 8, "score": "sigmoid", "has_bias": True}
+    case = {**ROUTING, **groups, **axes}
+    assert check(spec, torch.device("cuda"), cases=[case], num_rows=(1, 300)) == 4

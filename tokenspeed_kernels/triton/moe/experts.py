@@ -13,6 +13,8 @@ from torch import Tensor
 from tokenspeed_core.api import Problem
 from tokenspeed_kernels.triton import precompile
 from tokenspeed_kernels.triton.moe import kernel
+from tokenspeed_kernels.triton.moe.few_tokens import FewTokens
+from tokenspeed_kernels.triton.pdl import supports_pdl
 
 Route = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -54,6 +56,7 @@ def moe_route(problem: Problem) -> Route:
         problem["num_groups"],
     )
     scale: float = problem["scale"]
+    pdl = supports_pdl()
     settings = {
         "E": num_experts,
         "TOP_K": top_k,
@@ -65,7 +68,9 @@ def moe_route(problem: Problem) -> Route:
         "SCORE": problem["score"],
         "SUMS_TWO": problem["group_score"] == "top_2_sum",
         "RENORMALIZE": problem["renormalize"],
+        "PDL": pdl,
         "num_warps": 1,
+        "launch_pdl": pdl,
     }
 
     def route(logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -87,17 +92,20 @@ def moe_route(problem: Problem) -> Route:
 def moe_experts(problem: Problem) -> Experts:
     """Return `experts(x [T, N], gate_up [E, 2I, N], down [E, N, I], weights [T, k], ids [T, k]) -> y [T, N]`.
 
-    Token-expert pairs are sorted by expert on the device. Grids are upper bounds, so CUDA graphs may replay it. The
+    Few tokens have kernels of their own (see `few_tokens`). Otherwise token-expert pairs are sorted by expert. Grids are upper bounds, so CUDA graphs may replay it. The
     order of pairs within an expert does not affect the result: each pair is a separate row in the GEMMs.
     """
     num_experts, top_k = problem["num_experts"], problem["top_k"]
     size, inner = problem["hidden_size"], problem["intermediate_size"]
     precision = "ieee" if problem["dtype"] == "float32" else "tf32"
+    few_tokens = FewTokens(problem)
 
     def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         num_pairs = ids.numel()
         if num_pairs == 0:
             return torch.empty((x.shape[0], size), dtype=x.dtype, device=x.device)
+        if num_pairs <= few_tokens.max_pairs:
+            return few_tokens(x, gate_up, down, weights, ids)
         pairs, counts = sort_by_expert(ids, num_experts)
         tiling = tiling_for(num_pairs / num_experts)
         num_tiles = num_pairs // tiling.block_m + min(num_experts, num_pairs)
@@ -146,18 +154,22 @@ def moe_experts(problem: Problem) -> Experts:
 
     blank = partial(precompile.blank, problem["dtype"])
     weights = blank(num_experts, 2 * inner, size), blank(num_experts, size, inner)
-    for num_tokens, *routing in blank_routings(problem, [bound for bound, _ in TILINGS[:-1]]):
+    averages, next_few = [bound for bound, _ in TILINGS[:-1]], few_tokens.max_pairs // top_k + 1
+    for num_tokens, *routing in blank_routings(problem, averages, next_few):
         precompile.compile_for(experts, blank(num_tokens, size), *weights, *routing)
     return experts
 
 
 def blank_routings(
-    problem: Problem, averages: Iterable[float]
+    problem: Problem, averages: Iterable[float], *more: int
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield (number of tokens, blank weights, blank ids) for one token, for each average of pairs, and for more."""
+    """Yield (number of tokens, blank weights, blank ids) for one token, for each average of pairs, and for many tokens.
+
+    `more` are other numbers of tokens.
+    """
     num_experts, top_k = problem["num_experts"], problem["top_k"]
     by_average = [int(each) * num_experts // top_k for each in averages]
-    for num_tokens in (1, *by_average, SMALL_SORT * num_experts):
+    for num_tokens in (1, *more, *by_average, SMALL_SORT * num_experts):
         yield (
             num_tokens,
             precompile.blank("float32", num_tokens, top_k),

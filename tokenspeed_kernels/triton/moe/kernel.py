@@ -26,11 +26,15 @@ def route(
     SCORE: tl.constexpr,
     SUMS_TWO: tl.constexpr,
     RENORMALIZE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Score a token's experts, drop all but the best groups, and take the top k by repeated maximum. Grid (T).
 
     The experts are a tile [BLOCK_G, BLOCK_E] of groups and their members.
     """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     group, member = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_E)
     expert = group[:, None] * (E // GROUPS) + member[None, :]
