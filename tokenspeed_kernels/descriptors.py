@@ -147,6 +147,7 @@ TORCH_MOE = (
     _torch("moe_route", "moe:moe_route"),
     _torch("moe_experts", "moe:moe_experts", frozenset()),
     _torch("moe_experts_fp8", "moe:moe_experts_fp8", frozenset()),
+    _torch("moe_experts_w4a16", "moe_w4a16:moe_experts_w4a16", frozenset()),
     _torch("moe_experts_fp8_block", "moe:moe_experts_fp8_block", frozenset()),
     _torch("moe_biased_experts", "biased_experts:moe_biased_experts", frozenset()),
     _torch("moe_biased_experts_mxfp4", "biased_experts:moe_biased_experts_mxfp4", frozenset()),
@@ -321,6 +322,18 @@ TRITON_MOE = (
         "moe.biased_experts:moe_biased_experts_mxfp4",
         _GRAPH_SAFE,
         _MXFP4_EXPERTS,
+    ),
+    _triton(
+        "moe_experts_w4a16",
+        "moe.experts_w4a16:moe_experts_w4a16",
+        _GRAPH_SAFE,
+        (
+            *_EXPERTS,
+            AxisLimit("hidden_size", 32, multiple_of=32),
+            AxisLimit("intermediate_size", 32, multiple_of=32),
+            AxisLimit("group_size", 0, multiple_of=32),
+        ),
+        _HALVES,
     ),
     _triton(
         "moe_experts_fp8",

@@ -47,6 +47,48 @@ W4A16 = (
             {"in_size": 288, "out_size": 130, "group_size": 0},
         ),
     ),
+    OpContract(
+        "moe_experts_w4a16",
+        "moe",
+        "(x [T, N], gate_up uint8 [E, 2I, N / 2], gate_up_scale [E, 2I, N / G], gate_up_zero uint8 [E, 2I, N / G] | None, "
+        "gate_up_order int32 [E, N] | None, down uint8 [E, N, I / 2], down_scale [E, N, I / G], down_zero | None, "
+        "down_order int32 [E, I] | None, weights float32 [T, k], ids int32 [T, k]) -> y [T, N]: moe_experts with weights "
+        "as in linear_w4a16; the hidden state is rounded to the dtype",
+        {
+            "num_experts": "experts E",
+            "top_k": "experts per token, k",
+            "hidden_size": "hidden size N, a multiple of G",
+            "intermediate_size": "intermediate size I of an expert, a multiple of G",
+            "group_size": "columns G that share a scale, a multiple of 32; 0: all",
+        },
+        f"{_REFERENCE}.moe_w4a16:moe_experts_w4a16",
+        f"{_INPUTS}:moe_experts_w4a16",
+        DOTS,
+        rows=("x", "weights", "ids"),
+        cases=(
+            {
+                "num_experts": 6,
+                "top_k": 2,
+                "hidden_size": 64,
+                "intermediate_size": 96,
+                "group_size": 32,
+            },
+            {
+                "num_experts": 16,
+                "top_k": 4,
+                "hidden_size": 256,
+                "intermediate_size": 384,
+                "group_size": 128,
+            },
+            {
+                "num_experts": 5,
+                "top_k": 2,
+                "hidden_size": 96,
+                "intermediate_size": 32,
+                "group_size": 0,
+            },
+        ),
+    ),
 )
 
 INT8 = (

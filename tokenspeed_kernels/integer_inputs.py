@@ -9,6 +9,7 @@ from tokenspeed_testing.inputs import random, random_rows
 from torch import Generator, Tensor, device
 
 from tokenspeed_core.api import Problem
+from tokenspeed_kernels.inputs import moe_experts
 from tokenspeed_kernels.reference.int8 import quantize_rows
 
 
@@ -30,6 +31,26 @@ def linear_w4a16(
         "order": order.to(at) if num % 3 == 0 else None,
         "bias": random((outer,), problem, at, seed) if num % 4 < 2 else None,
     }
+
+
+def moe_experts_w4a16(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
+    """Make the inputs of `moe_experts` with packed weights; zero points for even T, an order for some T."""
+    experts = problem["num_experts"]
+    size, inner = problem["hidden_size"], problem["intermediate_size"]
+    given = moe_experts(problem, num, at, seed, strided)
+    made = {"x": given["x"]}
+    for name, rows, columns in (("gate_up", 2 * inner, size), ("down", size, inner)):
+        shape = {**problem, "in_size": columns, "out_size": experts * rows}
+        weight = linear_w4a16(shape, num, at, seed, strided)
+        for part in ("weight", "scale", "zero"):
+            full = name if part == "weight" else f"{name}_{part}"
+            each = weight[part]
+            made[full] = None if each is None else each.view(experts, rows, -1)
+        order = torch.stack([torch.randperm(columns, generator=seed) for _ in range(experts)])
+        made[f"{name}_order"] = order.to(torch.int32).to(at) if num % 3 == 0 else None
+    return {**made, "weights": given["weights"], "ids": given["ids"]}
 
 
 def quantize_static(

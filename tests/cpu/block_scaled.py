@@ -167,7 +167,7 @@ def store(
     written = MODELOPT[form] if writer == "modelopt" else compressed_config(form)
     config["quantization_config"] = {**written, **changes}
     (folder / "config.json").write_text(json.dumps(config))
-    _load(model, dequantized)
+    load_stacked(model, dequantized)
     return tensors
 
 
@@ -199,7 +199,7 @@ def _ranges(model: nn.Module, token_ids: list[int]) -> dict[str, float]:
     return ranges
 
 
-def _load(model: nn.Module, weights: dict[str, Tensor]) -> None:
+def load_stacked(model: nn.Module, weights: dict[str, Tensor]) -> None:
     """Load weights into a model, which stacks those of experts."""
     state = model.state_dict()
     with torch.no_grad():

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from block_scaled import load_stacked
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
@@ -177,5 +178,5 @@ def store(folder: Path, model: nn.Module, settings: dict[str, Any], quantize: Qu
         layer = name.removesuffix(".weight")
         tensors |= {f"{layer}.{part}": each.contiguous() for part, each in stored.items()}
     save_file(tensors, folder / "model.safetensors")
-    assert not model.load_state_dict(meant, strict=False).unexpected_keys
+    load_stacked(model, meant)
     return tensors

@@ -69,6 +69,7 @@ PRECOMPILED = (
     "mla_decode",
     "mla_prefill",
     "linear_w4a16",
+    "moe_experts_w4a16",
     "linear_int8",
     "quantize_int8",
     "quantize_int8_static",
@@ -85,6 +86,8 @@ WARMED_UP = {
     "bias": None,
     "gate_up_bias": None,
     "down_bias": None,
+    "gate_up_order": None,
+    "down_order": None,
     "interleaved": False,
 }
 DEVICES = count(1000)  # a new device per test, because Triton caches kernels by device

@@ -135,11 +135,11 @@ class SchemeBuild(DenseBuild):
             return kernel
 
 
-def logits(folder: Path, settings: dict[str, Any]) -> Tensor:
+def logits(folder: Path, settings: dict[str, Any], family: str = "Llama") -> Tensor:
     """Return the logits [T, vocab] of a checkpoint with the kernels that its schemes name."""
     build = SchemeBuild(read_schemes(settings)[1])
     config = json.loads((folder / "config.json").read_text())
-    model = load_target(SPECS["Llama"].load)(config, build)
+    model = load_target(SPECS[family].load)(config, build)
     model.load_weights(read_safetensors(str(folder), model, lambda done, total: None))
     return sequence_logits(model, build, TOKENS)
 
@@ -163,6 +163,17 @@ def test_weight_only_logits_equal_transformers(form: str, tmp_path: Path) -> Non
     expected = transformers_logits(reference)
     assert relative(original, expected) > 0.01
     torch.testing.assert_close(logits(tmp_path, settings), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", ["awq", "gptq desc_act", "W4A16"])
+def test_experts_have_four_bit_weights(form: str, tmp_path: Path) -> None:
+    settings, quantize = WEIGHT_ONLY[form]
+    sizes = {"num_experts": 3, "moe_intermediate_size": 32, "num_hidden_layers": 2}
+    reference = save_reference("Qwen3Moe", tmp_path, **{**SIZES, **sizes})
+    store(tmp_path, reference, settings, quantize)
+    expected = transformers_logits(reference)
+    found = logits(tmp_path, settings, "Qwen3Moe")
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def quantize_inputs(model: nn.Module, round_values: Callable[[Tensor], Tensor]) -> None:

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernels import integer_inputs
+from tokenspeed_kernels.reference import moe_w4a16
 from tokenspeed_kernels.reference.int8 import linear_int8
 from tokenspeed_kernels.reference.w4a16 import dequantize_int4
 from tokenspeed_kernels.triton.linear import gemm_int8, gemm_w4a16
+from tokenspeed_kernels.triton.moe import experts_w4a16
 
 pytestmark = [
     pytest.mark.gpu,
@@ -77,6 +79,24 @@ def test_w4a16_is_the_same_in_a_graph() -> None:
     for _ in range(3):
         graph.replay()
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("group_size", [128, 32])
+@pytest.mark.parametrize("num_rows", [1, 6, 40, 300])
+def test_w4a16_experts_at_model_sizes(num_rows: int, group_size: int) -> None:
+    problem = {
+        "num_experts": 32,
+        "top_k": 8,
+        "hidden_size": 2048,
+        "intermediate_size": 768,
+        "group_size": group_size,
+        "dtype": "bfloat16",
+    }
+    seed = torch.Generator().manual_seed(5)
+    given = integer_inputs.moe_experts_w4a16(problem, num_rows, CUDA, seed, strided=True)
+    expected = moe_w4a16.moe_experts_w4a16(problem)(*given.values())
+    found = experts_w4a16.moe_experts_w4a16(problem)(*given.values())
+    assert error(found, expected.double()) < 1e-2
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tokenspeed_kernels import integer_inputs
-from tokenspeed_kernels.reference import fp8, int8, w4a16
+from tokenspeed_kernels.reference import fp8, int8, moe_w4a16, w4a16
 from tokenspeed_kernels.triton.linear import gemm_int8, gemm_w4a16
+from tokenspeed_kernels.triton.moe import experts_w4a16
 from tokenspeed_kernels.triton.quantize import integer
 
 pytestmark = pytest.mark.interpreter
@@ -82,3 +83,20 @@ def test_static_scales_are_applied(dtype: str) -> None:
         sure = codes.view(torch.uint8) & 7 != 0
         same = torch.isclose(found.float()[sure], codes.float()[sure], rtol=0.13, atol=4e-3)
         assert same.sum() >= 0.98 * sure.sum()
+
+
+@pytest.mark.parametrize("group_size", [32, 0])
+def test_w4a16_experts_match_the_reference(group_size: int) -> None:
+    problem = {
+        "num_experts": 3,
+        "top_k": 2,
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "group_size": group_size,
+        "dtype": "float16",
+    }
+    for num_rows in (1, 6):
+        given = integer_inputs.moe_experts_w4a16(problem, num_rows, CPU, generator(), strided=True)
+        expected = moe_w4a16.moe_experts_w4a16(problem)(*given.values())
+        found = experts_w4a16.moe_experts_w4a16(problem)(*given.values())
+        torch.testing.assert_close(found, expected, rtol=4e-3, atol=4e-3)

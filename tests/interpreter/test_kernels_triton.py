@@ -63,7 +63,12 @@ OF_ROW_FP8 = (
 # see test_kernels_mla.py
 OF_MLA = ("mla_write", "mla_absorb", "mla_decode", "mla_project", "mla_prefill")
 COMPOSED = ("add_rms_norm_linear_gelu_tanh_mul",)  # of kernels that are checked with other ops
-INTEGERS = ("linear_w4a16", "linear_int8", "quantize_fp8_static")  # test_gemm_integers.py
+INTEGERS = (  # see test_gemm_integers.py
+    "linear_w4a16",
+    "linear_int8",
+    "moe_experts_w4a16",
+    "quantize_fp8_static",
+)
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,7 @@ def int4(
         dtype="uint8",
         quantize=None,
         linear="linear_w4a16",
+        fused={"moe_experts": "moe_experts_w4a16"},
         packing=Packing(
             tuple(stored),
             (

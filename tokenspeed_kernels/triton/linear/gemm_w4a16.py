@@ -46,7 +46,7 @@ class Tiling:
 
 
 @triton.jit
-def _halves(packed, offset, BIAS: tl.constexpr, HAS_ASM: tl.constexpr):
+def halves(packed, offset, BIAS: tl.constexpr, HAS_ASM: tl.constexpr):
     """Return the low and the high 4 bits of bytes as floats of the dtype of `offset`, minus (offset - BIAS).
 
     The instructions put each code below the exponent of BIAS, and subtract BIAS and the zero point at once, for two
@@ -172,7 +172,7 @@ def _multiply(
         else:
             offset = tl.full((BLOCK_N,), BIAS + MIDDLE, tl.float32)
         offsets = tl.broadcast_to(offset.to(dtype)[:, None], (BLOCK_N, HALF))
-        low, high = _halves(packed, offsets, BIAS, HAS_ASM)
+        low, high = halves(packed, offsets, BIAS, HAS_ASM)
         part = tl.dot(low, low_x)
         part = tl.dot(high, high_x, part)
         total += part * scale[:, None]
