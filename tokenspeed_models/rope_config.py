@@ -94,10 +94,17 @@ def read_layer_rope(
     return read_rope({**config, "rope_scaling": None, "rope_parameters": keys}, head_size)
 
 
-def read_rope(config: Mapping[str, Any], head_size: int, *, is_partial: bool = False) -> RopeConfig:
+def read_rope(
+    config: Mapping[str, Any],
+    head_size: int,
+    *,
+    is_partial: bool = False,
+    theta: float = 10000.0,
+) -> RopeConfig:
     """Read `rope_parameters`, or `rope_theta` with `rope_scaling`. Raises ValueError naming the key.
 
     With `is_partial`, `partial_rotary_factor` is the part of each head that is rotated; otherwise it must be 1.
+    `theta` is the family's default for a missing `rope_theta`.
 
     Dynamic NTK changes nothing up to `max_position_embeddings`. Beyond that it would rotate keys anew that are in the
     cache, so models with it are limited to that length and computed without scaling.
@@ -124,9 +131,7 @@ def read_rope(config: Mapping[str, Any], head_size: int, *, is_partial: bool = F
         size = int(head_size * _positive(source, _PARTIAL, _PARTIAL))
     maximum = _positive(config, "max_position_embeddings", "max_position_embeddings")
     thetas = (at.get("rope_theta") for at in (keys, config, config.get("rope_parameters") or {}))
-    theta = _positive(
-        {"rope_theta": next(filter(None, thetas), 10000.0)}, "rope_theta", "rope_theta"
-    )
+    theta = _positive({"rope_theta": next(filter(None, thetas), theta)}, "rope_theta", "rope_theta")
     source = next(
         (at for at in (config, keys) if at.get(_ORIGINAL) is not None), {_ORIGINAL: maximum}
     )
@@ -186,7 +191,7 @@ def _factors(keys: Mapping[str, Any], key: str, name: str, size: int) -> tuple[f
     if not isinstance(values, list) or len(values) != size // 2:
         raise ValueError(
             f"config.json: {name}.{key} is {values!r:.100}, expected a list of {size // 2} numbers, half the rotated "
-            "values of a head"
+            "values of a head (see partial_rotary_factor)"
         )
     return tuple(
         _positive({key: value}, key, f"{name}.{key}[{index}]") for index, value in enumerate(values)

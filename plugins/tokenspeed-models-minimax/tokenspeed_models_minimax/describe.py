@@ -31,7 +31,7 @@ def read_minimax_m2(config: Mapping[str, Any]) -> DecoderConfig:
         qk_norm=keys.boolean("use_qk_norm", True),
         is_qk_norm_joint=True,
         head_size=HEAD_SIZE,
-        rope=partial(read_rope, is_partial=True),
+        rope=partial(read_rope, is_partial=True, theta=5e6),
         moe=MoeConfig(
             RoutingConfig(
                 keys.integer("num_local_experts"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from tokenspeed_core.api import ModelInfo
 from tokenspeed_models.config import ConfigReader, DecoderConfig, read_decoder
 from tokenspeed_models.describe import model_info
 from tokenspeed_models.moe_config import MoeConfig, RoutingConfig
+from tokenspeed_models.rope_config import read_rope
 
 
 def read_mistral(config: Mapping[str, Any]) -> DecoderConfig:
@@ -38,6 +40,7 @@ def read_mixtral(config: Mapping[str, Any]) -> DecoderConfig:
         "MixtralForCausalLM",
         num_kv_heads=8,
         windows=(window,) * num_layers,
+        rope=partial(read_rope, theta=1e6),
         moe=MoeConfig(
             RoutingConfig(
                 keys.integer("num_local_experts", 8),
