@@ -51,7 +51,7 @@ class DenseBuild:
             raise ValueError(
                 f"op {op!r} got the axes {sorted(problem)}, expected {sorted((*axes, 'dtype'))}"
             )
-        return partial(function, problem) if op == "moe_route" else function
+        return partial(function, problem) if op in _WITH_PROBLEM else function
 
     def fused(self, op: str, **problem: Any) -> Callable[..., Any] | None:
         """Return None: models use the separate ops instead."""
@@ -336,7 +336,26 @@ def _experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Ten
     return torch.stack(rows) if rows else torch.empty_like(x)
 
 
+def _biased_experts(
+    problem: Mapping[str, Any],
+    x: Tensor,
+    gate_up: Tensor,
+    gate_up_bias: Tensor,
+    down: Tensor,
+    down_bias: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+) -> Tensor:
+    both = torch.einsum("tn,tkon->tko", x, gate_up[ids]) + gate_up_bias[ids]
+    gate = both[..., ::2].clamp(max=problem["limit"])
+    up = both[..., 1::2].clamp(-problem["limit"], problem["limit"])
+    hidden = gate * torch.sigmoid(problem["alpha"] * gate) * (up + 1)
+    outs = torch.einsum("tki,tkni->tkn", hidden, down[ids]) + down_bias[ids]
+    return (weights.to(x.dtype).unsqueeze(2) * outs).sum(1)
+
+
 _HEADS = ("num_heads", "num_kv_heads", "head_size", "rotary_size")
+_WITH_PROBLEM = ("moe_route", "moe_biased_experts")
 _OPS: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "rms_norm": (_norm, ("size",)),
     "add_rms_norm": (_add_norm, ("size",)),
@@ -363,4 +382,8 @@ _OPS: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
         ),
     ),
     "moe_experts": (_experts, ("num_experts", "top_k", "hidden_size", "intermediate_size")),
+    "moe_biased_experts": (
+        _biased_experts,
+        ("num_experts", "top_k", "hidden_size", "intermediate_size", "alpha", "limit"),
+    ),
 }

@@ -38,7 +38,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 # These differ from others in what takes no engine to compare, such as routing, soft caps and names of weights.
 SIMILAR = ("DeepseekV2", "Gemma2", "Mixtral", "Olmo2", "Phi3")
 # These differ in their layers, which one case of each test covers.
-BRIEF = {"Glm4Moe": ("chunks of 16, blocks of 3", (16, 1)), "MiniMaxM2": ("a step ahead", (-1, 1))}
+BRIEF = {
+    "Glm4Moe": ("chunks of 16, blocks of 3", (16, 1)),
+    "GptOss": ("chunks of 16, blocks of 3", (16, 1)),
+    "MiniMaxM2": ("a step ahead", (-1, 1)),
+}
 
 
 def with_families(*cases: Any) -> list[Any]:

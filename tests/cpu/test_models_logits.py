@@ -13,6 +13,7 @@ import transformers
 from tokenspeed_models_deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from tokenspeed_models_gemma import GEMMA2, GEMMA3
 from tokenspeed_models_glm import GLM4_MOE
+from tokenspeed_models_gpt_oss import GPT_OSS
 from tokenspeed_models_minimax import MINIMAX_M2
 from tokenspeed_models_mistral import MISTRAL, MIXTRAL
 from tokenspeed_models_olmo import OLMO2, OLMO3
@@ -41,6 +42,13 @@ MOE: dict[str, Any] = {
     "num_experts": 5,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
+}
+GPT: dict[str, Any] = {
+    "head_dim": 16,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "sliding_window": 6,
+    "swiglu_limit": 1.5,
 }
 YARN = {
     "rope_type": "yarn",
@@ -161,6 +169,13 @@ CASES: list[tuple[str, ModelSpec, str, dict[str, Any]]] = [
         QWEN3_MOE,
         "Qwen3Moe",
         {**MOE, "use_sliding_window": True, "sliding_window": 6},
+    ),
+    ("gpt-oss", GPT_OSS, "GptOss", {**GPT, "rope_parameters": {**YARN, "truncate": False}}),
+    (
+        "gpt-oss-defaults",
+        GPT_OSS,
+        "GptOss",
+        {**GPT, "swiglu_limit": 7.0, "swiglu_alpha": 1.1, "num_hidden_layers": 4},
     ),
     ("deepseek-v2", DEEPSEEK_V2, "DeepseekV2", DEEPSEEK),
     (

@@ -127,7 +127,7 @@ def test_fine_grained_fp8_is_read(changes: dict[str, Any]) -> None:
         {"activation_scheme": "static"},
         {"scale_fmt": "ue8m0"},
         {"modules_to_convert": ["embed_tokens"]},
-        {"quant_method": "mxfp4"},
+        {"quant_method": "quark"},
         {"fmt": "e5m2"},
     ],
 )

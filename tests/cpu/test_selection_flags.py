@@ -46,7 +46,7 @@ DRY = ("serve", "--dry-run", "--device", "cpu")
         (("--attention-backend.0-3", "torch"), ("--attention-backend.prefill",)),
         (("--sampling-backend.bf16", "torch"), ("--kernel-backend sampling",)),
         (("--attention-backend", "auto,torch"), ("--attention-backend auto,torch",)),
-        (("--kernel-backend", "moe.mxfp4=torch"), ("moe.mxfp4", "fp8, mxfp8, nvfp4")),
+        (("--kernel-backend", "moe.fp6=torch"), ("moe.fp6", "mxfp4, mxfp8, nvfp4")),
         (("--kernel-backend", "attention.fp8=torch"), ("attention.fp8", "bf16, fp16, fp32")),
         (
             ("--kernel-backend", "attention=torch", "--attention-backend", "torch"),

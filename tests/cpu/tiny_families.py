@@ -95,6 +95,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "partial_rotary_factor": 0.5,
         },
     },
+    "GptOss": {
+        "head_dim": 16,
+        "intermediate_size": 32,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "sliding_window": 9,
+        "swiglu_limit": 2.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "rope_theta": 150000.0,
+            "truncate": False,
+        },
+    },
     "DeepseekV2": {**_DEEPSEEK, "q_lora_rank": None, "topk_method": "group_limited_greedy"},
     "DeepseekV3": {
         **_DEEPSEEK,

@@ -86,7 +86,8 @@ class QuantizationScheme:
     quantize: (
         str | None
     )  # op that quantizes activations; returns values and scales; its axis is `size`
-    linear: str  # op with the axes of "linear"; takes x, its scales, weight, its scales, bias
+    # Op with the axes of "linear"; takes x, its scales, weight, its scales, bias. None: the scheme is for experts alone.
+    linear: str | None
     fused: Mapping[str, str] = field(default_factory=dict)
     quantize_weight: str | None = None  # the op that quantizes weights; None: `quantize`
     # Rows and columns of a weight that share a scale. None: one scale per row.

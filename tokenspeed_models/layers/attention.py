@@ -22,7 +22,7 @@ class Attention:
     `scale` multiplies the scores (None: 1 / sqrt(head_size)), and `soft_cap` bounds them. `qk_norm` normalises queries and keys before the
     rotation. `window` is the number of tokens that a query sees, itself included. `stacked_name` is the checkpoint's
     name of queries, keys and values if it stores them as one tensor. In a layer without a norm before its blocks
-    `has_norm` is False.
+    `has_norm` is False. With `has_sinks` each query head has a learned score that joins its softmax.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class Attention:
         window: int | None = None,
         stacked_name: str | None = None,
         has_norm: bool = True,
+        has_sinks: bool = False,
     ) -> None:
         heads, kv_heads = Shard(0, "attn", num_heads), Shard(0, "attn", num_kv_heads)
         self.qkv = Linear(
@@ -71,6 +72,9 @@ class Attention:
         self._rotation: tuple[torch.Tensor | float, ...] = (
             () if qk_norm is None else qk_norm.operands
         )
+        self._sinks = (
+            torch.empty(num_heads, dtype=torch.float32, device=build.device) if has_sinks else None
+        )
         self._split = [num_heads, num_kv_heads, num_kv_heads]
         self._heads = (sum(self._split), head_size)
         self._attend = build.attention(
@@ -81,6 +85,7 @@ class Attention:
             scale=head_size**-0.5 if scale is None else scale,
             window=window,
             soft_cap=soft_cap,
+            sinks=self._sinks,
             group=window_group(window),
             rotation=Rotation("rope" if qk_norm is None else qk_norm.rotation, cos_sin.shape[1]),
         )
@@ -133,6 +138,9 @@ class Attention:
         yield from self.out.slots(prefix)
         if self._qk_norm is not None:
             yield from self._qk_norm.slots(prefix)
+        if self._sinks is not None:
+            heads = Shard(0, "attn", self._split[0])
+            yield WeightSlot(f"{prefix}sinks", self._sinks, heads, "bias")
 
     def sharding(self, prefix: str) -> Iterator[ShardingSpec]:
         """Heads are sharded over the attention group; the output is a partial sum."""

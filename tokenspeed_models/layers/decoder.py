@@ -11,7 +11,6 @@ from tokenspeed_core.api import BuildContext
 from tokenspeed_models.layers.attention import Attention
 from tokenspeed_models.layers.latent_attention import MultiHeadLatentAttention
 from tokenspeed_models.layers.mlp import MLP
-from tokenspeed_models.layers.moe import MoE
 from tokenspeed_models.layers.norm import RMSNorm
 from tokenspeed_models.sharding import ShardingSpec
 from tokenspeed_models.weights import WeightSlot
@@ -41,6 +40,21 @@ class Layer(Protocol):
         """List the sharding specs in order of computation."""
 
 
+class FeedForward(Protocol):
+    """What follows attention in a decoder layer: an MLP, or experts of any kind."""
+
+    def __call__(
+        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output [T, hidden] for the normalised x + residual [T, hidden], and that sum."""
+
+    def slots(self, prefix: str) -> Iterator[WeightSlot]:
+        """List the weights."""
+
+    def sharding(self, prefix: str) -> Iterator[ShardingSpec]:
+        """List the sharding specs in order of computation."""
+
+
 class DecoderLayer:
     """Pre-norm attention and pre-norm MLP (or experts).
 
@@ -54,7 +68,7 @@ class DecoderLayer:
         hidden_size: int,
         norm_eps: float,
         attention: Attention | MultiHeadLatentAttention,
-        mlp: MLP | MoE,
+        mlp: FeedForward,
     ) -> None:
         self.input_norm, self.attention = RMSNorm(build, hidden_size, norm_eps), attention
         self.post_norm, self.mlp = RMSNorm(build, hidden_size, norm_eps), mlp

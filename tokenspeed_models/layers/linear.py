@@ -69,6 +69,11 @@ class Linear:
             self._operands: tuple[torch.Tensor | None, ...] = (self.weight,)
             self._linear = build.op("linear", **problem)
             return
+        if scheme.linear is None:
+            raise ValueError(
+                f"quantization {scheme.name} supports experts alone, and config.json has it for {projections[0].name}. "
+                "Use another checkpoint of the model."
+            )
         if scheme.packing is not None:
             packed = PackedWeight(build, scheme, out_size, in_size)
             self.weight, self._operands = packed.weight, packed.operands

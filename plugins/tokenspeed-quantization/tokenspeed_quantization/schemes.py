@@ -138,3 +138,13 @@ def int4(
         ),
         problem={"group_size": group_size},
     )
+
+
+# Two values in a byte, and a scale for each 32. Experts alone are stored like this.
+MXFP4 = QuantizationScheme(
+    name="mxfp4",
+    dtype="uint8",
+    quantize=None,
+    linear=None,
+    fused={"moe_biased_experts": "moe_biased_experts_mxfp4"},
+)
