@@ -129,6 +129,23 @@ def test_window_takes_pages_for_a_window_and_a_chunk() -> None:
     assert 131072 <= layout.max_sequence_len(pages) < 131072 + 96
 
 
+def test_groups_are_evicted_evenly() -> None:
+    groups = (FullAttention("full", 1, 1, 1), LatentAttention("latent", 1, 1, 0))
+    kv = KVManager(groups, BLOCK, 16, blocks_per_page=(3, 1))
+    tokens = np.arange(12 * BLOCK, dtype=np.int32)
+    chain = kv.chain("", 0)
+    chain.extend(tokens)
+    kv.begin(1)
+    lease = kv.acquire(kv.no_match())
+    assert kv.extend(lease, 0, len(tokens)) is not None
+    kv.cache_full_blocks(lease, chain, len(tokens), tokens)
+    kv.release(lease)
+    assert kv.counts().cached == 12 // 3 + 12
+    for num_pages, left in ((4, 9), (4, 6), (4, 3)):  # a page of `full` and three of `latent`
+        assert kv.pool.take(num_pages) is not None
+        assert kv.match(chain, len(tokens) + 1).num_tokens == left * BLOCK
+
+
 # -- the manager ----------------------------------------------------------------------------------
 
 

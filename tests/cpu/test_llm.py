@@ -223,6 +223,7 @@ def test_start_logs_the_capacity_of_shared_groups(
     ):
         kv = llm._engine.scheduler.kv
         assert (len(kv.groups), kv.pool.num_pages) == (2, 2 * 512 // 16)
+    assert "holds 16 tokens of group full or 16 tokens of group window" in caplog.text
     assert all(part in caplog.text for part in ("512 tokens", "blocks of 16", "128 tokens"))
     assert "has no effect" not in caplog.text
 

@@ -245,6 +245,16 @@ def start(
         runner.block_size,
         max_model_len,
     )
+    layout = runner.layout
+    if len(layout.groups) > 1:
+        log.info(
+            "a page of the KV cache has %d bytes and holds %s",
+            layout.page_bytes,
+            " or ".join(
+                f"{each.blocks_per_page * layout.block_size} tokens of group {each.name}"
+                for each in layout.groups
+            ),
+        )
     ready = Ready(max_model_len, kv.max_sequence_len, info.vocab_size, json.dumps(report))
     return Started(engine, ready, runner.kernel_plan)
 

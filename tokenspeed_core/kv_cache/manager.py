@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 
 import numpy as np
 
@@ -267,18 +266,20 @@ class KVManager:
         return tuple(entries)
 
     def _blocks_of(
-        self, group: int, pages: Iterable[int], spare: list[int], num: int
+        self, group: int, pages: list[int], spare: list[int], num: int
     ) -> tuple[int, ...]:
-        """Give new pages to a group and return `num` blocks of its spare ones and of the pages, in order."""
+        """Return the next `num` blocks of a group: the spare ones, then those of new pages."""
         per_page = self._blocks_per_page[group]
-        blocks = spare[::-1]
-        for page in pages:
-            self._group_of_page[page] = group
-            if per_page > 1:
-                self.pool.share(page, per_page - 1)
-            blocks += range(page * per_page, (page + 1) * per_page)
-        spare[:] = blocks[num:][::-1]
-        return tuple(blocks[:num])
+        blocks = []
+        for _ in range(num):
+            if not spare:
+                page = pages.pop()
+                self._group_of_page[page] = group
+                if per_page > 1:
+                    self.pool.share(page, per_page - 1)
+                spare += range((page + 1) * per_page - 1, page * per_page - 1, -1)
+            blocks.append(spare.pop())
+        return tuple(blocks)
 
     def cache_full_blocks(
         self, lease: BlockLease, chain: HashChain, num_computed: int, tokens: I32
@@ -311,14 +312,14 @@ class KVManager:
         """
         if self._is_one_to_one:
             return [block for block in reversed(lease.tables[0]) if block != ABSENT]
-        pages: list[tuple[int, int]] = []
-        for per_page, table, spare in zip(
-            self._blocks_per_page, lease.tables, lease.spare, strict=True
-        ):
-            blocks = enumerate(table + spare)
-            pages += [(i, block // per_page) for i, block in blocks if block != ABSENT]
-        pages.sort(key=itemgetter(0), reverse=True)
-        return [page for _, page in pages]
+        per_page = self._blocks_per_page
+        spare = zip(per_page, lease.spare, strict=True)
+        pages = [block // each for each, blocks in spare for block in blocks]
+        # All tables have the same length: a row is the blocks of the same tokens.
+        for row in zip(*map(reversed, lease.tables), strict=True):
+            blocks = zip(per_page, row, strict=True)
+            pages += [block // each for each, block in blocks if block != ABSENT]
+        return pages
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix index. Leases keep their blocks."""
