@@ -1,6 +1,6 @@
 """Make the demo checkpoint from a seed: tokenizer, training, files.
 
-`python -m demo_training.make --out FOLDER [--steps N] [--seed N]`
+`python -m demo_training.make --out FOLDER [--architecture NAME] [--steps N] [--seed N]`
 """
 
 from __future__ import annotations
@@ -18,15 +18,31 @@ from tokenizers import Tokenizer
 from tokenspeed_demo.render import END_OF_TURN
 
 from .data import BatchMaker, Encoder, Shape, batches
+from .deepseek_v3 import DeepseekV3, DeepseekV3Config
 from .model import ModelConfig, Qwen3
 from .tokenizer import CONTROL, END_OF_TEXT, save_tokenizer, train_tokenizer
-from .train import TrainingConfig, held_out_samples, train
+from .train import LanguageModel, TrainingConfig, held_out_samples, train
+
+Config = ModelConfig | DeepseekV3Config
 
 
-def save_checkpoint(model: Qwen3, config: ModelConfig, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write weights in bf16 and the two configuration files."""
+def make_model(architecture: str, num_layers: int | None) -> tuple[Config, LanguageModel]:
+    """Return a configuration and an untrained model."""
+    sizes = {} if num_layers is None else {"num_hidden_layers": num_layers}
+    if architecture == "qwen3":
+        qwen = ModelConfig(**sizes)
+        return qwen, Qwen3(qwen)
+    deepseek = DeepseekV3Config(**sizes)
+    return deepseek, DeepseekV3(deepseek)
+
+
+def save_checkpoint(
+    model: LanguageModel, config: Config, tokenizer: Tokenizer, folder: Path
+) -> None:
+    """Write weights in bf16, those of the experts' choice in float32, and the two configuration files."""
     weights = {
-        name: value.detach().to("cpu", torch.bfloat16) for name, value in model.state_dict().items()
+        name: value.detach().to("cpu", torch.float32 if "bias" in name else torch.bfloat16)
+        for name, value in model.checkpoint().items()
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     vocabulary = tokenizer.get_vocab()
@@ -49,11 +65,13 @@ def save_checkpoint(model: Qwen3, config: ModelConfig, tokenizer: Tokenizer, fol
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Make the demo checkpoint from a seed.")
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
+    parser.add_argument("--architecture", choices=("qwen3", "deepseek_v3"), default="qwen3")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=9_500)
+    parser.add_argument("--seconds", type=float, help="of training at most")
     parser.add_argument("--rows", type=int, default=16, help="rows of a batch")
     parser.add_argument("--length", type=int, default=4096, help="tokens of a row")
-    parser.add_argument("--layers", type=int, default=ModelConfig().num_hidden_layers)
+    parser.add_argument("--layers", type=int)
     parser.add_argument(
         "--tokenizer-items", type=int, default=30_000, help="conversations the tokenizer sees"
     )
@@ -72,21 +90,22 @@ def main() -> None:
     device = torch.device(arguments.device)
     torch.manual_seed(arguments.seed)
     torch.set_float32_matmul_precision("high")
-    model_config = ModelConfig(num_hidden_layers=arguments.layers)
+    model_config, model = make_model(arguments.architecture, arguments.layers)
     tokenizer = train_tokenizer(arguments.seed, model_config.vocab_size, arguments.tokenizer_items)
     save_tokenizer(tokenizer, folder, model_config.max_position_embeddings)
     tokenizer_seconds = time.perf_counter() - start
     print(f"tokenizer of {model_config.vocab_size} tokens: {tokenizer_seconds:.1f} s", flush=True)
 
     shape = Shape(arguments.rows, arguments.length)
-    config = TrainingConfig(steps=arguments.steps, shape=shape)
-    model = Qwen3(model_config).to(device)
+    config = TrainingConfig(arguments.steps, shape, arguments.seconds)
+    model.to(device)
     maker = BatchMaker(arguments.seed, folder / "tokenizer.json", shape)
     samples = held_out_samples(Encoder(tokenizer), shape)
     log = train(model, batches(maker, config.steps, arguments.processes), samples, config, device)
     save_checkpoint(model, model_config, tokenizer, folder)
     record = {
         "seed": arguments.seed,
+        "architecture": arguments.architecture,
         "model": asdict(model_config),
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
         "training": asdict(config),

@@ -49,6 +49,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:
+    """Attention of [S, H, T, D]. mask is a BlockMask, or bool [S, 1, T, T] with True where a query may look."""
+    if isinstance(mask, BlockMask):
+        out = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+        assert isinstance(out, Tensor)  # only return_lse makes it a tuple
+        return out
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -63,25 +72,21 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: BlockMask | Tensor) -> Tensor:
-        """x [S, T, hidden]; mask is a BlockMask, or bool [S, 1, T, T] with True where a query may look."""
+        """x [S, T, hidden]; masks are as in `attend`."""
         heads = (*x.shape[:2], -1, self.head_dim)
         v = self.v_proj(x).view(heads).transpose(1, 2)
         q = rotate(self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2), cos, sin).to(v.dtype)
         k = rotate(self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2), cos, sin).to(v.dtype)
-        if isinstance(mask, BlockMask):
-            out = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
-            assert isinstance(out, Tensor)  # only return_lse makes it a tuple
-        else:
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        out = attend(q, k, v, mask)
         return self.o_proj(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
 class MLP(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
@@ -93,7 +98,7 @@ class Layer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: BlockMask | Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
@@ -123,11 +128,20 @@ class Qwen3(nn.Module):
             nn.init.zeros_(layer.self_attn.o_proj.weight)  # type: ignore[union-attr, arg-type]
             nn.init.zeros_(layer.mlp.down_proj.weight)  # type: ignore[union-attr, arg-type]
 
-    def forward(self, tokens: Tensor, positions: Tensor, mask: BlockMask | Tensor) -> Tensor:
-        """Logits [S, T, vocab] of tokens and positions [S, T]."""
+    def forward(
+        self, tokens: Tensor, positions: Tensor, mask: BlockMask | Tensor
+    ) -> tuple[Tensor, ...]:
+        """Logits [S, T, vocab] of the next token, for tokens and positions [S, T]."""
         angles = positions[:, None, :, None].float() * torch.cat((self._inverse, self._inverse))  # type: ignore[arg-type]
         cos, sin = angles.cos(), angles.sin()
         x = self.model.embed_tokens(tokens)
         for layer in self.model.layers:
             x = layer(x, cos, sin, mask)
-        return F.linear(self.model.norm(x), self.model.embed_tokens.weight)
+        return (F.linear(self.model.norm(x), self.model.embed_tokens.weight),)
+
+    def after_step(self) -> None:
+        """Do nothing."""
+
+    def checkpoint(self) -> dict[str, Tensor]:
+        """The weights under the published names."""
+        return self.state_dict()

@@ -15,13 +15,20 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from .data import Batch, Encoder, Shape, pack
+from .deepseek_v3 import DeepseekV3
 from .model import Qwen3
+
+LanguageModel = Qwen3 | DeepseekV3
+DRAFT_WEIGHT = 0.3  # of the loss of tokens after the next one
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingConfig:
+    """`seconds` ends the training earlier than `steps`. The learning rate then falls to zero by that time."""
+
     steps: int
     shape: Shape
+    seconds: float | None = None
     matrix_learning_rate: float = 4e-3  # Muon, scaled to the update size of AdamW
     other_learning_rate: float = 3e-3
     weight_decay: float = 0.05
@@ -89,17 +96,18 @@ class Loader:
         )
 
 
-def learning_rate_scale(step: int, config: TrainingConfig) -> float:
-    """Return the learning rate's factor: a linear warm-up, then a cosine to zero."""
-    warmup = max(1, int(config.warmup * config.steps))
-    if step < warmup:
-        return (step + 1) / warmup
-    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, config.steps - warmup)))
+def learning_rate_scale(progress: float, warmup: float) -> float:
+    """Return the learning rate's factor at a share of the training: a linear warm-up, then a cosine to zero."""
+    if progress < warmup:
+        return progress / warmup
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, (progress - warmup) / (1 - warmup))))
 
 
-def make_optimizers(model: Qwen3, config: TrainingConfig) -> list[torch.optim.Optimizer]:
-    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name]
-    others = [p for name, p in model.named_parameters() if p.dim() != 2 or "embed" in name]
+def make_optimizers(model: LanguageModel, config: TrainingConfig) -> list[torch.optim.Optimizer]:
+    matrices, others = [], []
+    for name, parameter in model.named_parameters():
+        is_table = "embed" in name or "lm_head" in name
+        (others if is_table or parameter.dim() != 2 else matrices).append(parameter)
     return [
         torch.optim.Muon(
             matrices,
@@ -116,7 +124,7 @@ def make_optimizers(model: Qwen3, config: TrainingConfig) -> list[torch.optim.Op
 Forward = Callable[[Inputs], tuple[Tensor, Tensor]]
 
 
-def make_forward(model: Qwen3, device: torch.device) -> Forward:
+def make_forward(model: LanguageModel, device: torch.device) -> Forward:
     """Return a function that computes the loss, and which targets are the top-1 prediction."""
 
     def compute(
@@ -127,11 +135,16 @@ def make_forward(model: Qwen3, device: torch.device) -> Forward:
         mask: BlockMask | Tensor,
     ) -> tuple[Tensor, Tensor]:
         with torch.autocast(device.type, torch.bfloat16):
-            logits = model(tokens, positions, mask)
+            logits, *drafts = model(tokens, positions, mask)
         logits = logits.float()
-        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-        loss = (losses * weights.flatten()).sum() / weights.sum()
-        return loss, logits.argmax(-1) == targets
+        hits = logits.argmax(-1) == targets
+        loss = _loss(logits, targets, weights)
+        for draft in drafts:
+            # The last token of a document has the weight 0, and no token after the next one.
+            targets = targets.roll(-1, dims=1)
+            weights = weights.roll(-1, dims=1) * (weights > 0)
+            loss = loss + DRAFT_WEIGHT * _loss(draft.float(), targets, weights)
+        return loss, hits
 
     run = torch.compile(compute, dynamic=False) if device.type == "cuda" else compute
 
@@ -139,6 +152,12 @@ def make_forward(model: Qwen3, device: torch.device) -> Forward:
         return run(inputs.tokens, inputs.positions, inputs.targets, inputs.weights, inputs.mask)
 
     return forward
+
+
+def _loss(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted mean of the cross entropy."""
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    return (losses * weights.flatten()).sum() / weights.sum()
 
 
 def whole_documents_right(hits: Tensor, inputs: Inputs, documents: Tensor) -> float:
@@ -178,7 +197,7 @@ def held_out_samples(encoder: Encoder, shape: Shape) -> dict[str, Batch]:
 
 
 def train(
-    model: Qwen3,
+    model: LanguageModel,
     data: Iterable[Batch],
     samples: dict[str, Batch],
     config: TrainingConfig,
@@ -196,7 +215,8 @@ def train(
     optimizers = make_optimizers(model, config)
     start = time.perf_counter()
     for step, batch in enumerate(data):
-        scale = learning_rate_scale(step, config)
+        time_share = (time.perf_counter() - start) / (config.seconds or math.inf)
+        scale = learning_rate_scale(max((step + 0.5) / config.steps, time_share), config.warmup)
         for optimizer, rate in zip(
             optimizers, (config.matrix_learning_rate, config.other_learning_rate), strict=True
         ):
@@ -208,10 +228,13 @@ def train(
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        last = step + 1 == config.steps
+        model.after_step()
+        last = step + 1 == config.steps or time_share > 1
         if step % config.log_interval == 0 or last:
             say(f"step {step} loss {loss.item():.4f} {time.perf_counter() - start:.1f} s")
         if (step + 1) % config.check_interval == 0 or last:
             scores = check(forward, loader, samples, device)
             say("held-out " + " ".join(f"{task} {score:.3f}" for task, score in scores.items()))
+        if last:
+            break
     return log

@@ -11,6 +11,8 @@ torch = pytest.importorskip("torch", reason="training needs torch")
 np = pytest.importorskip("numpy", reason="training needs numpy")
 
 from demo_training.data import BatchMaker, Encoder, Shape, batches, pack  # noqa: E402
+from demo_training.deepseek_v3 import DeepseekV3, DeepseekV3Config  # noqa: E402
+from demo_training.make import save_checkpoint  # noqa: E402
 from demo_training.model import ModelConfig, Qwen3  # noqa: E402
 from demo_training.train import (  # noqa: E402
     Loader,
@@ -26,6 +28,19 @@ from tokenspeed_demo.items import held_out_set  # noqa: E402
 FOLDER = Path(CHECKPOINT.path)
 TINY = ModelConfig(
     hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, head_dim=16
+)
+TINY_DEEPSEEK = DeepseekV3Config(
+    hidden_size=32,
+    intermediate_size=64,
+    moe_intermediate_size=8,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    q_lora_rank=16,
+    kv_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=8,
+    v_head_dim=8,
 )
 CPU = torch.device("cpu")
 
@@ -51,7 +66,7 @@ def test_training_model_equals_transformers() -> None:
         torch.ones(1, 1, 40, 40, dtype=torch.bool).tril(),
     )
     with torch.no_grad():
-        ours, theirs = trained()(tokens, positions, causal), reference(tokens).logits
+        (ours,), theirs = trained()(tokens, positions, causal), reference(tokens).logits
     assert torch.linalg.norm(ours - theirs) < 1e-5 * torch.linalg.norm(theirs)
 
 
@@ -103,9 +118,36 @@ def test_a_few_steps_lower_the_loss() -> None:
     assert losses[-1] < losses[0] - 0.3
 
 
+def test_deepseek_equals_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    shape = Shape(1, 256)
+    config = TrainingConfig(steps=6, shape=shape, log_interval=5, check_interval=1000)
+    model = DeepseekV3(TINY_DEEPSEEK)
+    tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+    log = train(
+        model, batches(BatchMaker(1, FOLDER / "tokenizer.json", shape), 6, 0), {}, config, CPU
+    )
+    losses = [float(line.split()[3]) for line in log if line.startswith("step")]
+    assert losses[-1] < losses[0]
+    biases = [value for name, value in model.named_buffers() if "bias" in name]
+    assert len(biases) == 2, "of a sparse layer and of the draft layer"
+    assert all(bias.any() for bias in biases)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    save_checkpoint(model, TINY_DEEPSEEK, tokenizer, tmp_path)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    tokens = torch.randint(0, 1536, (2, 40), generator=torch.Generator().manual_seed(1))
+    causal = torch.ones(1, 1, 40, 40, dtype=torch.bool).tril()
+    with torch.no_grad():
+        ours, _ = model(tokens, torch.arange(40).expand(2, 40), causal)
+        theirs = reference(tokens).logits
+    assert torch.linalg.norm(ours - theirs) < 1e-5 * torch.linalg.norm(theirs)
+
+
 def test_learning_rate_rises_then_falls_to_zero() -> None:
-    config = TrainingConfig(steps=1000, shape=Shape(1, 1))
-    scales = [learning_rate_scale(step, config) for step in range(1000)]
+    scales = [learning_rate_scale((step + 0.5) / 1000, 0.02) for step in range(1000)]
     assert scales.index(max(scales)) in (19, 20)
     assert max(scales) == 1
     assert scales[-1] < 1e-4
