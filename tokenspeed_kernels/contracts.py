@@ -377,7 +377,7 @@ _CODED_EXPERTS = tuple(
     )
     for dtype, relative, absolute in (
         ("float32", 2e-3, 0.06),
-        ("bfloat16", 1e-2, 0.2),
+        ("bfloat16", 1e-2, 0.25),
         ("float16", 2e-3, 0.15),
     )
 )

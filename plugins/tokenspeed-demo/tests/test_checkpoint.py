@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenspeed_demo import CHECKPOINT
+from tokenspeed_demo import CHECKPOINT, DEEPSEEK
 from tokenspeed_demo.items import REQUIRED, held_out_set
 from tokenspeed_demo.score import is_right, with_transformers
 
@@ -25,6 +25,16 @@ def test_weights_are_bf16_and_tied() -> None:
     config = json.loads((FOLDER / "config.json").read_text())
     assert config["architectures"] == ["Qwen3ForCausalLM"]
     assert config["tie_word_embeddings"]
+
+
+def test_draft_layer_has_the_published_names() -> None:
+    from safetensors import safe_open
+
+    with safe_open(Path(DEEPSEEK.path) / "model.safetensors", "pt") as file:
+        names = set(file.keys())
+    kept = ("enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head", "embed_tokens")
+    assert {f"model.layers.4.{name}.weight" for name in kept} <= names
+    assert "model.layers.4.mlp.experts.15.down_proj.weight" in names
 
 
 def test_most_held_out_items_are_answered_exactly() -> None:

@@ -7,7 +7,10 @@ import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from tokenspeed_demo import CHECKPOINT
+import pytest
+from tokenspeed_demo import CHECKPOINT, DEEPSEEK
+
+from tokenspeed_core.api import Checkpoint
 
 
 def test_import_loads_no_tensor_library() -> None:
@@ -15,14 +18,19 @@ def test_import_loads_no_tensor_library() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_entry_point_names_the_checkpoint() -> None:
-    (entry,) = entry_points(group="tokenspeed.checkpoints", name="demo")
+both = pytest.mark.parametrize("checkpoint", [CHECKPOINT, DEEPSEEK], ids=lambda each: each.name)
+
+
+@both
+def test_entry_point_names_the_checkpoint(checkpoint: Checkpoint) -> None:
+    (entry,) = entry_points(group="tokenspeed.checkpoints", name=checkpoint.name)
     assert entry.extras == ["api1"]
-    assert entry.load() == CHECKPOINT
+    assert entry.load() == checkpoint
 
 
-def test_checkpoint_has_all_hugging_face_files() -> None:
-    present = {path.name for path in Path(CHECKPOINT.path).iterdir()}
+@both
+def test_checkpoint_has_all_hugging_face_files(checkpoint: Checkpoint) -> None:
+    present = {path.name for path in Path(checkpoint.path).iterdir()}
     assert present >= {
         "chat_template.jinja",
         "config.json",
@@ -33,5 +41,6 @@ def test_checkpoint_has_all_hugging_face_files() -> None:
     }
 
 
-def test_weights_are_at_most_12_megabytes() -> None:
-    assert (Path(CHECKPOINT.path) / "model.safetensors").stat().st_size <= 12_000_000
+@both
+def test_weights_are_at_most_16_megabytes(checkpoint: Checkpoint) -> None:
+    assert (Path(checkpoint.path) / "model.safetensors").stat().st_size <= 16_000_000

@@ -1,4 +1,4 @@
-"""The demo model: a checkpoint, and the program that scores it."""
+"""The demo models: two checkpoints, and the program that scores them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,17 @@ from pathlib import Path
 
 from tokenspeed_core.api import Checkpoint
 
-__all__ = ["CHECKPOINT"]
+__all__ = ["CHECKPOINT", "DEEPSEEK"]
+
+_FOLDER = Path(__file__).resolve().parent
 
 CHECKPOINT = Checkpoint(
     name="demo",
-    path=str(Path(__file__).resolve().parent / "checkpoint"),
+    path=str(_FOLDER / "checkpoint"),
     description="A 5M-parameter Qwen3 chat model: sums, tool calls, extraction, copying and editing text.",
+)
+DEEPSEEK = Checkpoint(
+    name="demo-deepseek",
+    path=str(_FOLDER / "checkpoint_deepseek"),
+    description="A 7M-parameter DeepSeek-V3 chat model with the demo's tasks: latent attention, 16 experts.",
 )

@@ -104,7 +104,8 @@ def learning_rate_scale(progress: float, warmup: float) -> float:
 
 
 def make_optimizers(model: LanguageModel, config: TrainingConfig) -> list[torch.optim.Optimizer]:
-    matrices, others = [], []
+    matrices: list[Tensor] = []
+    others: list[Tensor] = []
     for name, parameter in model.named_parameters():
         is_table = "embed" in name or "lm_head" in name
         (others if is_table or parameter.dim() != 2 else matrices).append(parameter)

@@ -1,4 +1,8 @@
-"""Each model family in bfloat16 on a GPU, compared with transformers at the first divergence."""
+"""Each model family on a GPU, compared with transformers at the first divergence.
+
+Families with experts run in float32, others in bfloat16: the scores of two experts often differ by less than a rounding
+of bfloat16, and another expert gives other logits.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +32,15 @@ PROMPTS = [[(seed * 31 + i * 17) % 95 + 3 for i in range(5 + 7 * seed)] for seed
 def test_first_divergence_from_transformers_is_in_both_top_fives(
     family: str, tmp_path: Path
 ) -> None:
-    reference = save_reference(family, tmp_path).to(device=DEVICE, dtype=torch.bfloat16)
+    reference = save_reference(family, tmp_path).to(device=DEVICE)
+    has_experts = any("experts" in name for name, _ in reference.named_modules())
+    dtype = "float32" if has_experts else "bfloat16"
+    reference.to(getattr(torch, dtype))
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=TOP)
     with LLM(
         str(tmp_path),
         device=DEVICE,
-        dtype="bfloat16",
+        dtype=dtype,
         skip_tokenizer_init=True,
         max_num_seqs=8,
         max_total_tokens=4096,
