@@ -13,6 +13,7 @@ __all__ = [
     "FLASHINFER_MLA",
     "MLA",
     "PREFILL",
+    "TOKENSPEED_MLA",
     "TORCH_BLOCKS",
     "TORCH_MOE",
 ]
@@ -185,3 +186,22 @@ def _flashinfer_mla(min_heads: int, max_heads: int) -> KernelSpec:
 
 # The library rejects 65 to 127 heads.
 FLASHINFER_MLA = (_flashinfer_mla(1, 64), _flashinfer_mla(128, 128))
+
+TOKENSPEED_MLA = KernelSpec(
+    op="mla_decode",
+    backend="tokenspeed_mla",
+    capability=Capability(
+        platforms=("cuda",),
+        min_compute_capability=_MIN_CAPABILITY,
+        max_compute_capability=_MAX_CAPABILITY,
+        dtypes=_HALVES,
+        kv_dtypes=_HALVES,
+        block_sizes=(32, 64),
+        features=frozenset({"graph_safe"}),
+        limits=(AxisLimit("num_heads", 1, 128), *_MLA_SIZES),
+    ),
+    load="tokenspeed_kernels_blackwell.mla.tokenspeed_mla:mla_decode",
+    requires=("tokenspeed_mla",),
+    obtain="pip install 'tokenspeed-kernels-blackwell[tokenspeed-mla]'",
+    needs_compile=True,  # each kernel is compiled at the first call that needs it
+)
