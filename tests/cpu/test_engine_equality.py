@@ -42,6 +42,7 @@ BRIEF = {
     "Glm4Moe": ("chunks of 16, blocks of 3", (16, 1)),
     "GptOss": ("chunks of 16, blocks of 3", (16, 1)),
     "MiniMaxM2": ("a step ahead", (-1, 1)),
+    "Olmo3": ("chunks of 5", (16, 2)),
 }
 
 

@@ -21,6 +21,7 @@ from tokenspeed_models_gemma.describe import (
 from tokenspeed_models_gemma.model import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
 from tokenspeed_models_olmo import OLMO3
 from tokenspeed_models_olmo.describe import describe_olmo2, describe_olmo3, read_olmo3
+from tokenspeed_models_olmo.model import Olmo2ForCausalLM
 from tokenspeed_models_phi import PHI3
 from tokenspeed_models_phi.describe import describe_phi3, read_phi3
 from tokenspeed_models_phi.model import Phi3ForCausalLM
@@ -346,6 +347,60 @@ def test_language_model_of_a_multimodal_checkpoint_is_loaded(prefix: str, tmp_pa
         expected = text(torch.tensor([ids])).logits[0]
         found = sequence_logits(model, build, ids)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+class FusedRequests(DenseBuild):
+    """A build that records the fused ops that a model asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused_ops: set[str] = set()
+
+    def fused(self, op: str, **problem: Any) -> None:
+        self.fused_ops.add(op)
+
+
+@pytest.mark.parametrize(
+    ("model", "ops", "fused_ops"),
+    [
+        (
+            Gemma3ForCausalLM,
+            {
+                "linear",
+                "rms_norm",
+                "add_rms_norm",
+                "add_rms_norm_linear",
+                "add_rms_norm_linear_gelu_tanh_mul",
+                "qk_norm_rope",
+            },
+            set(),
+        ),
+        (
+            Phi3ForCausalLM,
+            {
+                "linear",
+                "rms_norm",
+                "add_rms_norm",
+                "add_rms_norm_linear",
+                "add_rms_norm_linear_silu_mul",
+                "rope",
+            },
+            {"fused_block", "fused_block_in_place"},
+        ),
+        (
+            Olmo2ForCausalLM,
+            {"linear", "rms_norm", "add_rms_norm", "silu_mul", "rope"},
+            set(),
+        ),
+    ],
+)
+def test_family_requests_the_fused_ops_that_apply(
+    model: Any, ops: set[str], fused_ops: set[str]
+) -> None:
+    build = FusedRequests()
+    model(TINY_TEXT, build)
+    assert {op for op, _ in build.problems} - {"attention"} == ops
+    assert build.fused_ops == fused_ops
 
 
 def test_norm_weights_with_an_offset_keep_their_low_bits() -> None:
