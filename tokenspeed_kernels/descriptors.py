@@ -140,6 +140,7 @@ TORCH_LINEAR = (
     _torch("quantize_int8_static", "int8:quantize_int8_static"),
     _torch("linear_int8", "int8:linear_int8"),
     _torch("linear_w4a16", "w4a16:linear_w4a16"),
+    _torch("linear_mxfp4", "w4a16:linear_mxfp4"),
     _torch("mla_absorb", "mla:mla_absorb"),
     _torch("mla_project", "mla:mla_project"),
 )
@@ -291,6 +292,13 @@ TRITON_LINEAR = (
         "linear.gemm_w4a16:linear_w4a16",
         _GRAPH_SAFE,
         (AxisLimit("in_size", 32, multiple_of=32), AxisLimit("group_size", 0, multiple_of=32)),
+        _HALVES,
+    ),
+    _triton(
+        "linear_mxfp4",
+        "linear.gemm_w4a16:linear_mxfp4",
+        _GRAPH_SAFE,
+        (AxisLimit("in_size", 32, multiple_of=32),),
         _HALVES,
     ),
     _triton("linear_int8", "linear.gemm_int8:linear_int8", _GRAPH_SAFE),

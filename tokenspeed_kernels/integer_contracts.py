@@ -48,6 +48,21 @@ W4A16 = (
         ),
     ),
     OpContract(
+        "linear_mxfp4",
+        "linear",
+        "(x [T, I], weight uint8 [O, I / 2], scale float32 [O, I / 32], bias [O] | None) -> y [T, O]: as linear_w4a16 with "
+        "E2M1 codes: value = e2m1(code) * scale for groups of 32 columns, in the same order of codes",
+        {"in_size": "input features I, a multiple of 32", "out_size": "output features O"},
+        f"{_REFERENCE}.w4a16:linear_mxfp4",
+        f"{_INPUTS}:linear_mxfp4",
+        DOTS,
+        rows=("x",),
+        cases=(
+            {"in_size": 128, "out_size": 50},
+            {"in_size": 352, "out_size": 96},
+        ),
+    ),
+    OpContract(
         "moe_experts_w4a16",
         "moe",
         "(x [T, N], gate_up uint8 [E, 2I, N / 2], gate_up_scale [E, 2I, N / G], gate_up_zero uint8 [E, 2I, N / G] | None, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -30,6 +31,20 @@ def linear_w4a16(
         "zero": zero.to(at) if num % 2 == 0 else None,
         "order": order.to(at) if num % 3 == 0 else None,
         "bias": random((outer,), problem, at, seed) if num % 4 < 2 else None,
+    }
+
+
+def linear_mxfp4(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
+    """Make x [T, I] and random codes with power-of-two scales; a bias for some T."""
+    shape = {**problem, "group_size": 32}
+    given = linear_w4a16(shape, num, at, seed, strided)
+    exponent = torch.randint(-3, 2, given["scale"].shape, generator=seed)
+    scale = torch.exp2(exponent - round(0.5 * math.log2(problem["in_size"]))).to(at)
+    return {name: given[name] for name in ("x", "weight")} | {
+        "scale": scale.to(torch.float32),
+        "bias": given["bias"],
     }
 
 

@@ -69,6 +69,7 @@ PRECOMPILED = (
     "mla_decode",
     "mla_prefill",
     "linear_w4a16",
+    "linear_mxfp4",
     "moe_experts_w4a16",
     "linear_int8",
     "quantize_int8",

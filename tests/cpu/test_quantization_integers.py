@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.quantization import preset_name_to_scheme
 from integer_checkpoints import (
     GROUP,
     SIZES,
@@ -102,6 +103,10 @@ WEIGHT_ONLY: dict[str, tuple[dict[str, Any], Quantizer]] = {
     "W4A16 asymmetric": by_compressed_tensors("pack-quantized", {**INT4, "symmetric": False}),
     "W4A16 per channel": by_compressed_tensors(
         "pack-quantized", {"num_bits": 4, "type": "int", "strategy": "channel"}
+    ),
+    "MXFP4A16": by_compressed_tensors(
+        "mxfp4-pack-quantized",
+        preset_name_to_scheme("MXFP4A16", ["Linear"]).weights.model_dump(),
     ),
     "W4A16 actorder": (
         {

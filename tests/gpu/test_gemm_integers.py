@@ -9,7 +9,7 @@ from torch import Tensor
 from tokenspeed_kernels import integer_inputs
 from tokenspeed_kernels.reference import moe_w4a16
 from tokenspeed_kernels.reference.int8 import linear_int8
-from tokenspeed_kernels.reference.w4a16 import dequantize_int4
+from tokenspeed_kernels.reference.w4a16 import dequantize_e2m1, dequantize_int4, linear_mxfp4
 from tokenspeed_kernels.triton.linear import gemm_int8, gemm_w4a16
 from tokenspeed_kernels.triton.moe import experts_w4a16
 
@@ -65,6 +65,30 @@ def test_converted_codes_are_exact(dtype: str, *, has_asm: bool) -> None:
         expected = dequantize_int4(given["weight"], ones, zero)
         found = kernel.multiply(x, given["weight"], ones, zero, None)
         assert torch.equal(found.float(), expected.T)
+
+
+@pytest.mark.parametrize("has_asm", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_converted_e2m1_codes_are_exact(dtype: str, *, has_asm: bool) -> None:
+    problem = {"in_size": 64, "out_size": 64, "group_size": 32, "dtype": dtype}
+    kernel = gemm_w4a16.LinearW4A16Kernel(problem, is_e2m1=True)
+    kernel._has_asm = has_asm
+    seed = torch.Generator().manual_seed(6)
+    given = integer_inputs.linear_mxfp4(problem, 64, CUDA, seed, strided=False)
+    ones = torch.ones_like(given["scale"])
+    x = torch.eye(64, device=CUDA, dtype=getattr(torch, dtype))
+    found = kernel.multiply(x, given["weight"], ones, None, None)
+    assert torch.equal(found.float(), dequantize_e2m1(given["weight"], ones).T)
+
+
+@pytest.mark.parametrize("num_rows", [1, 12, 130, 300])
+def test_mxfp4_at_model_sizes(num_rows: int) -> None:
+    problem = {"in_size": 4096, "out_size": 6144, "dtype": "bfloat16"}
+    seed = torch.Generator().manual_seed(7)
+    given = integer_inputs.linear_mxfp4(problem, num_rows, CUDA, seed, strided=True)
+    expected = linear_mxfp4({"dtype": "float32"})(**given)
+    found = gemm_w4a16.linear_mxfp4(problem)(*given.values())
+    assert error(found, expected.double()) < 6e-3
 
 
 def test_w4a16_is_the_same_in_a_graph() -> None:

@@ -42,6 +42,15 @@ def test_w4a16_matches_the_reference(
             torch.testing.assert_close(kernel(**given), expected, rtol=4e-3, atol=4e-3)
 
 
+def test_mxfp4_matches_the_reference() -> None:
+    problem = {"in_size": 96, "out_size": 40, "dtype": "float16"}
+    kernel = gemm_w4a16.linear_mxfp4(problem)
+    for num_rows in (1, 12, gemm_w4a16.MAX_ROWS + 1):
+        given = integer_inputs.linear_mxfp4(problem, num_rows, CPU, generator(), strided=True)
+        expected = w4a16.linear_mxfp4(problem)(**given)
+        torch.testing.assert_close(kernel(*given.values()), expected, rtol=4e-3, atol=4e-3)
+
+
 def test_many_rows_use_the_converted_weight() -> None:
     problem = {"in_size": 96, "out_size": 40, "group_size": 32, "dtype": "float16"}
     num_rows = gemm_w4a16.MAX_ROWS + 1

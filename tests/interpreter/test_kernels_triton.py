@@ -65,6 +65,7 @@ OF_MLA = ("mla_write", "mla_absorb", "mla_decode", "mla_project", "mla_prefill")
 COMPOSED = ("add_rms_norm_linear_gelu_tanh_mul",)  # of kernels that are checked with other ops
 INTEGERS = (  # see test_gemm_integers.py
     "linear_w4a16",
+    "linear_mxfp4",
     "linear_int8",
     "moe_experts_w4a16",
     "quantize_fp8_static",

@@ -1,8 +1,8 @@
-"""Linear layers with 4-bit integer weights and unquantized activations (W4A16).
+"""Linear layers with 4-bit weights and unquantized activations: integers (W4A16), or floats (MXFP4).
 
 AWQ, GPTQ and compressed-tensors checkpoints are repacked into one layout: [O, I / 2] bytes, where byte 16 r + j of a row
 holds column 32 r + j in its low bits and column 32 r + 16 + j in its high bits. A tile of bytes then splits into two
-tiles of columns without a shuffle, and both read x in runs of 16.
+tiles of columns without a shuffle, and both read x in runs of 16. MXFP4 has the same layout of E2M1 codes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,11 @@ from tokenspeed_core.api import Problem
 RUN = 16  # columns in the low bits of adjacent bytes
 MIDDLE = 8  # the zero point of symmetric weights
 
+# The values of E2M1 codes: a sign, two bits of exponent, one of mantissa (OCP Microscaling Formats 1.0).
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+MX_GROUP = 32
+
+LinearMxfp4 = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 LinearW4A16 = Callable[
     [Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], Tensor
 ]
@@ -60,6 +65,24 @@ def linear_w4a16(problem: Problem) -> LinearW4A16:
         if order is not None:
             wide = wide.index_select(1, order)
         y = functional.linear(wide, dequantize_int4(weight, scale, zero))
+        return (y if bias is None else y.add_(bias)).to(dtype)
+
+    return linear
+
+
+def dequantize_e2m1(weight: Tensor, scale: Tensor) -> Tensor:
+    """Return the values [..., O, I], float32, of bytes of E2M1 codes with float scales [..., O, I / 32]."""
+    table = torch.tensor((*E2M1, *(-each for each in E2M1)), device=weight.device)
+    values = table[unpack_int4(weight).long()].reshape(*scale.shape, -1)
+    return (values * scale.unsqueeze(-1).to(torch.float32)).flatten(-2)
+
+
+def linear_mxfp4(problem: Problem) -> LinearMxfp4:
+    """Return `linear(x, weight, scale, bias) -> y [T, O]`; each call dequantizes the weight."""
+    dtype: torch.dtype = getattr(torch, problem["dtype"])
+
+    def linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        y = functional.linear(x.to(torch.float32), dequantize_e2m1(weight, scale))
         return (y if bias is None else y.add_(bias)).to(dtype)
 
     return linear

@@ -16,6 +16,7 @@ from tokenspeed_quantization.schemes import (
     fp8_stored,
     int4,
     int8_stored,
+    mxfp4_stored,
 )
 
 _ORDERED = ("group", "dynamic")  # values of `actorder` with a tensor of groups
@@ -73,6 +74,9 @@ def _read_group(name: str, group: Mapping[str, Any], form: str | None) -> Quanti
     scheme = None
     if is_stored and inputs is None and kind == (4, "int"):
         scheme = _read_int4(weights, group.get("format") or form)
+    elif is_stored and inputs is None and kind == (4, "float"):
+        is_mx = (weights["strategy"], weights.get("group_size")) == ("group", 32)
+        scheme = mxfp4_stored() if is_mx else None
     elif is_stored and inputs is not None and kind == (inputs["num_bits"], inputs["type"]):
         is_symmetric = weights.get("symmetric", True) and inputs.get("symmetric", True)
         if is_symmetric and kind == (8, "float"):
@@ -83,8 +87,8 @@ def _read_group(name: str, group: Mapping[str, Any], form: str | None) -> Quanti
         raise ValueError(
             f"{name} has {_describe(weights)} weights and {_describe(inputs)} activations. Supported: 8-bit float and "
             "8-bit int for both (symmetric; weights per-tensor or per-channel, float also per-block of 128 x 128; "
-            "activations per-token dynamic or per-tensor), and 4-bit int weights with unquantized activations "
-            "(per-channel or in groups)"
+            "activations per-token dynamic or per-tensor), and 4-bit int (per-channel or in groups) and 4-bit float weights (groups "
+            "of 32) with unquantized activations"
         )
     return scheme
 

@@ -73,6 +73,17 @@ def compressed_tensors(tensors: Tensors) -> Tensors:
     return {**result, "weight": pack_int4(codes)}
 
 
+def mxfp4(tensors: Tensors) -> Tensors:
+    """Return the operands for weight_packed uint8 [O, I / 2], two adjacent codes in a byte, and weight_scale [O, I / 32].
+
+    A scale is an exponent with a bias of 127.
+    """
+    packed, exponent = tensors["weight_packed"], tensors["weight_scale"]
+    codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+    scale = torch.exp2(exponent.to(torch.float32) - 127)
+    return {"weight": pack_int4(codes), "scale": scale}
+
+
 def _gptq(tensors: Tensors, offset: int) -> Tensors:
     codes = _unpack(tensors["qweight"].t())
     zeros = (_unpack(tensors["qzeros"]).t() + offset) & 15

@@ -101,6 +101,28 @@ def _scaled(
     )
 
 
+def mxfp4_stored() -> QuantizationScheme:
+    """Return the scheme of E2M1 weights in groups of 32 with power-of-two scales, as compressed-tensors stores them."""
+    halves, groups = Axis("in", 2), Axis("in", 32)
+    return QuantizationScheme(
+        name="mxfp4",
+        dtype="uint8",
+        quantize=None,
+        linear="linear_mxfp4",
+        packing=Packing(
+            (
+                StoredTensor("weight_packed", "uint8", (OUT, halves)),
+                StoredTensor("weight_scale", "uint8", (OUT, groups), "scale", typical=119),
+            ),
+            (
+                StoredTensor("weight", "uint8", (OUT, halves)),
+                StoredTensor("scale", "float32", (OUT, groups)),
+            ),
+            repack=f"{REPACK}:mxfp4",
+        ),
+    )
+
+
 def int4(
     writer: str,
     stored: Sequence[StoredTensor],

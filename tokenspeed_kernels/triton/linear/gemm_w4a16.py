@@ -1,4 +1,4 @@
-"""Linear layers with 4-bit integer weights and 16-bit activations (W4A16).
+"""Linear layers with 4-bit weights and 16-bit activations: integers (W4A16), or E2M1 floats (MXFP4).
 
 Up to MAX_ROWS rows, one kernel streams the packed weight through shared memory, converts it in registers and multiplies
 it on the tensor cores, so that it reads a quarter of the bytes of a 16-bit weight. More rows are bound by the tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tokenspeed_core.api import Problem
+from tokenspeed_kernels.reference.w4a16 import MX_GROUP, LinearMxfp4
 from tokenspeed_kernels.triton import precompile
 from tokenspeed_kernels.triton.pdl import fetch, supports_pdl
 
@@ -107,6 +108,101 @@ def halves(packed, offset, BIAS: tl.constexpr, HAS_ASM: tl.constexpr):
     return low, high
 
 
+@triton.jit
+def e2m1_halves(packed, dtype: tl.constexpr, HAS_ASM: tl.constexpr):
+    """Return the values of the E2M1 codes in the low and the high 4 bits of bytes.
+
+    The instructions move sign, exponent and mantissa to their places, and multiply by the ratio of the exponents'
+    biases, which also gives subnormal codes their values.
+    """
+    if not HAS_ASM:
+        low, high = e2m1(packed & 15, dtype), e2m1(packed >> 4, dtype)
+    elif dtype == tl.bfloat16:
+        low, high = tl.inline_asm_elementwise(
+            asm="""
+            {
+            .reg .b32 low, high, bits, ratio, none;
+            and.b32 low, $4, 0x0F0F0F0F;
+            shr.b32 high, $4, 4;
+            and.b32 high, high, 0x0F0F0F0F;
+            mov.b32 ratio, 0x7E807E80;
+            mov.b32 none, 0x80008000;
+            prmt.b32 bits, low, 0, 0x4140;
+            shl.b32 $0, bits, 12; and.b32 $0, $0, 0x80008000;
+            shl.b32 bits, bits, 6; and.b32 bits, bits, 0x01C001C0;
+            or.b32 $0, $0, bits;
+            fma.rn.bf16x2 $0, $0, ratio, none;
+            prmt.b32 bits, low, 0, 0x4342;
+            shl.b32 $1, bits, 12; and.b32 $1, $1, 0x80008000;
+            shl.b32 bits, bits, 6; and.b32 bits, bits, 0x01C001C0;
+            or.b32 $1, $1, bits;
+            fma.rn.bf16x2 $1, $1, ratio, none;
+            prmt.b32 bits, high, 0, 0x4140;
+            shl.b32 $2, bits, 12; and.b32 $2, $2, 0x80008000;
+            shl.b32 bits, bits, 6; and.b32 bits, bits, 0x01C001C0;
+            or.b32 $2, $2, bits;
+            fma.rn.bf16x2 $2, $2, ratio, none;
+            prmt.b32 bits, high, 0, 0x4342;
+            shl.b32 $3, bits, 12; and.b32 $3, $3, 0x80008000;
+            shl.b32 bits, bits, 6; and.b32 bits, bits, 0x01C001C0;
+            or.b32 $3, $3, bits;
+            fma.rn.bf16x2 $3, $3, ratio, none;
+            }
+            """,
+            constraints="=&r,=&r,=&r,=&r,r",
+            args=[packed],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        low, high = tl.inline_asm_elementwise(
+            asm="""
+            {
+            .reg .b32 low, high, bits, ratio;
+            and.b32 low, $4, 0x0F0F0F0F;
+            shr.b32 high, $4, 4;
+            and.b32 high, high, 0x0F0F0F0F;
+            mov.b32 ratio, 0x74007400;
+            prmt.b32 bits, low, 0, 0x4140;
+            shl.b32 $0, bits, 12; and.b32 $0, $0, 0x80008000;
+            shl.b32 bits, bits, 9; and.b32 bits, bits, 0x0E000E00;
+            or.b32 $0, $0, bits;
+            mul.rn.f16x2 $0, $0, ratio;
+            prmt.b32 bits, low, 0, 0x4342;
+            shl.b32 $1, bits, 12; and.b32 $1, $1, 0x80008000;
+            shl.b32 bits, bits, 9; and.b32 bits, bits, 0x0E000E00;
+            or.b32 $1, $1, bits;
+            mul.rn.f16x2 $1, $1, ratio;
+            prmt.b32 bits, high, 0, 0x4140;
+            shl.b32 $2, bits, 12; and.b32 $2, $2, 0x80008000;
+            shl.b32 bits, bits, 9; and.b32 bits, bits, 0x0E000E00;
+            or.b32 $2, $2, bits;
+            mul.rn.f16x2 $2, $2, ratio;
+            prmt.b32 bits, high, 0, 0x4342;
+            shl.b32 $3, bits, 12; and.b32 $3, $3, 0x80008000;
+            shl.b32 bits, bits, 9; and.b32 bits, bits, 0x0E000E00;
+            or.b32 $3, $3, bits;
+            mul.rn.f16x2 $3, $3, ratio;
+            }
+            """,
+            constraints="=&r,=&r,=&r,=&r,r",
+            args=[packed],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=4,
+        )
+    return low, high
+
+
+@triton.jit
+def e2m1(code, dtype: tl.constexpr):
+    """Return the values of E2M1 codes 0 to 15."""
+    exponent, mantissa = ((code >> 1) & 3).to(tl.float32), (code & 1).to(tl.float32)
+    size = tl.where(exponent == 0, 0.5 * mantissa, tl.exp2(exponent - 1.0) * (1.0 + 0.5 * mantissa))
+    return tl.where(code >= 8, -size, size).to(dtype)
+
+
 @precompile.jit(do_not_specialize=["num_rows"])
 def _multiply(
     x_ptr,
@@ -131,6 +227,7 @@ def _multiply(
     BLOCK_K: tl.constexpr,
     BIAS: tl.constexpr,
     MIDDLE: tl.constexpr,
+    IS_E2M1: tl.constexpr,
     HAS_ASM: tl.constexpr,
     PREFETCHED: tl.constexpr,
 ):
@@ -167,12 +264,15 @@ def _multiply(
         high_x = tl.load(x_ptrs + start + RUN, mask=real[None, :], other=0.0)
         group = start // GROUP
         scale = tl.load(scale_ptr + group_ptr + group).to(tl.float32)
-        if HAS_ZERO:
-            offset = tl.load(zero_ptr + group_ptr + group).to(tl.float32) + BIAS
+        if IS_E2M1:
+            low, high = e2m1_halves(packed, dtype, HAS_ASM)
         else:
-            offset = tl.full((BLOCK_N,), BIAS + MIDDLE, tl.float32)
-        offsets = tl.broadcast_to(offset.to(dtype)[:, None], (BLOCK_N, HALF))
-        low, high = halves(packed, offsets, BIAS, HAS_ASM)
+            if HAS_ZERO:
+                offset = tl.load(zero_ptr + group_ptr + group).to(tl.float32) + BIAS
+            else:
+                offset = tl.full((BLOCK_N,), BIAS + MIDDLE, tl.float32)
+            offsets = tl.broadcast_to(offset.to(dtype)[:, None], (BLOCK_N, HALF))
+            low, high = halves(packed, offsets, BIAS, HAS_ASM)
         part = tl.dot(low, low_x)
         part = tl.dot(high, high_x, part)
         total += part * scale[:, None]
@@ -208,6 +308,7 @@ def _dequantize(
     GROUP: tl.constexpr,
     HAS_ZERO: tl.constexpr,
     MIDDLE: tl.constexpr,
+    IS_E2M1: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Write the values of one weight row, one block of bytes per program. Grid (rows, blocks)."""
@@ -222,12 +323,15 @@ def _dequantize(
         zero = tl.load(zero_ptr + at, mask=within, other=0).to(tl.float32)
     else:
         zero = tl.full((BLOCK,), MIDDLE, tl.float32)
+    if IS_E2M1:
+        low, high = e2m1(packed & 15, tl.float32), e2m1(packed >> 4, tl.float32)
+    else:
+        low, high = (packed & 15).to(tl.float32) - zero, (packed >> 4).to(tl.float32) - zero
     wide = scale.to(tl.float32)
-    low = ((packed & 15).to(tl.float32) - zero) * wide
-    high = ((packed >> 4).to(tl.float32) - zero) * wide
     y_ptrs = y_ptr + row * K + column
-    tl.store(y_ptrs, low.to(scale.dtype), mask=within)
-    tl.store(y_ptrs + RUN, high.to(scale.dtype), mask=within)
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    tl.store(y_ptrs, (low * wide).to(dtype), mask=within)
+    tl.store(y_ptrs + RUN, (high * wide).to(dtype), mask=within)
 
 
 def tiling_of(out_size: int, in_size: int, num_rows: int) -> Tiling:
@@ -242,8 +346,12 @@ def tiling_of(out_size: int, in_size: int, num_rows: int) -> Tiling:
 class LinearW4A16Kernel:
     """The linear layer for one weight shape and any number of rows."""
 
-    def __init__(self, problem: Problem, tiling: Tiling | None = None) -> None:
-        """Use a `tiling` for all numbers of rows, or else that of `tiling_of`."""
+    def __init__(
+        self, problem: Problem, tiling: Tiling | None = None, *, is_e2m1: bool = False
+    ) -> None:
+        """Use a `tiling` for all numbers of rows, or else that of `tiling_of`. Codes are integers, or E2M1 floats."""
+        self._dtype: torch.dtype = getattr(torch, problem["dtype"])
+        self._is_e2m1 = is_e2m1
         self._out_size, self._in_size = problem["out_size"], problem["in_size"]
         self._group = problem["group_size"] or self._in_size
         self._block_k = MAX_BLOCK_K
@@ -313,6 +421,7 @@ class LinearW4A16Kernel:
             BLOCK_K=block_k,
             BIAS=self._bias,
             MIDDLE=MIDDLE,
+            IS_E2M1=self._is_e2m1,
             HAS_ASM=self._has_asm,
             PREFETCHED=PREFETCHED_TILES if self._pdl else 0,
             num_warps=tiling.num_warps,
@@ -322,8 +431,8 @@ class LinearW4A16Kernel:
         return y
 
     def dequantize(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-        """Return the values [O, I] of a weight, in the dtype of its scales."""
-        values = scale.new_empty((self._out_size, self._in_size))
+        """Return the values [O, I] of a weight."""
+        values = scale.new_empty((self._out_size, self._in_size), dtype=self._dtype)
         half = self._in_size // 2
         block = min(2048, triton.next_power_of_2(half))
         _dequantize[(self._out_size, triton.cdiv(half, block))](
@@ -335,16 +444,17 @@ class LinearW4A16Kernel:
             GROUP=self._group,
             HAS_ZERO=zero is not None,
             MIDDLE=MIDDLE,
+            IS_E2M1=self._is_e2m1,
             BLOCK=block,
             num_warps=4,
         )
         return values
 
-    def compile(self, dtype: str, *, has_zero: bool) -> None:
-        """Precompile the kernels that calls can launch."""
+    def compile(self, dtype: str, *, has_zero: bool, scale_dtype: str | None = None) -> None:
+        """Precompile the kernels that calls can launch, for scales of `scale_dtype`, or else of `dtype`."""
         weight = precompile.blank("uint8", self._out_size, self._in_size // 2)
         groups = (self._out_size, self._in_size // self._group)
-        scale = precompile.blank(dtype, *groups)
+        scale = precompile.blank(scale_dtype or dtype, *groups)
         zero = precompile.blank("uint8", *groups) if has_zero else None
         for num_rows in (1, 32, FEW_ROWS, MAX_ROWS):
             x = precompile.blank(dtype, num_rows, self._in_size)
@@ -358,3 +468,10 @@ def linear_w4a16(problem: Problem) -> LinearW4A16:
     for has_zero in (False, True):
         kernel.compile(problem["dtype"], has_zero=has_zero)
     return kernel
+
+
+def linear_mxfp4(problem: Problem) -> LinearMxfp4:
+    """Return `linear(x, weight, scale, bias) -> y [T, O]`; see the op's contract for shapes."""
+    kernel = LinearW4A16Kernel({**problem, "group_size": MX_GROUP}, is_e2m1=True)
+    kernel.compile(problem["dtype"], has_zero=False, scale_dtype="float32")
+    return lambda x, weight, scale, bias: kernel(x, weight, scale, None, None, bias)
