@@ -32,6 +32,7 @@ from tokenspeed_quantization.schemes import FP8_BLOCK
 from tokenspeed_core import LLM, SamplingParams
 from tokenspeed_core.api import LatentAttention
 from tokenspeed_core.api.cache_groups import values_per_token
+from tokenspeed_core.worker.attention import AttentionGroup
 from tokenspeed_kernels.reference.fp8_block import quantize_blocks, spread_blocks
 from tokenspeed_models.testing import DenseBuild
 
@@ -271,3 +272,30 @@ def test_fp8_cache_changes_logprobs_little(tmp_path: Path, scale: float | None) 
     logits = transformers_logits(reference, [*TOKENS, *output.token_ids])[len(TOKENS) - 1 : -1]
     errors = logprob_errors(output.logprobs or [], logits)
     assert 1e-6 < errors.max() < 0.05
+
+
+def test_decodes_and_prefills_of_a_step_may_be_separate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = save_reference("DeepseekV3", tmp_path)
+    begin, parts = AttentionGroup.begin, []
+
+    def record(group: AttentionGroup, inputs: Any) -> None:
+        begin(group, inputs)
+        parts.append([phase for phase, _, _ in group.batches])
+
+    monkeypatch.setattr(AttentionGroup, "begin", record)
+    # As on a device.
+    is_split = property(lambda _: True, lambda *_: None)
+    monkeypatch.setattr(AttentionGroup, "is_split", is_split, raising=False)
+    prompts = [TOKENS[:length] for length in (3, 30, 40)]
+    settings: dict[str, Any] = {"skip_tokenizer_init": True, "max_total_tokens": 256}
+    with LLM(str(tmp_path), chunked_prefill_size=12, **settings) as llm:
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+    assert ["decode", "prefill"] in parts
+    for prompt, output in zip(prompts, outputs, strict=True):
+        tokens = output.outputs[0].token_ids
+        logits = transformers_logits(reference, [*prompt, *tokens])[len(prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        assert (logits.max(1).values - chosen).max() < 1e-4
