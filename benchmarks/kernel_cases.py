@@ -311,6 +311,16 @@ def _experts(device: torch.device, num: int) -> Iterator[Case]:
         "has_bias": False,
     }
     yield _case("moe_route", f"{num} x {E}", routing, [logits, None], num * (E * BF16 + TOP_K * 8))
+    x, weight = rand(num, MOE_N), rand(E, MOE_N).float()
+    sizes = {"num_experts": E, "hidden_size": MOE_N}
+    yield _case(
+        "moe_logits",
+        f"{num} x {E}",
+        sizes,
+        [x, weight],
+        weight.nbytes + x.nbytes + num * E * 4,
+        2 * num * E * MOE_N,
+    )
     ids = torch.rand((num, E), device=device).argsort(dim=1)[:, :TOP_K].to(torch.int32)
     weights = torch.full((num, TOP_K), 1 / TOP_K, device=device)
     arguments = [rand(num, MOE_N), rand(E, 2 * MOE_I, MOE_N), rand(E, MOE_N, MOE_I), weights, ids]

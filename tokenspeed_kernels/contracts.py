@@ -339,6 +339,20 @@ MOE = (
         ),
     ),
     OpContract(
+        "moe_logits",
+        "moe",
+        "(x [T, N], weight float32 [E, N]) -> y float32 [T, E]: x @ weight.T in float32",
+        {"num_experts": "experts E", "hidden_size": "hidden size N"},
+        f"{_REFERENCE}.moe:moe_logits",
+        f"{_INPUTS}:moe_logits",
+        _ROUNDING,
+        rows=("x",),
+        cases=(
+            {"num_experts": 12, "hidden_size": 40},
+            {"num_experts": 64, "hidden_size": 256},
+        ),
+    ),
+    OpContract(
         "moe_experts",
         "moe",
         "(x [T, N], gate_up [E, 2I, N], down [E, N, I], weights float32 [T, k], ids int32 [T, k]) "

@@ -146,6 +146,7 @@ TORCH_LINEAR = (
 )
 TORCH_MOE = (
     _torch("moe_route", "moe:moe_route"),
+    _torch("moe_logits", "moe:moe_logits"),
     _torch("moe_experts", "moe:moe_experts", frozenset()),
     _torch("moe_experts_fp8", "moe:moe_experts_fp8", frozenset()),
     _torch("moe_experts_w4a16", "moe_w4a16:moe_experts_w4a16", frozenset()),
@@ -323,6 +324,12 @@ TRITON_LINEAR = (
 )
 TRITON_MOE = (
     _triton("moe_route", "moe.experts:moe_route", limits=_EXPERTS),
+    _triton(
+        "moe_logits",
+        "moe.logits:moe_logits",
+        _GRAPH_SAFE,
+        (AxisLimit("hidden_size", 1, 16384),),
+    ),
     _triton("moe_experts", "moe.experts:moe_experts", _GRAPH_SAFE, _EXPERTS),
     _triton("moe_biased_experts", "moe.biased_experts:moe_biased_experts", _GRAPH_SAFE, _EXPERTS),
     _triton(

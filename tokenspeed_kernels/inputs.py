@@ -266,6 +266,15 @@ def moe_route(
     return {"logits": logits, "bias": bias}
 
 
+def moe_logits(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
+    """Make x [T, N] and a float32 weight [E, N] of unit gain."""
+    size = problem["hidden_size"]
+    weight = torch.randn((problem["num_experts"], size), generator=seed) / size**0.5
+    return {"x": random_rows(num, size, problem, at, seed, strided), "weight": weight.to(at)}
+
+
 def moe_experts(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:

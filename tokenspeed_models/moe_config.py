@@ -44,8 +44,8 @@ class MoeConfig:
     """The mixture of experts of a decoder; `layers` are the layers that have one.
 
     `intermediate_size` is that of one expert. `shared_size` is that of the shared experts together, 0 without any;
-    with `is_shared_gated` their output is multiplied by the sigmoid of a linear layer. `router_dtype` is the dtype of
-    the router's GEMM, None for the model's.
+    with `is_shared_gated` their output is multiplied by the sigmoid of a linear layer. With `is_router_wide` the
+    router's GEMM is computed in float32.
     """
 
     routing: RoutingConfig
@@ -54,4 +54,4 @@ class MoeConfig:
     shared_size: int = 0
     is_shared_gated: bool = False
     has_router_bias: bool = False
-    router_dtype: str | None = None
+    is_router_wide: bool = False

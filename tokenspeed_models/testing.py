@@ -381,6 +381,7 @@ _OPS: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
             "has_bias",
         ),
     ),
+    "moe_logits": (lambda x, weight: x.float() @ weight.T, ("num_experts", "hidden_size")),
     "moe_experts": (_experts, ("num_experts", "top_k", "hidden_size", "intermediate_size")),
     "moe_biased_experts": (
         _biased_experts,

@@ -27,7 +27,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from tokenspeed_kernels.reference.moe import moe_route
-from tokenspeed_models.layers.moe import SharedExperts
+from tokenspeed_models.layers.moe import Router, SharedExperts
 from tokenspeed_models.moe_config import RoutingConfig
 from tokenspeed_models.testing import DenseBuild
 
@@ -203,3 +203,17 @@ def test_gated_shared_experts_match_the_formula() -> None:
         "mlp.shared_experts.down_proj.weight",
         "mlp.shared_expert_gate.weight",
     ]
+
+
+def test_wide_router_computes_in_float32() -> None:
+    torch.manual_seed(0)
+    routing = RoutingConfig(6, 2, score="sigmoid", renormalize=True, has_bias=True)
+    router = Router(DenseBuild(torch.bfloat16), 8, routing, is_wide=True)
+    slots = {slot.name: slot.target.normal_() for slot in router.slots("mlp.")}
+    x = torch.randn(5, 8).to(torch.bfloat16)
+    weights, ids = router(x)
+    logits = x.float() @ slots["mlp.gate.weight"].T
+    bias = slots["mlp.gate.e_score_correction_bias"]
+    expected = moe_route({**asdict(routing), "dtype": "float32"})(logits, bias)
+    assert torch.equal(ids, expected[1])
+    torch.testing.assert_close(weights, expected[0])

@@ -51,6 +51,7 @@ PRECOMPILED = (
     "add_rms_norm_mlp_fp8",
     "write_kv",
     "moe_route",
+    "moe_logits",
     "moe_experts",
     "moe_experts_fp8",
     "moe_experts_fp8_block",

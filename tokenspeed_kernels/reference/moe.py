@@ -68,6 +68,12 @@ GROUP_SCORES: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def moe_logits(problem: Problem) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return `logits(x [T, N], weight float32 [E, N]) -> y float32 [T, E]`."""
+    del problem
+    return lambda x, weight: functional.linear(x.to(torch.float32), weight)
+
+
 def moe_experts(problem: Problem) -> Experts:
     """Return `experts(x [T, N], gate_up [E, 2I, N], down [E, N, I], weights [T, k], ids [T, k]) -> y [T, N]`.
 

@@ -19,11 +19,31 @@ from tokenspeed_models.sharding import Partial, Replicated, ShardingSpec
 from tokenspeed_models.weights import Shard, WeightSlot
 
 
-class Router:
-    """Chooses the experts of each token.
+class WideGate:
+    """The linear layer of a router that computes in float32 in a model of another dtype."""
 
-    The logits are a GEMM in `dtype`, which for some models is wider than the model's dtype.
-    """
+    def __init__(self, build: BuildContext, in_size: int, num_experts: int) -> None:
+        self.in_size = in_size
+        self.weight = torch.empty(num_experts, in_size, dtype=torch.float32, device=build.device)
+        self._logits = build.op(
+            "moe_logits",
+            num_experts=num_experts,
+            hidden_size=in_size,
+            dtype=dtype_name(build.dtype),
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits, float32 [T, E], for x [T, in]."""
+        result: torch.Tensor = self._logits(x, self.weight)
+        return result
+
+    def slots(self, prefix: str) -> Iterator[WeightSlot]:
+        """List the weight."""
+        yield WeightSlot(f"{prefix}gate.weight", self.weight, None)
+
+
+class Router:
+    """Chooses the experts of each token. With `is_wide` the logits are computed in float32."""
 
     def __init__(
         self,
@@ -32,23 +52,33 @@ class Router:
         routing: RoutingConfig,
         *,
         bias: bool = False,
-        dtype: torch.dtype | None = None,
+        is_wide: bool = False,
     ) -> None:
-        build = UnquantizedBuild(build, dtype)
-        self.dtype, num_experts = build.dtype, routing.num_experts
-        self.gate = Linear(build, hidden_size, (Projection("gate", num_experts, None),), bias=bias)
+        num_experts = routing.num_experts
+        is_wide = is_wide and build.dtype != torch.float32
+        self.gate: Linear | WideGate
+        if is_wide and bias:
+            raise ValueError("a router with a bias cannot compute in float32")
+        if is_wide:
+            self.gate = WideGate(build, hidden_size, num_experts)
+        else:
+            self.gate = Linear(
+                UnquantizedBuild(build),
+                hidden_size,
+                (Projection("gate", num_experts, None),),
+                bias=bias,
+            )
         self.choice_bias = (
             torch.empty(num_experts, dtype=torch.float32, device=build.device)
             if routing.has_bias
             else None
         )
-        self._route = build.op("moe_route", **asdict(routing), dtype=dtype_name(build.dtype))
+        dtype = "float32" if is_wide else dtype_name(build.dtype)
+        self._route = build.op("moe_route", **asdict(routing), dtype=dtype)
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the weights, float32 [T, k], and ids, int32 [T, k], of the experts for x [T, hidden]."""
-        result: tuple[torch.Tensor, torch.Tensor] = self._route(
-            self.gate(x.to(self.dtype)), self.choice_bias
-        )
+        result: tuple[torch.Tensor, torch.Tensor] = self._route(self.gate(x), self.choice_bias)
         return result
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
@@ -131,7 +161,7 @@ class MoE:
             hidden_size,
             config.routing,
             bias=config.has_router_bias,
-            dtype=None if config.router_dtype is None else getattr(torch, config.router_dtype),
+            is_wide=config.is_router_wide,
         )
         self.shared = (
             SharedExperts(build, hidden_size, config.shared_size, is_gated=config.is_shared_gated)

@@ -122,7 +122,7 @@ def _read(
                 layer for layer in range(first_sparse_layer, num_layers) if layer % every == 0
             ),
             shared_size=expert_size * sum(keys.integers("n_shared_experts")),
-            router_dtype="float32",
+            is_router_wide=True,
         ),
         dtype=read_dtype(config),
         eos_token_ids=keys.integers("eos_token_id"),

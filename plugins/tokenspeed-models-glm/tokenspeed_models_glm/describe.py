@@ -54,7 +54,7 @@ def _read_moe(keys: ConfigReader) -> MoeConfig:
         intermediate_size=expert_size,
         layers=frozenset(range(num_dense, num_layers)),
         shared_size=num_shared * expert_size,
-        router_dtype="float32",
+        is_router_wide=True,
     )
 
 

@@ -42,7 +42,7 @@ def read_minimax_m2(config: Mapping[str, Any]) -> DecoderConfig:
             ),
             intermediate_size=keys.integer("intermediate_size"),
             layers=frozenset(range(num_layers)),
-            router_dtype="float32",
+            is_router_wide=True,
         ),
         num_draft_layers=_num_draft_layers(keys),
     )
