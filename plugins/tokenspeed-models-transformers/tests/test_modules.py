@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_models import ALL, SMALL, save_reference
 from tokenspeed_models_transformers.attention import SERVE
 from tokenspeed_models_transformers.compare import rms_norm_eps
@@ -84,3 +85,22 @@ def test_kernels_get_the_shapes_of_the_model(tmp_path: Path) -> None:
         "intermediate_size": 768,
         "dtype": "float32",
     }
+
+
+def test_mixing_of_tokens_outside_of_attention_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_reference("llama", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    TransformersModel(config, DenseBuild()).load_weights(weights.items())
+    original = LlamaMLP.forward
+
+    def forward(self: LlamaMLP, x: torch.Tensor) -> torch.Tensor:
+        before = torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
+        mixed: torch.Tensor = original(self, x + before)
+        return mixed
+
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    with pytest.raises(ValueError, match="LlamaModel cannot run through transformers"):
+        TransformersModel(config, DenseBuild()).load_weights(weights.items())

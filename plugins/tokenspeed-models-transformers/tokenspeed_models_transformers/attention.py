@@ -45,7 +45,7 @@ class PagedAttention:
         if self._padding:
             v = functional.pad(v, (0, self._padding))
         out = self.attend(*(_by_token(each) for each in (q, k, v)))
-        return out[..., : self.recorded.value_size].unsqueeze(0)
+        return out[..., : self.recorded.value_size].contiguous().unsqueeze(0)
 
     def _check(
         self,
@@ -80,8 +80,12 @@ class _InTurn:
 
 @dataclass(frozen=True, slots=True)
 class BoundAttention:
-    """The calls of modules that are replaced as a whole, and the float32 copies of sinks, by the parameters' paths."""
+    """The bound calls, those of modules that are replaced as a whole, and float32 copies of sinks.
 
+    The sinks have the paths of their parameters.
+    """
+
+    paged: list[PagedAttention]
     calls: dict[str, AttentionCall]
     sinks: dict[str, Tensor]
 
@@ -97,7 +101,7 @@ def bind_attention(
     The modules in `rotations`, which have the rotation of each, get none: their calls are returned.
     """
     calls: dict[str, list[PagedAttention]] = {}
-    bound_attention = BoundAttention({}, {})
+    bound_attention = BoundAttention([], {}, {})
     for layer, each in enumerate(recorded):
         sinks = None
         if each.sinks is not None:
@@ -118,7 +122,9 @@ def bind_attention(
         if each.module in rotations:
             bound_attention.calls[each.module] = call
             continue
-        calls.setdefault(each.module, []).append(PagedAttention(call, each))
+        paged = PagedAttention(call, each)
+        bound_attention.paged.append(paged)
+        calls.setdefault(each.module, []).append(paged)
     for name, bound in calls.items():
         module = model.get_submodule(name)
         module.tokenspeed_attention = bound[0] if len(bound) == 1 else _InTurn(bound)

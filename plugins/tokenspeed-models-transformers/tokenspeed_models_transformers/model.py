@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tokenspeed_core.api import ANY_ARCHITECTURE, BuildContext
 from tokenspeed_models.weights import WeightMap
 from tokenspeed_models_transformers.attention import SERVE, bind_attention
+from tokenspeed_models_transformers.check import Attention, check_against_transformers
 from tokenspeed_models_transformers.library import (
     REMOTE_CODE,
     allocate_parameters,
@@ -54,6 +55,7 @@ class TransformersModel:
         replacer = Replacer(build)
         attention = {name: (usual[name], call) for name, call in bound.calls.items()}
         replacer.replace(self._causal_lm, attention, recorded.experts)
+        self._attention: tuple[Attention, ...] = (*bound.paged, *replacer.attention)
         allocate_parameters(self._causal_lm, build.device)
         self._names = CheckpointNames(self._causal_lm)
         # The head is the model without its decoder, whose result is given.
@@ -89,10 +91,14 @@ class TransformersModel:
         return logits[0]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy a checkpoint's weights. Raises ValueError naming each that is missing, unexpected or misshapen."""
+        """Copy a checkpoint's weights, and compare the model with transformers.
+
+        Raises ValueError naming each weight that is missing, unexpected or misshapen, or if the results differ.
+        """
         self.weight_map().load(self._names.converted(weights))
         for name, sinks in self._sinks.items():
             sinks.copy_(self._names.targets[name])
+        check_against_transformers(self._decoder, self._attention, self._sinks)
 
     def weight_map(self) -> WeightMap:
         """Return the map from the names that transformers uses to parameters."""

@@ -115,6 +115,7 @@ class Replacer:
         self._tables: dict[RotaryLayout, RotaryTables] = {}
         self.replaced: Counter[str] = Counter()
         self.left: Counter[str] = Counter()
+        self.attention: list[FusedAttention] = []
 
     def replace(
         self,
@@ -174,7 +175,7 @@ class Replacer:
         for part in module.children():
             # Counted as a part of the module. Only `FusedAttention` reads their weights.
             vars(part)["forward"] = _unused
-        return FusedAttention(
+        fused = FusedAttention(
             usual,
             attend,
             tables,
@@ -183,6 +184,8 @@ class Replacer:
             weight,
             bias,
         )
+        self.attention.append(fused)
+        return fused
 
     def _set(self, module: Any, kind: str, forward: Callable[..., Any]) -> None:
         module.forward = forward

@@ -191,14 +191,14 @@ def _computes(
     if layout is not None:
         assert angles is not None, "a layout is tried with angles only"
         table = layout.table(*angles)
-        heads[:2] = [_rotated(each, table, interleaved=layout.interleaved) for each in heads[:2]]
+        heads[:2] = [rotated(each, table, interleaved=layout.interleaved) for each in heads[:2]]
     expected = changes["o_proj"]((heads[0] * 0.5).flatten(1).unsqueeze(0))
     return same(output, expected) and all(
         same(each[0].transpose(0, 1), head) for each, head in zip(seen[0], heads, strict=True)
     )
 
 
-def _rotated(x: Tensor, table: Tensor, *, interleaved: bool) -> Tensor:
+def rotated(x: Tensor, table: Tensor, *, interleaved: bool) -> Tensor:
     """Return heads [T, H, D] whose first elements are rotated by a table [T, R]."""
     cos, sin = table.unsqueeze(1).chunk(2, dim=-1)
     turned, rest = x[..., : table.shape[1]], x[..., table.shape[1] :]
@@ -242,7 +242,8 @@ class FusedAttention:
         bias: Tensor | None,
     ) -> None:
         """`weight` and `bias` are those of the query, key and value projections in one tensor."""
-        self._module, self._attend, self._tables = usual.module, attend, tables
+        self.recorded, self.attend = usual.recorded, attend
+        self._module, self._tables = usual.module, tables
         self._qkv, self._out, self._weight, self._bias = qkv, out, weight, bias
         heads = usual.recorded
         self._split = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
@@ -265,5 +266,5 @@ class FusedAttention:
             rotation = self._tables.arguments(*position_embeddings)
             if self._eps is not None:
                 rotation = (module.q_norm.weight, module.k_norm.weight, self._eps, *rotation)
-        heads = self._attend(q, k, v, *rotation).flatten(1)
+        heads = self.attend(q, k, v, *rotation).flatten(1)
         return self._out(heads, module.o_proj.weight, module.o_proj.bias).unsqueeze(0), None

@@ -1,0 +1,144 @@
+"""Compares a loaded model with transformers: eight tokens, with the real weights.
+
+Recording shows what a model asks of its attention, but not whether tokens influence each other in another way, such as
+through a convolution. So the model runs here as it will serve, in two chunks, with attention computed by plain PyTorch, and
+once more as transformers runs it, without any replaced module and without a cache.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tokenspeed_models_transformers.attention import PagedAttention
+from tokenspeed_models_transformers.projections import FusedAttention, rotated
+from tokenspeed_models_transformers.recording import RecordedAttention
+
+log = logging.getLogger("tokenspeed.models")
+
+_CHUNKS = (3, 5)
+# Largest norm of the difference over the norm of the hidden states. In 16 bits, deep models and routers near a tie
+# differ by some percent; another formula differs by more than half.
+_TOLERANCES = {torch.float32: 1e-2}
+_TOLERANCE_16_BITS = 0.3
+
+Attention = PagedAttention | FusedAttention
+
+
+@torch.inference_mode()
+def check_against_transformers(
+    decoder: PreTrainedModel, attention: Sequence[Attention], sinks: Mapping[str, Tensor]
+) -> None:
+    """Raise ValueError if a decoder that is on its device and has its weights computes something else.
+
+    `attention` are all of its layers' calls, `sinks` the float32 sinks by the paths of their parameters.
+    """
+    weight = next(decoder.parameters())
+    vocab_size = decoder.config.get_text_config().vocab_size
+    ids = torch.arange(1, sum(_CHUNKS) + 1, device=weight.device) * 7 % vocab_size
+    positions = torch.arange(sum(_CHUNKS), device=weight.device)
+
+    def run(part: slice) -> Tensor:
+        outputs = decoder(
+            input_ids=ids[part].unsqueeze(0),
+            position_ids=positions[part].unsqueeze(0),
+            use_cache=False,
+        )
+        hidden: Tensor = outputs[0][0]
+        return hidden.float()
+
+    with _dense(attention, sinks):
+        ours = torch.cat([run(slice(_CHUNKS[0])), run(slice(_CHUNKS[0], None))])
+    try:
+        with _unchanged(decoder):
+            theirs = run(slice(None))
+    except Exception as error:  # code of a repository may raise anything
+        log.warning("the model could not be compared with transformers: %r", error)
+        return
+    difference = float((ours - theirs).norm() / theirs.norm())
+    if difference > _TOLERANCES.get(weight.dtype, _TOLERANCE_16_BITS):
+        raise ValueError(
+            f"{type(decoder).__name__} cannot run through transformers: with these weights its hidden states differ by "
+            f"{difference:.1%} from those that transformers computes. Its tokens may influence each other outside of its "
+            "attention"
+        )
+
+
+@contextmanager
+def _dense(attention: Sequence[Attention], sinks: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let the layers attend to what they saw since, without the KV cache of the engine."""
+    calls = [each.attend for each in attention]
+    for each in attention:
+        path = each.recorded.sinks
+        each.attend = _DenseAttention(each.recorded, None if path is None else sinks[path])
+    try:
+        yield
+    finally:
+        for each, call in zip(attention, calls, strict=True):
+            each.attend = call
+
+
+@contextmanager
+def _unchanged(decoder: PreTrainedModel) -> Iterator[None]:
+    """Let a decoder compute as transformers defines it."""
+    replaced: list[tuple[dict[str, Any], Any]] = [
+        (vars(module), vars(module).pop("forward"))
+        for module in decoder.modules()
+        if "forward" in vars(module)
+    ]
+    config = decoder.config
+    names = config._attn_implementation, config._experts_implementation
+    config._attn_implementation = config._experts_implementation = "eager"
+    try:
+        yield
+    finally:
+        config._attn_implementation, config._experts_implementation = names
+        for attributes, forward in replaced:
+            attributes["forward"] = forward
+
+
+class _DenseAttention:
+    """Attention of one sequence over all keys so far, in float32."""
+
+    def __init__(self, recorded: RecordedAttention, sinks: Tensor | None) -> None:
+        self._recorded, self._sinks = recorded, sinks
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *rotation: Any) -> Tensor:
+        """Attend as `AttentionCall` does."""
+        if rotation:
+            *norms, _, table, interleaved = rotation
+            if norms:
+                *weights, eps = norms
+                q, k = (
+                    torch.rms_norm(x, weight.shape, weight, eps)
+                    for x, weight in zip((q, k), weights, strict=True)
+                )
+            q, k = (rotated(x, table, interleaved=interleaved) for x in (q, k))
+        self._keys.append(k.float())
+        self._values.append(v.float())
+        num_groups = q.shape[1] // k.shape[1]
+        keys, values = (
+            torch.cat(each).repeat_interleave(num_groups, dim=1)
+            for each in (self._keys, self._values)
+        )
+        scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * self._recorded.scale
+        cap, window = self._recorded.soft_cap, self._recorded.window
+        if cap is not None:
+            scores = cap * torch.tanh(scores / cap)
+        places = torch.arange(len(keys), device=q.device)
+        distances = places[-len(q) :].unsqueeze(1) - places
+        hidden = distances < 0 if window is None else (distances < 0) | (distances >= window)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if self._sinks is not None:
+            column = self._sinks.view(-1, 1, 1).expand(-1, len(q), 1)
+            scores = torch.cat((scores, column), dim=-1)
+        shares = scores.softmax(dim=-1)[..., : len(keys)]
+        return torch.einsum("hqk,khd->qhd", shares, values).to(v.dtype).contiguous()
