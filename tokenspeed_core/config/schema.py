@@ -202,8 +202,9 @@ class Config(ServerSettings):
         kind="kernels.attention",
         takes="NAME[,NAME...]",
     )
+    # With 1, a prefill takes no more memory than the largest step, which is measured at start.
     mla_chunk_multiplier: int = setting(
-        4,
+        1,
         "backends",
         "Cached tokens that MLA prefill expands at once, in maximum steps.",
         ge=1,
