@@ -31,12 +31,14 @@ def gemma() -> TransformersConformance:
 
 
 def test_correct_family_passes() -> None:
+    gemma().test_number_of_parameters_equals_transformers()
     gemma().test_logits_equal_transformers()
     gemma().test_greedy_tokens_equal_transformers()
 
 
 def test_family_without_an_example_gets_a_shrunk_default() -> None:
     made = suite(spec=OLMO3)
+    made.test_number_of_parameters_equals_transformers()
     made.test_logits_equal_transformers()
     _, config = made._model
     assert set(config["layer_types"]) == {"full_attention", "sliding_attention"}

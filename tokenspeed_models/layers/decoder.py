@@ -100,7 +100,7 @@ class DecoderLayer:
 
 
 class PostNormDecoderLayer:
-    """Attention and MLP whose outputs are normalised before they are added to the residual stream (OLMo 2).
+    """Attention and MLP with normalised outputs, which are then added to the residual stream (OLMo 2).
 
     Gemma normalises their inputs too, with `input_norm` and `pre_mlp_norm`. Without these norms the blocks read the
     stream itself and are built with `has_norm=False`.

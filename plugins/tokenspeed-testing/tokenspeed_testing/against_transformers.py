@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from tokenspeed_core import LLM, SamplingParams
-from tokenspeed_core.api.models import ModelSpec
+from tokenspeed_core.api.models import ModelInfo, ModelSpec
+from tokenspeed_core.plugins.entry import load_target
 from tokenspeed_testing.cases import NotRun
 
 TOLERANCE = 1e-3  # of log-probabilities: sums in another order give about 1e-5, a wrong window 1e-1
@@ -81,6 +82,15 @@ class TransformersConformance:
     spec: ClassVar[ModelSpec]
     config: ClassVar[Mapping[str, Any] | None] = None
 
+    def test_number_of_parameters_equals_transformers(self) -> None:
+        """`describe` counts the parameters of the model that transformers builds, tied ones once."""
+        model, config = self._model
+        info: ModelInfo = load_target(self.spec.describe)(config)
+        expected = sum(parameter.numel() for parameter in model.parameters())
+        assert info.num_parameters == expected, (
+            f"`describe` counts {info.num_parameters} parameters, transformers {expected}"
+        )
+
     def test_logits_equal_transformers(self) -> None:
         """The log-probabilities of prompt tokens, and the largest ones, equal those of transformers."""
         with self._reference() as reference, _start(reference, chunked_prefill_size=16) as llm:
@@ -130,7 +140,7 @@ class TransformersConformance:
         architecture = self.spec.architecture
         kind = getattr(transformers, architecture, None)
         if kind is None or not architecture.endswith("ForCausalLM"):
-            raise NotRun(2, f"a causal language model {architecture} in transformers")
+            raise NotRun(1, f"a causal language model {architecture} in transformers")
         if self.config is None:
             settings = kind.config_class(**_shrunk(kind.config_class()))
             return kind(settings).eval(), settings.to_dict()
