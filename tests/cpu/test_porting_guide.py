@@ -30,6 +30,7 @@ EXAMPLES = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 OTHER_NAMES = {  # neither in the API nor on the command line
     "[api1]",
     "tokenspeed-core",
+    "quantization_config",
     "TOKENSPEED_PLUGINS",
     "tokenspeed_models.layers",
     "vendor/name",
