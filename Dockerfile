@@ -17,7 +17,7 @@ RUN pip install torch==2.13.0 \
  && pip install ./tokenspeed_core ./tokenspeed_kernels ./tokenspeed_models \
     ./plugins/tokenspeed-server ./plugins/tokenspeed-parsers ./plugins/tokenspeed-demo \
     ./plugins/tokenspeed-chat ./plugins/tokenspeed-bench ./plugins/tokenspeed-testing \
-    ./plugins/tokenspeed-plugin-tools ./plugins/tokenspeed-models-mistral ./plugins/tokenspeed-models-transformers \
+    ./plugins/tokenspeed-plugin-tools ./plugins/tokenspeed-models-* ./plugins/tokenspeed-quantization \
     ./plugins/tokenspeed-grammars-llguidance ./plugins/tokenspeed-otel
 # Downloads of models go to a folder that a volume may replace.
 RUN useradd --create-home --uid 1000 tokenspeed \
