@@ -213,8 +213,10 @@ class FakeRunner:
         for group, table in enumerate(self.tables):
             block = table[slot, index]
             assert block >= 0, "a row writes where its table has no block"
-            self.positions[self._units(group, block), offset] = position
-            self.tokens[self._units(group, block), offset] = token
+            size = self._units_per_block[group]
+            for unit in range(block * size, (block + 1) * size):
+                self.positions[unit, offset] = position
+                self.tokens[unit, offset] = token
 
     def _read(self, slot: int, start: int, end: int) -> list[int]:
         """Read tokens through the table of every group that must still hold them; all must agree."""
@@ -222,20 +224,16 @@ class FakeRunner:
         for group, table in enumerate(self.tables):
             if self.groups[group].first_needed(end - 1) > start:
                 continue
-            tokens = []
+            size, tokens = self._units_per_block[group], []
             for position in range(start, end):
                 index, offset = divmod(position, self.block_size)
-                units = self._units(group, table[slot, index])
-                assert (self.positions[units, offset] == position).all(), (
-                    "a block holds another position"
-                )
-                tokens.append(int(self.tokens[units.start, offset]))
+                first = table[slot, index] * size
+                for unit in range(first, first + size):
+                    assert self.positions[unit, offset] == position, (
+                        "a block holds another position"
+                    )
+                tokens.append(int(self.tokens[first, offset]))
             found.append(tokens)
         assert found, "no group holds these tokens"
         assert all(tokens == found[0] for tokens in found)
         return found[0]
-
-    def _units(self, group: int, block: int) -> slice:
-        """Return the units of the arena that a group's block occupies."""
-        size = self._units_per_block[group]
-        return slice(int(block) * size, (int(block) + 1) * size)
