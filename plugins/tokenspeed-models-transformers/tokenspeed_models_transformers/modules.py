@@ -41,11 +41,14 @@ _NUM_ROWS = 3
 @dataclass(frozen=True, slots=True)
 class _Norm:
     norm: Callable[..., Tensor]
-    module: nn.Module
+    module: Any
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.norm(x, self.module.weight, self.eps)
+        if x.dtype == self.module.weight.dtype:
+            return self.norm(x, self.module.weight, self.eps)
+        wider: Tensor = type(self.module).forward(self.module, x)
+        return wider
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,18 +152,20 @@ class Replacer:
     def _replace(self, module: Any) -> None:
         if "forward" in vars(module):
             return  # replaced together with the module around it
-        if type(module) is nn.Linear:
+        dtypes = {parameter.dtype for parameter in module.parameters()}
+        fits = dtypes == {self._build.dtype}  # a router, for example, may be float32
+        if fits and type(module) is nn.Linear:
             self._set(module, "linear layers", self._linear(module))
-        elif (eps := rms_norm_eps(module)) is not None:
+        elif fits and (eps := rms_norm_eps(module)) is not None:
             norm = self._op("rms_norm", size=len(module.weight))
             self._set(module, "RMS norms", _Norm(norm, module, eps))
-        elif (found := find_gated_mlp(module)) is not None:
+        elif fits and (found := find_gated_mlp(module)) is not None:
             self._set(module, "gated MLPs", self._gated_mlp(*found))
-        elif not any(True for _ in module.children()) and any(True for _ in module.parameters()):
+        elif dtypes and not any(True for _ in module.children()):
             self.left[type(module).__name__] += 1
 
     def _bind_experts(self, module: Any, top_k: int) -> None:
-        if fits_kernel(module):
+        if module.down_proj.dtype == self._build.dtype and fits_kernel(module):
             module.tokenspeed_experts = MoEKernel(self._build, module, top_k)
             self.replaced["mixtures of experts"] += 1
         else:

@@ -104,7 +104,7 @@ def record(model: PreTrainedModel) -> Recording:
         except (NotImplementedError, RuntimeError, TypeError, AttributeError, ValueError) as error:
             reason = str(error).partition("\n")[0]
             raise UnsupportedModelError(
-                f"{type(model).__name__} does not run without values and with a mask of our own: {reason}"
+                f"{type(model).__name__} changes its attention mask, or does what depends on values of tensors: {reason}"
             ) from error
     if not calls:
         raise UnsupportedModelError(

@@ -35,6 +35,8 @@ class CheckpointNames:
             known = first.setdefault(id(target), name)
             if known != name:
                 self._aliases[name] = known
+        # Inner models have transforms too, and the decoder is taken out of the model later.
+        self._transforms = get_model_conversion_mapping(model)
         self._buffers = {name for name, _ in model.named_buffers()}
         self._unexpected = _pattern(model._keys_to_ignore_on_load_unexpected)
         self._optional = _pattern(model._keys_to_ignore_on_load_missing)
@@ -55,9 +57,8 @@ class CheckpointNames:
 
     def converted(self, weights: Iterable[Named]) -> Iterator[Named]:
         """Yield a checkpoint's tensors under the model's names, merged and split as transformers does."""
-        transforms = get_model_conversion_mapping(self._model)
-        renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
-        converters = [each for each in transforms if isinstance(each, WeightConverter)]
+        renamings = [each for each in self._transforms if isinstance(each, WeightRenaming)]
+        converters = [each for each in self._transforms if isinstance(each, WeightConverter)]
         by_pattern = {source: each for each in converters for source in each.source_patterns}
         prefix = self._model.base_model_prefix
         collected: dict[str, list[tuple[str, str, Tensor]]] = {}
