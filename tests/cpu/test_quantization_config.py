@@ -113,6 +113,7 @@ def test_fp8_with_a_quantized_head_is_refused() -> None:
         },
         {"modules_to_not_convert": None, "scale_fmt": "float"},
         {"ignored_layers": ["lm_head"]},
+        {"scale_fmt": "ue8m0"},
     ],
 )
 def test_fine_grained_fp8_is_read(changes: dict[str, Any]) -> None:
@@ -123,9 +124,8 @@ def test_fine_grained_fp8_is_read(changes: dict[str, Any]) -> None:
     "changes",
     [
         {"weight_block_size": [64, 128]},
-        {"weight_block_size": None},
         {"activation_scheme": "static"},
-        {"scale_fmt": "ue8m0"},
+        {"scale_fmt": "int"},
         {"modules_to_convert": ["embed_tokens"]},
         {"quant_method": "quark"},
         {"fmt": "e5m2"},

@@ -51,6 +51,15 @@ from tokenspeed_models.testing import DenseBuild, sequence_logits
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}
+AUTO_ROUND = {
+    "quant_method": "auto-round",
+    "bits": 4,
+    "group_size": GROUP,
+    "sym": True,
+    "data_type": "int",
+    "packing_format": "auto_round:auto_awq",
+    "block_name_to_quantize": "model.layers",
+}
 AUTO_FP8 = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
 INT4: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
 INT8: dict[str, Any] = {"num_bits": 8, "type": "int", "strategy": "channel"}
@@ -91,6 +100,7 @@ WEIGHT_ONLY: dict[str, tuple[dict[str, Any], Quantizer]] = {
         {**GPTQ, "sym": False, "desc_act": True},
         partial(gptq, symmetric=False, ordered=True),
     ),
+    "AutoRound": ({**AUTO_ROUND, "packing_format": "auto_round:auto_gptq"}, gptq),
     "gptq_v2": (
         {**GPTQ, "sym": False, "checkpoint_format": "gptq_v2"},
         partial(gptq, symmetric=False, offset=0),
@@ -179,6 +189,16 @@ def test_experts_have_four_bit_weights(form: str, tmp_path: Path) -> None:
     expected = transformers_logits(reference)
     found = logits(tmp_path, settings, "Qwen3Moe")
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_experts_have_per_tensor_fp8_weights(tmp_path: Path) -> None:
+    settings, quantize, _ = QUANTIZED_INPUTS["FP8 dynamic"]
+    sizes = {"num_experts": 3, "moe_intermediate_size": 32, "num_hidden_layers": 2}
+    reference = save_reference("Qwen3Moe", tmp_path, **{**SIZES, **sizes})
+    store(tmp_path, reference, settings, quantize)
+    # Only the activations differ.
+    found = logits(tmp_path, settings, "Qwen3Moe")
+    assert 1e-3 < relative(found, transformers_logits(reference)) < 0.15
 
 
 def quantize_inputs(model: nn.Module, round_values: Callable[[Tensor], Tensor]) -> None:
@@ -370,8 +390,9 @@ def compressed_settings(weights: dict[str, Any], inputs: dict[str, Any] | None) 
         ({**GPTQ, "dynamic": {"-:(": {}}}, r"invalid regular expression '\('"),
         (compressed_settings({**INT4, "num_bits": 8}, None), "8-bit int per-group group_size 32"),
         (compressed_settings(INT4, {**INT8, **PER_TOKEN}), "8-bit int per-token dynamic"),
+        ({**AUTO_ROUND, "packing_format": "auto_round:exllamav2"}, "'auto_round:exllamav2'"),
         ({**AUTO_FP8, "weight_block_size": [64, 64]}, r"\[64, 64\] with static"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "installed: awq, compressed"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "installed: .*awq, compressed"),
     ],
     ids=str,
 )
@@ -396,6 +417,10 @@ def test_layers_have_their_own_schemes() -> None:
     expected = {
         "compressed-tensors": (mixed, ["int4, group 32", "int4, group 32", "fp8", None]),
         "gptq": (dynamic, ["int4, group 32", "int4, group 32", "int4, group 64", None]),
+        "auto-round": (
+            {**AUTO_ROUND, "extra_config": {".*self_attn.*": {"bits": 16}, ".*gate": {"bits": 16}}},
+            [None, *["int4, group 32, zero points"] * 2, None],
+        ),
         "awq": (
             {**AWQ, "modules_to_not_convert": ["self_attn", "gate"]},
             [None, *["int4, group 32, zero points"] * 2, None],

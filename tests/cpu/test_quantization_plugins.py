@@ -83,7 +83,7 @@ def test_unquantized_checkpoint_has_no_method(catalog: Catalog) -> None:
 def test_refused_form_names_what_was_found(catalog: Catalog) -> None:
     with pytest.raises(CheckpointError, match=r"not supported: acme: bits is 3\. Supported: 2\."):
         find(catalog, {"quantization_config": {**ACME, "bits": 3}})
-    with pytest.raises(CheckpointError, match="installed: aaa, acme, awq"):
+    with pytest.raises(CheckpointError, match=r"installed: aaa, acme, .*awq"):
         find(catalog, {"quantization_config": {"quant_method": "other"}})
 
 

@@ -83,9 +83,7 @@ class QuantizationScheme:
 
     name: str  # as plans show it, such as "fp8"
     dtype: str  # of quantized values
-    quantize: (
-        str | None
-    )  # op that quantizes activations; returns values and scales; its axis is `size`
+    quantize: str | None  # op that quantizes activations; its axis is `size`; values and scales
     # Op with the axes of "linear"; takes x, its scales, weight, its scales, bias. None: the scheme is for experts alone.
     linear: str | None
     fused: Mapping[str, str] = field(default_factory=dict)

@@ -6,6 +6,7 @@ from tokenspeed_core.api import Quantization
 from tokenspeed_quantization import schemes
 
 __all__ = [
+    "AUTO_ROUND",
     "AWQ",
     "COMPRESSED_TENSORS",
     "FP8",
@@ -18,6 +19,7 @@ __all__ = [
 
 _HERE = "tokenspeed_quantization"
 
+AUTO_ROUND = Quantization("auto-round", f"{_HERE}.auto_round:read")
 AWQ = Quantization("awq", f"{_HERE}.awq:read")
 COMPRESSED_TENSORS = Quantization("compressed-tensors", f"{_HERE}.compressed_tensors:read")
 FP8 = Quantization("fp8", f"{_HERE}.fp8:read", schemes.FP8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tokenspeed_core.api import Axis, LayerSchemes, StoredTensor
+from tokenspeed_core.api import Axis, LayerSchemes, QuantizationScheme, StoredTensor
 from tokenspeed_quantization.modules import part_matcher
 from tokenspeed_quantization.schemes import IN, OUT, int4
 
@@ -14,6 +14,13 @@ def read(settings: Mapping[str, Any]) -> LayerSchemes | None:
     """Return the schemes of an AWQ checkpoint."""
     if settings.get("quant_method") != "awq":
         return None
+    found = scheme(settings)
+    is_skipped = part_matcher(["lm_head", *(settings.get("modules_to_not_convert") or ())])
+    return lambda layer: None if is_skipped(layer) else found
+
+
+def scheme(settings: Mapping[str, Any]) -> QuantizationScheme:
+    """Return the scheme of layers with these settings. Raises ValueError if it is not supported."""
     # Older writers have other names for some settings.
     bits = settings.get("bits", settings.get("w_bit"))
     group_size = settings.get("group_size", settings.get("q_group_size", 128))
@@ -31,6 +38,4 @@ def read(settings: Mapping[str, Any]) -> LayerSchemes | None:
         StoredTensor("qzeros", "int32", (groups, words)),
         StoredTensor("scales", "float", (groups, OUT), "scale", typical=3e-3),
     )
-    scheme = int4("awq", stored, group_size, has_zeros=True, has_order=False)
-    is_skipped = part_matcher(["lm_head", *(settings.get("modules_to_not_convert") or ())])
-    return lambda layer: None if is_skipped(layer) else scheme
+    return int4("awq", stored, group_size, has_zeros=True, has_order=False)

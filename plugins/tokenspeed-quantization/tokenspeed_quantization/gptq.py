@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokenspeed_core.api import Axis, LayerSchemes, QuantizationScheme, StoredTensor
+from tokenspeed_quantization.modules import compiled
 from tokenspeed_quantization.schemes import IN, OUT, int4
 
 _FORMATS = {"gptq": "gptq", "gptq_v2": "gptq_v2"}
@@ -21,7 +22,7 @@ def read(settings: Mapping[str, Any]) -> LayerSchemes | None:
         return None
     if settings.get("lm_head"):
         raise ValueError("lm_head is quantized. Supported: lm_head false.")
-    default = _scheme(settings)
+    default = scheme(settings)
     rules = [_rule(name, changes, settings) for name, changes in _dynamic(settings).items()]
     blocks = settings.get("modules_in_block_to_quantize") or ()
     inside = tuple(
@@ -31,7 +32,7 @@ def read(settings: Mapping[str, Any]) -> LayerSchemes | None:
     def scheme_of(layer: str) -> QuantizationScheme | None:
         if layer == "lm_head" or (inside and not layer.endswith(inside)):
             return None
-        return next((scheme for pattern, scheme in rules if pattern.match(layer)), default)
+        return next((each for pattern, each in rules if pattern.match(layer)), default)
 
     return scheme_of
 
@@ -45,17 +46,11 @@ def _rule(
     name: str, changes: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> tuple[re.Pattern[str], QuantizationScheme | None]:
     """Return a pattern of layers and their scheme. Raises ValueError for an invalid pattern."""
-    scheme = None if name.startswith("-:") else _scheme({**settings, **changes})
-    expression = name.removeprefix("-:").removeprefix("+:")
-    try:
-        return re.compile(expression), scheme
-    except re.error as error:
-        raise ValueError(
-            f"invalid regular expression {expression!r} in dynamic: {error}"
-        ) from error
+    found = None if name.startswith("-:") else scheme({**settings, **changes})
+    return compiled(name.removeprefix("-:").removeprefix("+:")), found
 
 
-def _scheme(settings: Mapping[str, Any]) -> QuantizationScheme:
+def scheme(settings: Mapping[str, Any]) -> QuantizationScheme:
     """Return the scheme of layers with these settings. Raises ValueError if it is not supported."""
     bits, group_size = settings.get("bits"), settings.get("group_size", -1)
     form = settings.get("checkpoint_format") or settings.get("format") or "gptq"

@@ -24,7 +24,7 @@ def part_matcher(names: Iterable[str] | None) -> Callable[[str], bool]:
     A name may be the end of a layer's name, or whole parts of it between dots. It may be a regular expression for the
     start of a layer's name. Raises ValueError for an invalid one.
     """
-    patterns = [_compiled(rf"(?:{name})(?:(?<=\.)|(?=\.|$))") for name in names or ()]
+    patterns = [compiled(rf"(?:{name})(?:(?<=\.)|(?=\.|$))") for name in names or ()]
     parts = [f".{name.strip('.')}." for name in names or ()]
     endings = tuple(names or ())
 
@@ -43,11 +43,12 @@ def part_matcher(names: Iterable[str] | None) -> Callable[[str], bool]:
 def _pattern(name: str) -> re.Pattern[str]:
     if not name.startswith("re:"):
         return re.compile(rf"{translate(name)}|{re.escape(name)}\.")
-    return _compiled(name.removeprefix("re:"))
+    return compiled(name.removeprefix("re:"))
 
 
 @cache
-def _compiled(expression: str) -> re.Pattern[str]:
+def compiled(expression: str) -> re.Pattern[str]:
+    """Compile a regular expression. Raises ValueError for an invalid one."""
     try:
         return re.compile(expression)
     except re.error as error:
