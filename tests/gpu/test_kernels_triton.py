@@ -38,6 +38,20 @@ def test_paged_attention_conforms(spec: KernelSpec) -> None:
     check_attention(spec, torch.device("cuda"))
 
 
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("window", "soft_cap"), [(None, None), (128, None), (128, 30.0)], ids=["full", "window", "cap"]
+)
+def test_attention_with_sinks_conforms(
+    phase: str, window: int | None, soft_cap: float | None
+) -> None:
+    problem = AttentionProblem(
+        phase, 64, 8, 64, "bfloat16", "bfloat16", 16, 0.125, window, soft_cap, has_sinks=True
+    )
+    spec = descriptors.TRITON_ATTENTION[0]
+    assert check_attention(spec, torch.device("cuda"), cases=[problem])
+
+
 @pytest.mark.parametrize(
     ("num_heads", "rows"),
     [

@@ -52,6 +52,7 @@ TO_FP8 = (
     "add_rms_norm_fp8_groups",
     "silu_mul_fp8_groups",
 )
+LIKE_OTHERS = ("moe_biased_experts", "moe_biased_experts_mxfp4")  # one case of what moe_experts has
 WITH_TILES = {"linear_fp8_block": (65, 130)}  # row counts that reach the other kernels
 OF_ROW_FP8 = (
     "quantize_linear_fp8",
@@ -85,6 +86,8 @@ def test_kernel_conforms(spec: KernelSpec) -> None:
     if spec.op in WITH_DOTS:  # bfloat16 dots are wrong in the interpreter
         spec = replace(spec, capability=replace(spec.capability, dtypes=("float32", "float16")))
     cases = [p for p in problems(spec) if p.get("vocab_size", 0) < MAX_ELEMENTS]
+    if spec.op in LIKE_OTHERS:
+        cases = cases[:1]
     if spec.capability.kv_dtypes == ("float8_e4m3fn",):
         pytest.skip("the interpreter loses the carry when rounding up to a power of two")
     check(spec, CPU, cases=cases, num_rows=(0, 1, 5, *WITH_TILES.get(spec.op, ())))
