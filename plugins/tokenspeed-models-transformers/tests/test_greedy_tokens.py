@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import MODELS, MORE, NATIVE, save_reference
+from tokenspeed_models_transformers.model import TransformersModel
 
 from tokenspeed_core import LLM, SamplingParams
 
 pytestmark = pytest.mark.slow
+pytest.importorskip("tokenspeed_kernels")
 
 LENGTHS = (1, 6, 17, 33)
 NUM_TOKENS = 6
@@ -40,6 +42,7 @@ def check(model_type: str, folder: Path, **settings: Any) -> None:
         "block_size": 4,
     }
     with LLM(str(folder), **{**defaults, **settings}) as llm:
+        assert type(llm._engine.runner._model) is TransformersModel
         for is_cached in (False, True):
             outputs = llm.generate([{"prompt_token_ids": each} for each in prompts()], params)
             assert outputs[-1].num_cached_tokens == 32 or not is_cached

@@ -13,6 +13,8 @@ from tiny_models import save_reference
 from tokenspeed_core import LLM, SamplingParams
 from tokenspeed_core.errors import CheckpointError
 
+pytest.importorskip("tokenspeed_kernels")
+
 CODE = """
 from transformers import LlamaConfig, LlamaForCausalLM
 class OwnConfig(LlamaConfig):

@@ -87,7 +87,6 @@ MORE: dict[str, dict[str, Any]] = {
     "jais2": {},
     "modernbert-decoder": {"pad_token_id": 0, "local_attention": 16},
     "nanochat": {},
-    "olmo3": WINDOWS,
     "phimoe": {},
     "vaultgemma": {"head_dim": 8, "attn_logit_softcapping": 2.0} | WINDOWS,
 }
@@ -102,6 +101,7 @@ NATIVE: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
     "mixtral": {},
     "olmo2": {},
+    "olmo3": WINDOWS,
     "phi3": {},
     "qwen3": {"head_dim": 8},
     "qwen3_moe": {"head_dim": 8, "num_experts": 6, "num_experts_per_tok": 2},
