@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tokenspeed_kernels.triton.activation.silu_mul import silu_mul
+from tokenspeed_kernels.triton.activation.gated import silu_mul
 from tokenspeed_kernels.triton.linear.gated_gemm import gated_linear
 
 pytestmark = [
