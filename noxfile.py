@@ -29,6 +29,7 @@ KIT = "tokenspeed-testing"  # tests import it
 CORES = os.cpu_count() or 1
 # Processes of pytest, each of which may import torch; one more than cores, for tests that wait for servers.
 WORKERS = min(4, CORES + 1)
+CLIENTS: dict[str, Any] = nox.project.load_toml(ROOT / "tests" / "clients" / "environments.toml")
 GROUPS = ("build", "test", "oracle", "docs", "lint")
 
 # Shells start background jobs with SIGINT ignored; the tests send it.
@@ -130,16 +131,23 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
-def clients(session: nox.Session) -> None:
-    """Client libraries against a server with the demo, in an environment of their own."""
+@nox.parametrize("name", list(CLIENTS), ids=list(CLIENTS))
+def clients(session: nox.Session, name: str) -> None:
+    """Client libraries against a server with the demo, in environments of their own."""
     ready(session)
-    home = NOX / "clients"
+    home = NOX / f"clients-{name}"
     if not home.is_dir():
         run(session, sys.executable, "-m", "venv", "--without-pip", str(home))
     python = str(home / "bin" / "python")
-    pip(session, "--python", python, "install", "-r", "tests/clients/requirements.txt")
+    tools = ("pytest", "pytest-asyncio", "pytest-timeout")
+    pip(session, "--python", python, "install", *CLIENTS[name]["requirements"], *tools)
     with session.chdir("tests/clients"):
-        run(session, python, "-m", "pytest", "-q", "-c", "pytest.ini", *session.posargs)
+        run(
+            session,
+            *(python, "-m", "pytest", "-q", "-c", "pytest.ini"),
+            *CLIENTS[name]["tests"],
+            *session.posargs,
+        )
 
 
 @nox.session

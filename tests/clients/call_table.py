@@ -34,22 +34,21 @@ class CallTable:
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Iterator[None]:
-        """Note the outcome of a test. An expected failure is a refusal with a reason."""
+        """Note the outcome of a test, unless it is skipped or expected to fail."""
         done = yield
         report = done.get_result()  # type: ignore[attr-defined]
         if report.when != "call" and not (report.when == "setup" and report.failed):
             return
         mark = item.get_closest_marker("refused")
-        is_xfail = hasattr(report, "wasxfail") and report.skipped
-        if report.skipped and not is_xfail:
+        if report.skipped:
             return
         client, client_version = self._client(item)
         outcome: Outcome = "passed"
         if report.failed:
             outcome = "failed"
-        elif mark is not None or is_xfail:
+        elif mark is not None:
             outcome = "refused"
-        reason = report.wasxfail if is_xfail else "" if mark is None else mark.args[0]
+        reason = "" if mark is None else mark.args[0]
         self.calls.append(Call(client, client_version, item.name, outcome, reason))
 
     def _client(self, item: pytest.Item) -> tuple[str, str]:

@@ -29,14 +29,14 @@ class Server:
 
 
 @contextmanager
-def run(folder: Path) -> Iterator[Server]:
-    """Run a server for a block."""
+def run(folder: Path, *options: str) -> Iterator[Server]:
+    """Run a server with these flags for a block."""
     key = "key-of-the-clients"
     command = [str(PYTHON), "-P", "-m", "tokenspeed_core.cli", "serve", "--port", "0"]
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
-            [*command, "--api-key", key],
+            [*command, "--api-key", key, *options],
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from pydantic_ai import Agent, ImageUrl, ModelHTTPError, NativeOutput, PromptedOutput, ToolOutput
 from pydantic_ai.messages import ThinkingPart
 from pydantic_ai.models.anthropic import AnthropicModel
-from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
 from running_server import Server
@@ -36,7 +36,12 @@ def messages_model(server: Server) -> Any:
     return AnthropicModel("demo", provider=AnthropicProvider(anthropic_client=client))
 
 
-MODELS = {"chat": chat_model, "messages": messages_model}
+def responses_model(server: Server) -> Any:
+    provider = OpenAIProvider(base_url=server.v1, api_key=server.key)
+    return OpenAIResponsesModel("demo", provider=provider)
+
+
+MODELS = {"chat": chat_model, "responses": responses_model, "messages": messages_model}
 
 
 @pytest.fixture(params=list(MODELS))

@@ -87,7 +87,7 @@ def test_invalid_request_names_the_field_and_bound(
 
 
 def test_context_length_is_named() -> None:
-    with pytest.raises(BadRequestError, match="context is 100 tokens"):
+    with pytest.raises(BadRequestError, match="context length is 100 tokens"):
         build([1] * 100, Ready(100, 1000, 50, ""))
 
 

@@ -75,11 +75,7 @@ def _pick(value: float | None, default: float) -> float:
 def num_output_tokens(num_prompt: int, max_tokens: int | None, limits: Ready) -> int:
     """Return the maximum number of output tokens. Raises BadRequestError if they do not fit the context."""
     room = limits.longest - num_prompt
-    limit = (
-        f"the model's context is {limits.max_model_len} tokens"
-        if limits.max_model_len <= limits.num_kv_tokens
-        else f"the KV cache holds {limits.num_kv_tokens} tokens"
-    )
+    limit = _context_limit(limits)
     if num_prompt == 0:
         raise BadRequestError("the prompt is empty; it needs at least 1 token", "prompt")
     needed = 0 if max_tokens == 0 else 1
@@ -97,6 +93,13 @@ def num_output_tokens(num_prompt: int, max_tokens: int | None, limits: Ready) ->
             "context_length_exceeded",
         )
     return room if max_tokens is None else max_tokens
+
+
+def _context_limit(limits: Ready) -> str:
+    """Say what limits the context, in the words that client libraries look for."""
+    if limits.max_model_len <= limits.num_kv_tokens:
+        return f"this model's maximum context length is {limits.max_model_len} tokens"
+    return f"the KV cache holds {limits.num_kv_tokens} tokens"
 
 
 def check_text_fits(
@@ -117,7 +120,7 @@ def check_text_fits(
         num_probed *= 4
     if is_too_long:
         raise BadRequestError(
-            f"{param} has {num_chars} characters, too long for a context of {longest} tokens",
+            f"{param} has {num_chars} characters, but {_context_limit(limits)}",
             param,
             "context_length_exceeded",
         )
