@@ -22,7 +22,7 @@ class LimitSettings(BaseModel):
     allowed_hosts: Annotated[tuple[Name, ...], BeforeValidator(split_names)] = setting(
         (),
         "limits",
-        "Accepted host names, or *; default: any, on loopback only this machine's.",
+        "Accepted host names, or *. Empty: any name; on loopback, this machine's names.",
         takes="NAME[,NAME...]",
     )
     max_connections: int = setting(

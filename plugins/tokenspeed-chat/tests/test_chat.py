@@ -247,6 +247,18 @@ def test_missing_server_is_an_error_with_a_hint() -> None:
         ChatClient("127.0.0.1:1").model()
 
 
+def test_missing_key_is_an_error_with_a_hint(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    server: tuple[str, type[Handler]],
+) -> None:
+    pipe(monkeypatch, "hello")
+    url, handler = server
+    handler.mode = "locked"
+    assert main(["chat", "--url", url]) == 2
+    assert "--api-key" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

@@ -51,7 +51,8 @@ def talk(
                 return converse(conversation, screen)
             conversation.answer(question, screen)
         except ServerError as error:
-            raise ChatError(str(error)) from error
+            hint = ": pass --api-key or set TOKENSPEED_API_KEY" if error.status == 401 else ""
+            raise ChatError(f"{error}{hint}") from error
         except KeyboardInterrupt:
             return 130
     return 0
