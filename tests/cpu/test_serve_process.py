@@ -209,7 +209,8 @@ def test_echo_scores_a_prompt_as_its_generation_did(sdk: openai.OpenAI) -> None:
     assert again is not None and again.token_logprobs is not None
     num = len(again.tokens or ())  # an end-of-sequence token has no text
     assert again.tokens == (given.tokens or [])[:num]
-    assert again.token_logprobs[1:] == pytest.approx(given.token_logprobs[1:num], abs=1e-3)
+    # The logits are bfloat16, whose steps are 0.125 at 16; processors differ in how they sum.
+    assert again.token_logprobs[1:] == pytest.approx(given.token_logprobs[1:num], abs=0.15)
 
 
 def test_concurrent_clients_get_the_same_answers(server: Served) -> None:

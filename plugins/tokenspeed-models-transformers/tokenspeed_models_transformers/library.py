@@ -36,8 +36,8 @@ def read_config(config: Mapping[str, Any]) -> PreTrainedConfig:
         )
     else:
         raise ValueError(
-            f"config.json: model_type {model_type!r} is unknown to the installed transformers. Upgrade it with "
-            "`pip install --upgrade transformers`"
+            f"config.json: no installed plugin supports {', '.join(values.get('architectures') or ())}, and model_type "
+            f"{model_type!r} is unknown to the installed transformers. Upgrade it with `pip install --upgrade transformers`"
         )
     result.name_or_path = folder or ""
     return result
