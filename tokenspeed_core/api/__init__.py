@@ -21,6 +21,7 @@ from tokenspeed_core.api.cache_groups import (
     SlidingWindow,
     keys_and_values,
 )
+from tokenspeed_core.api.drafters import Drafter, DrafterContext, DrafterSpec, Drafts
 from tokenspeed_core.api.grammars import (
     MAX_WHITESPACE,
     CallFunction,
@@ -108,6 +109,10 @@ __all__ = [
     "Checkpoint",
     "CompiledGrammar",
     "Decision",
+    "Drafter",
+    "DrafterContext",
+    "DrafterSpec",
+    "Drafts",
     "FullAttention",
     "GrammarCompiler",
     "GrammarError",

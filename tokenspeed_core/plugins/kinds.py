@@ -40,6 +40,7 @@ KINDS: dict[str, Kind] = {
     "kernels.moe": Kind(selected_by="--moe-backend"),
     "kernels.sampling": Kind(selected_by="--sampling-backend"),
     "grammars": Kind(selected_by="--grammar-backend"),
+    "drafters": Kind(selected_by="--speculative-algorithm"),
     "logits_processors": Kind(),
     "models": Kind(),
     "load_formats": Kind(selected_by="--load-format"),

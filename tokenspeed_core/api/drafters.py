@@ -1,0 +1,83 @@
+"""The contract of drafters: they propose the next tokens of sequences, and the target model verifies them.
+
+A drafter changes how many steps an output takes, never the output. Imports no tensor library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from tokenspeed_core.plugins.entry import load_target
+
+if TYPE_CHECKING:
+    from tokenspeed_core.api.step import I32
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterContext:
+    """The environment of a drafter. A slot is the place of a running sequence, from 0 to `num_slots - 1`."""
+
+    vocab_size: int
+    num_slots: int
+    max_model_len: int  # tokens of a sequence
+    max_drafts: int  # tokens that are proposed for a sequence at most
+    options: Mapping[
+        str, Any
+    ]  # the algorithm's own settings, which `DrafterSpec.check` has accepted
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Drafts:
+    """Proposed tokens of S sequences: `counts[i]` (0 or more) for sequence i, concatenated in `token_ids`."""
+
+    counts: I32
+    token_ids: I32
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Proposes tokens on the host. All calls come from the engine's thread, so they delay every step.
+
+    For each sequence: `begin`, then any number of `extend` and `propose`, then `end`. A sequence that was preempted
+    ends, and begins again with all its tokens. A drafter that raises, proposes more tokens than it may, or a token
+    outside the vocabulary is switched off with an error in the log; outputs are not affected.
+    """
+
+    def begin(self, slot: int, token_ids: I32, num_prompt_tokens: int, tenant: str) -> None:
+        """Start a sequence, whose first `num_prompt_tokens` tokens are its prompt.
+
+        What is learned from one tenant's sequences must not change the proposals for another's.
+        """
+
+    def extend(self, slots: I32, counts: I32, token_ids: I32) -> None:
+        """Add tokens that were generated: `counts[i]` (1 or more) for the sequence in `slots[i]`, concatenated."""
+
+    def propose(self, slots: I32, max_drafts: I32) -> Drafts:
+        """Return at most `max_drafts[i]` (1 or more) tokens that probably follow the sequence in `slots[i]`.
+
+        Every generated token was given to `begin` or `extend` before. Proposing few tokens, or none, is better than
+        proposing improbable ones: each token makes the step longer.
+        """
+
+    def end(self, slot: int) -> None:
+        """Free what the sequence in a slot holds. Every token of it was given to `begin` or `extend` before."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterSpec:
+    """A drafter that runs on the host, registered in `tokenspeed.drafters` under the name of its algorithm."""
+
+    load: str  # "module:factory"; `factory(context: DrafterContext)` returns a Drafter
+    # "module:function"; `function(options)` raises ValueError, with the name and the rule, for wrong options
+    check: str
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Raise ValueError for wrong options."""
+        load_target(self.check)(options)
+
+    def make(self, context: DrafterContext) -> Drafter:
+        """Return a drafter. Raises ImportError, AttributeError, or the factory's exception."""
+        drafter: Drafter = load_target(self.load)(context)
+        return drafter
