@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tokenspeed_core.api.grammars import GrammarSpec
+from tokenspeed_core.api.parallel import ONE_PROCESS, ParallelLayout
 from tokenspeed_core.api.policy import Policy
 from tokenspeed_core.checkpoint.quantization import ResolvedQuantization
 from tokenspeed_core.checkpoint.resolve import ResolvedCheckpoint
@@ -29,6 +30,7 @@ class Resolved:
     # costs far more than one too few when other processes keep cores busy.
     num_threads: int | None
     grammars: tuple[Entry, GrammarSpec] | None = None  # the backend of structured output
+    parallel: ParallelLayout = ONE_PROCESS
 
     @property
     def kv_dtype(self) -> str:

@@ -14,10 +14,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from tokenspeed_core.api import (
+    ONE_PROCESS,
     AttentionCall,
     LatentAttentionCall,
     LatentSizes,
     Model,
+    ParallelLayout,
+    ProcessGroup,
     QuantizationScheme,
     Rotation,
 )
@@ -29,11 +32,20 @@ class DenseBuild:
     `problems` records each op that the model requested, with its problem.
     """
 
-    def __init__(self, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
-        self.dtype, self.device = dtype, torch.device(device)
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        layout: ParallelLayout = ONE_PROCESS,
+    ) -> None:
+        self.dtype, self.device, self._layout = dtype, torch.device(device), layout
         self.max_model_len = 1 << 30
         self.problems: list[tuple[str, dict[str, Any]]] = []
         self.caches: dict[int, _DenseAttention | _DenseLatentAttention] = {}
+
+    def group(self, name: str) -> ProcessGroup:
+        """Return a process group of the layout."""
+        return self._layout.group(name)
 
     def each_layer(self, num_layers: int) -> Iterator[int]:
         """Yield the layer indices."""

@@ -65,6 +65,7 @@ from tokenspeed_core.api.models import (
     WeightReader,
 )
 from tokenspeed_core.api.ops import DOTS, EXACT, OpContract, OpReference, Problem, Tolerance
+from tokenspeed_core.api.parallel import ONE_PROCESS, ParallelLayout, ProcessGroup
 from tokenspeed_core.api.parsers import (
     CallTemplate,
     ParserContext,
@@ -89,6 +90,7 @@ __all__ = [
     "DOTS",
     "EXACT",
     "MAX_WHITESPACE",
+    "ONE_PROCESS",
     "AttentionCall",
     "AttentionFactory",
     "AttentionKernel",
@@ -137,12 +139,14 @@ __all__ = [
     "OpContract",
     "OpReference",
     "Packing",
+    "ParallelLayout",
     "ParserContext",
     "ParserExample",
     "ParserSpec",
     "PlatformInfo",
     "Policy",
     "Problem",
+    "ProcessGroup",
     "Quantization",
     "QuantizationScheme",
     "Ranking",

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from tokenspeed_core.api.cache_groups import CacheGroupSpec
+    from tokenspeed_core.api.parallel import ProcessGroup
     from tokenspeed_core.api.quantization import QuantizationScheme
 
 
@@ -155,6 +156,9 @@ class BuildContext(Protocol):
     dtype: torch.dtype
     device: torch.device
     max_model_len: int
+
+    def group(self, name: str) -> ProcessGroup:
+        """Return one of the process groups that share the model. Raises ValueError for an unknown name."""
 
     def scheme(self, layer: str) -> QuantizationScheme | None:
         """Return how a linear layer is quantized, None if it is not.

@@ -13,6 +13,7 @@ from tokenspeed_core.api.cache_groups import CachePart, keys_and_values
 from tokenspeed_core.api.kernels import PHASES, KernelSpec
 from tokenspeed_core.api.models import LatentSizes, Rotation
 from tokenspeed_core.api.ops import Problem
+from tokenspeed_core.api.parallel import ProcessGroup
 from tokenspeed_core.api.quantization import QuantizationScheme
 from tokenspeed_core.errors import CheckpointError, PluginError, TokenSpeedError
 from tokenspeed_core.kernels.error_attribution import describe_kernel
@@ -45,6 +46,7 @@ class ModelBuild:
         self.max_model_len = resolved.limits.max_model_len
         self.schemes: dict[str, QuantizationScheme | None] = {}
         self._quantization = resolved.quantization
+        self._parallel = resolved.parallel
         self.selector = selector
         self.layers: list[AttentionLayer] = []
         self.latent_layers: list[LatentLayer] = []
@@ -68,6 +70,10 @@ class ModelBuild:
         for self._layer in range(num_layers):
             yield self._layer
         self._layer = None
+
+    def group(self, name: str) -> ProcessGroup:
+        """Return one of the process groups that share the model. Raises ValueError for an unknown name."""
+        return self._parallel.group(name)
 
     def scheme(self, layer: str) -> QuantizationScheme | None:
         """Return how a linear layer is quantized, None if it is not; `schemes` records the answer."""

@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 
-from tokenspeed_core.api import AttentionCall, BuildContext, LatentAttentionCall, QuantizationScheme
+from tokenspeed_core.api import (
+    AttentionCall,
+    BuildContext,
+    LatentAttentionCall,
+    ProcessGroup,
+    QuantizationScheme,
+)
 from tokenspeed_models.weights import published_name
 
 
@@ -23,6 +29,10 @@ class ModuleBuild:
         self._build, self._name, self._renames = build, name, renames or {}
         self.dtype, self.device = build.dtype, build.device
         self.max_model_len = build.max_model_len
+
+    def group(self, name: str) -> ProcessGroup:
+        """Return one of the process groups that share the model."""
+        return self._build.group(name)
 
     def scheme(self, layer: str) -> QuantizationScheme | None:
         """Return how a linear layer of the module is quantized, None if it is not."""

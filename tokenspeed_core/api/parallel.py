@@ -1,0 +1,79 @@
+"""How the processes of one engine share a model. Imports no tensor library."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessGroup:
+    """Processes that share a part of the model, and this process's place among them.
+
+    `name` is "attn" (attention heads, and the vocabulary of the embedding and the output head), "dense" (features of
+    MLPs), "moe" (features of each expert), "experts" (whole experts) or "world" (all processes).
+    """
+
+    name: str
+    rank: int  # this process's index in `ranks`
+    ranks: tuple[int, ...]  # the members' ranks in the world, in order
+
+    @property
+    def size(self) -> int:
+        """The number of processes."""
+        return len(self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelLayout:
+    """The process groups of one process, by name."""
+
+    rank: int
+    world_size: int
+    groups: Mapping[str, ProcessGroup]
+
+    def group(self, name: str) -> ProcessGroup:
+        """Return a group. Raises ValueError for an unknown name."""
+        if name not in self.groups:
+            raise ValueError(f"unknown process group {name!r}; known: {', '.join(self.groups)}")
+        return self.groups[name]
+
+    @classmethod
+    def of(
+        cls, rank: int, *, attn: int = 1, dense: int = 1, moe: int = 1, experts: int = 1
+    ) -> ParallelLayout:
+        """Return the layout of process `rank` for the sizes of the groups.
+
+        The world has as many processes as the largest group, where "moe" and "experts" count as one group of their
+        product. Each of the three is the world or a single process. Processes of a "moe" group are neighbours. Raises
+        ValueError for other sizes, and for a rank outside the world.
+        """
+        sizes = {"attn": attn, "dense": dense, "moe x experts": moe * experts}
+        world_size = max(sizes.values())
+        if min(attn, dense, moe, experts) < 1:
+            raise ValueError("process groups need at least one process each")
+        for name, size in sizes.items():
+            if size not in (1, world_size):
+                raise ValueError(
+                    f"process group {name} has {size} processes and the engine has {world_size}. A group needs all "
+                    "processes or one. Choose equal sizes."
+                )
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} is not one of {world_size} processes")
+        world = tuple(range(world_size))
+        first, offset = rank - rank % moe, rank % moe
+        members = {
+            "attn": world if attn > 1 else (rank,),
+            "dense": world if dense > 1 else (rank,),
+            "moe": world[first : first + moe],
+            "experts": world[offset::moe] if experts > 1 else (rank,),
+            "world": world,
+        }
+        groups = {
+            name: ProcessGroup(name, ranks.index(rank), ranks) for name, ranks in members.items()
+        }
+        return cls(rank, world_size, MappingProxyType(groups))
+
+
+ONE_PROCESS = ParallelLayout.of(0)
