@@ -282,7 +282,7 @@ def test_quantized_checkpoint_is_read_unchanged(family: str, tmp_path: Path) -> 
     assert torch.equal(layer.attention.qkv.scale[:64], stored[f"{name}_scale"].float())
     if family == "Qwen3Moe":
         up = stored["model.layers.1.mlp.experts.3.up_proj.weight"]
-        assert torch.equal(layer.mlp.gate_up[3, 24:].float(), up.float())
+        assert torch.equal(layer.mlp.experts.gate_up[3, 24:].float(), up.float())
         assert torch.equal(layer.mlp.router.gate.weight, stored["model.layers.1.mlp.gate.weight"])
     found = sequence_logits(model, build, TOKENS)
     assert relative(found, transformers_logits(reference)) < 0.15

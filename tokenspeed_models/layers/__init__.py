@@ -10,6 +10,7 @@ from tokenspeed_models.layers.attention import Attention
 from tokenspeed_models.layers.causal_lm import CausalLM
 from tokenspeed_models.layers.decoder import DecoderLayer, Layer, PostNormDecoderLayer
 from tokenspeed_models.layers.embedding import Embedding, OutputHead
+from tokenspeed_models.layers.experts import ExpertNames, Experts
 from tokenspeed_models.layers.latent_attention import MultiHeadLatentAttention
 from tokenspeed_models.layers.linear import Linear, Projection
 from tokenspeed_models.layers.mlp import MLP
@@ -28,6 +29,8 @@ __all__ = [
     "CausalLM",
     "DecoderLayer",
     "Embedding",
+    "ExpertNames",
+    "Experts",
     "HeadNorm",
     "Layer",
     "Linear",

@@ -8,12 +8,11 @@ from dataclasses import asdict
 import torch
 
 from tokenspeed_core.api import BuildContext
+from tokenspeed_models.layers.experts import Experts
 from tokenspeed_models.layers.linear import Activation, Linear, Projection
 from tokenspeed_models.layers.norm import RMSNorm
 from tokenspeed_models.layers.ops import dtype_name
-from tokenspeed_models.layers.packed_weight import PackedWeight
-from tokenspeed_models.layers.quantized_weight import QuantizedWeight
-from tokenspeed_models.layers.scheme import ModuleBuild, UnquantizedBuild, shared_scheme
+from tokenspeed_models.layers.scheme import ModuleBuild, UnquantizedBuild
 from tokenspeed_models.moe_config import MoeConfig, RoutingConfig
 from tokenspeed_models.sharding import Partial, Replicated, ShardingSpec
 from tokenspeed_models.weights import Shard, WeightSlot
@@ -144,18 +143,6 @@ class MoE:
     """
 
     def __init__(self, build: BuildContext, hidden_size: int, config: MoeConfig) -> None:
-        scheme = shared_scheme(build, _layer_names(config.routing.num_experts))
-        op = "moe_experts" if scheme is None else scheme.fused.get("moe_experts")
-        if scheme is not None and op is None:
-            raise ValueError(
-                f"quantization {scheme.name} does not support models with experts. Use an unquantized checkpoint, or "
-                "another quantization."
-            )
-        assert op is not None, "unquantized experts have an op"
-        self.num_experts, self.intermediate_size = (
-            config.routing.num_experts,
-            config.intermediate_size,
-        )
         self.router = Router(
             build,
             hidden_size,
@@ -168,34 +155,12 @@ class MoE:
             if config.shared_size
             else None
         )
-        num_experts, intermediate_size = self.num_experts, self.intermediate_size
-        gate_up_shape = num_experts, 2 * intermediate_size, hidden_size
-        down_shape = num_experts, hidden_size, intermediate_size
-        self._quantized: tuple[QuantizedWeight | PackedWeight, ...] | None = None
-        self._operands: tuple[torch.Tensor | None, ...]
-        if scheme is None:
-            self.gate_up = torch.empty(gate_up_shape, dtype=build.dtype, device=build.device)
-            self.down = torch.empty(down_shape, dtype=build.dtype, device=build.device)
-            self._operands = (self.gate_up, self.down)
-        elif scheme.packing is not None:
-            packed = tuple(PackedWeight(build, scheme, *s) for s in (gate_up_shape, down_shape))
-            self.gate_up, self.down = (each.weight for each in packed)
-            self._quantized = packed
-            self._operands = tuple(operand for each in packed for operand in each.operands)
-        else:
-            gate_up = QuantizedWeight(build, scheme, *gate_up_shape, num_projections=2)
-            down = QuantizedWeight(build, scheme, *down_shape, previous=gate_up)
-            self.gate_up, self.down = gate_up.values, down.values
-            self._quantized = gate_up, down
-            self._operands = (*gate_up.operands, *down.operands)
-        self._experts = build.op(
-            op,
-            num_experts=num_experts,
+        self.experts = Experts(
+            build,
+            num_experts=config.routing.num_experts,
             top_k=config.routing.top_k,
             hidden_size=hidden_size,
-            intermediate_size=intermediate_size,
-            dtype=dtype_name(build.dtype),
-            **({} if scheme is None else scheme.problem),
+            intermediate_size=config.intermediate_size,
         )
 
     def __call__(
@@ -206,56 +171,19 @@ class MoE:
         The sum overwrites the residual.
         """
         x, residual = norm.add(x, residual)
-        weights, ids = self.router(x)
-        result: torch.Tensor = self._experts(x, *self._operands, weights, ids)
+        result = self.experts(x, *self.router(x))
         if self.shared is not None:
             result += self.shared(x)
         return result, residual
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
-        """List the router and the experts, both as one tensor per expert and as two stacked tensors."""
+        """List the router, shared experts and experts."""
         yield from self.router.slots(prefix)
         if self.shared is not None:
             yield from self.shared.slots(prefix)
-        gate_up_names, down_names = [], []
-        for expert in range(self.num_experts):
-            name = f"{prefix}experts.{expert}"
-            gate_up_names += [f"{name}.gate_proj.weight", f"{name}.up_proj.weight"]
-            down_names += [f"{name}.down_proj.weight"]
-            yield from self._expert_slots(name, expert)
-        gate_up_shard, down_shard = Shard(1, "moe"), Shard(2, "moe")
-        for index, weight, name, shard, replaces in (
-            (0, self.gate_up, f"{prefix}experts.gate_up_proj", gate_up_shard, gate_up_names),
-            (1, self.down, f"{prefix}experts.down_proj", down_shard, down_names),
-        ):
-            if self._quantized is None:
-                yield WeightSlot(name, weight, shard, replaces=tuple(replaces))
-            else:
-                yield from self._quantized[index].stacked_slots(name, shard, tuple(replaces))
-
-    def _expert_slots(self, name: str, expert: int) -> Iterator[WeightSlot]:
-        """List the three projections of one expert."""
-        size = self.intermediate_size
-        gate, up, down = slice(0, size), slice(size, 2 * size), slice(0, self.router.gate.in_size)
-        columns, rows = Shard(0, "moe"), Shard(1, "moe")
-        if self._quantized is None:
-            yield WeightSlot(f"{name}.gate_proj.weight", self.gate_up[expert, gate], columns)
-            yield WeightSlot(f"{name}.up_proj.weight", self.gate_up[expert, up], columns)
-            yield WeightSlot(f"{name}.down_proj.weight", self.down[expert], rows)
-        else:
-            gate_up_weight, down_weight = self._quantized
-            yield from gate_up_weight.slots(f"{name}.gate_proj", gate, columns, 0, expert)
-            yield from gate_up_weight.slots(f"{name}.up_proj", up, columns, 1, expert)
-            yield from down_weight.slots(f"{name}.down_proj", down, rows, 0, expert)
+        yield from self.experts.slots(prefix)
 
     def sharding(self, prefix: str) -> Iterator[ShardingSpec]:
         """Routing is replicated; the experts' output is a partial sum."""
         yield ShardingSpec(f"{prefix}gate", "moe", Replicated(), Replicated())
         yield ShardingSpec(f"{prefix}experts", "moe", Replicated(), Partial())
-
-
-def _layer_names(num_experts: int) -> Iterator[str]:
-    """Yield the names of the linear layers of all experts."""
-    for expert in range(num_experts):
-        for projection in ("gate_proj", "up_proj", "down_proj"):
-            yield f"experts.{expert}.{projection}"
