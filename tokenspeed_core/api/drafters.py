@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from tokenspeed_core.plugins.entry import load_target
 
 if TYPE_CHECKING:
-    from tokenspeed_core.api.step import I32
+    from tokenspeed_core.api.step import F32, I32
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,15 @@ class DrafterContext:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drafts:
-    """Proposed tokens of S sequences: `counts[i]` (0 or more) for sequence i, concatenated in `token_ids`."""
+    """Proposed tokens of S sequences: `counts[i]` (0 or more) for sequence i, concatenated in `token_ids`.
+
+    `probabilities`, one for each token, estimate how probable a token is if all before it are right. None: the drafter
+    has no estimate.
+    """
 
     counts: I32
     token_ids: I32
+    probabilities: F32 | None = None
 
 
 @runtime_checkable
