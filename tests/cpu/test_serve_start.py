@@ -141,7 +141,7 @@ def test_hook_changes_settings_of_the_first_process(
         commands = [child.cmdline() for child in psutil.Process(running.process.pid).children()]
         assert sorted(command[3] for command in commands) == [
             "tokenspeed_core.engine.process",
-            "tokenspeed_core.text.isolated_template",
+            "tokenspeed_server.isolated_template",
             "tokenspeed_server.serve",
         ]
         assert running.url.startswith("http://127.0.0.2:")

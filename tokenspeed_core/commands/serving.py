@@ -58,13 +58,14 @@ from tokenspeed_core.errors import (
     PluginError,
     RequestFailedError,
     TokenSpeedError,
+    describe_error,
     suggest,
 )
 from tokenspeed_core.logs import current_request_id, log_fields
 from tokenspeed_core.plugins.hooks import Hooks
 from tokenspeed_core.text import Assembler, ChatTemplate, TemplateError, Tokenizer
 from tokenspeed_core.text.detokenizer import Detokenizer, without_text
-from tokenspeed_core.text.isolated_template import IsolatedTemplate
+from tokenspeed_core.text.template import MAX_RENDER_SECONDS
 
 __all__ = [
     "Assembler",
@@ -83,7 +84,6 @@ __all__ = [
     "FinishReason",
     "Grammar",
     "Hooks",
-    "IsolatedTemplate",
     "LogitsProcessorTable",
     "NamedParser",
     "Parsers",
@@ -107,6 +107,7 @@ __all__ = [
     "check_ids",
     "check_text_fits",
     "current_request_id",
+    "describe_error",
     "describe_parsers",
     "discover",
     "discover_in_subprocess",
@@ -123,6 +124,7 @@ __all__ = [
     "without_text",
     "Heartbeat",
     "HOST_BOUNDS",
+    "MAX_RENDER_SECONDS",
     "REQUEST_BOUNDS",
     "STEP_BOUNDS",
     "EngineStats",

@@ -1,7 +1,7 @@
 """Chat templates, rendered in a sandbox.
 
 Limits of time and size are checked whenever the template outputs text. A loop without output is stopped
-only in a process of its own, which the server uses (`isolated_template`).
+only from outside: the server renders templates in a subprocess.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ from tokenspeed_core.commands.serving import (
     Defaults,
     EngineDeadError,
     Hooks,
-    IsolatedTemplate,
     LogitsProcessorTable,
     Program,
     ResolvedCheckpoint,
@@ -41,6 +40,7 @@ from tokenspeed_core.commands.settings import Config
 from tokenspeed_server.access import default_hosts, is_loopback
 from tokenspeed_server.announce import announce
 from tokenspeed_server.connections import ConnectionLimits, raise_file_limit
+from tokenspeed_server.isolated_template import IsolatedTemplate
 from tokenspeed_server.lifecycle import WorkerConfig, serve
 from tokenspeed_server.listen import listen
 from tokenspeed_server.metrics import MetricsMemory

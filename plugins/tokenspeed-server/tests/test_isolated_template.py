@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenspeed_server.isolated_template import IsolatedTemplate
 
 from tokenspeed_core.errors import CheckpointError
 from tokenspeed_core.files import read_json
-from tokenspeed_core.text.isolated_template import IsolatedTemplate
 from tokenspeed_core.text.template import ChatTemplate, TemplateError
 
 MESSAGES = [{"role": "user", "content": "hé\ud800 🙂", "n": 2**80, "x": [None, True, 1.5]}]

@@ -20,8 +20,12 @@ from contextlib import suppress
 from queue import Empty, LifoQueue
 from typing import IO, Any
 
-from tokenspeed_core.errors import describe_error
-from tokenspeed_core.text.template import MAX_RENDER_SECONDS, ChatTemplate, TemplateError
+from tokenspeed_core.commands.serving import (
+    MAX_RENDER_SECONDS,
+    ChatTemplate,
+    TemplateError,
+    describe_error,
+)
 
 MAX_MEMORY = 2**30  # bytes of address space of a process
 MAX_PROCESSES = 2
