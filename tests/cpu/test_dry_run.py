@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from tokenspeed_demo.score import CHECKPOINT
 from tokenspeed_server import serve as server
+from tokenspeed_server.dry_run import dry_run
 from tokenspeed_server.serve import run
 
 from tokenspeed_core import llm
 from tokenspeed_core.checkpoint.resolve import resolve_checkpoint
 from tokenspeed_core.config import Config
-from tokenspeed_core.engine.dry_run import dry_run
 from tokenspeed_core.engine.factory import discover
 from tokenspeed_core.engine.subprocesses import Program
 from tokenspeed_core.errors import CheckpointError, ConfigError, PluginError

@@ -23,11 +23,11 @@ from quantized_build import (
 from safetensors.torch import load_file, save_file
 from tiny_families import save_reference
 from tokenspeed_quantization.schemes import FP8_BLOCK
+from tokenspeed_server.dry_run import dry_run
 from torch import Tensor
 
 from tokenspeed_core import LLM, SamplingParams
 from tokenspeed_core.config import Config
-from tokenspeed_core.engine.dry_run import dry_run
 from tokenspeed_core.errors import CheckpointError
 from tokenspeed_kernels.reference import fp8_block
 from tokenspeed_models.layers import Linear, Projection

@@ -35,12 +35,12 @@ from quantized_build import (
 )
 from safetensors.torch import load_file, save_file
 from tiny_families import save_reference
+from tokenspeed_server.dry_run import dry_run
 from torch import Tensor, nn
 
 from tokenspeed_core import LLM, SamplingParams
 from tokenspeed_core.api import LayerSchemes, QuantizationScheme
 from tokenspeed_core.config import Config
-from tokenspeed_core.engine.dry_run import dry_run
 from tokenspeed_core.errors import CheckpointError
 from tokenspeed_core.kernels.installed import installed_ops
 from tokenspeed_core.plugins.catalog import Catalog

@@ -35,13 +35,14 @@ from tiny_families import save_reference
 from tokenspeed_kernels_blackwell.contracts import MXFP8, NVFP4
 from tokenspeed_kernels_blackwell.linear.reference import mxfp8_values, nvfp4_values
 from tokenspeed_quantization.schemes import FP8
+from tokenspeed_server.dry_run import dry_run
 from torch import Tensor
 from torch.nn import functional
 
 from tokenspeed_core import LLM, SamplingParams
 from tokenspeed_core.api.kernels import PlatformInfo
 from tokenspeed_core.config import Config
-from tokenspeed_core.engine.dry_run import dry_run, plan_kernels
+from tokenspeed_core.engine.planning import plan_kernels
 from tokenspeed_core.errors import CheckpointError, ConfigError
 from tokenspeed_models.layers import Linear, Projection
 from tokenspeed_models.testing import DenseBuild, sequence_logits

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tokenspeed_core.api.quantization import LayerSchemes, Quantization, QuantizationScheme
+from tokenspeed_core.api.quantization import LayerSchemes, Quantization
 from tokenspeed_core.checkpoint.resolve import ResolvedCheckpoint
 from tokenspeed_core.errors import CheckpointError, ConfigError
 from tokenspeed_core.plugins.catalog import Catalog
@@ -116,17 +114,3 @@ def _try(method: Quantization, settings: Any) -> tuple[LayerSchemes | None, str]
         return None, str(error)
     except _MALFORMED as error:
         return None, f"{type(error).__name__}: {error}"
-
-
-def describe_schemes(
-    method: ResolvedQuantization | None, schemes: Mapping[str, QuantizationScheme | None]
-) -> list[str]:
-    """Return the method and, for each kind of linear layer, its scheme and how many layers have it."""
-    if method is None:
-        return []
-    counts = Counter(
-        (re.sub(r"(?<=\.)\d+(?=\.)", "*", layer), "none" if scheme is None else scheme.name)
-        for layer, scheme in schemes.items()
-    )
-    lines = [f"  {layer}: {scheme} ({count} of them)" for (layer, scheme), count in counts.items()]
-    return [f"quantization {method.name}", *lines]

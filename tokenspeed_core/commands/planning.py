@@ -1,8 +1,22 @@
-"""For commands that ask which kernels would run; imports what starts an engine."""
+"""For commands that show the decisions of a start; imports all that starts an engine."""
 
 from __future__ import annotations
 
-from tokenspeed_core.engine.dry_run import dry_run, plan_kernels
+from tokenspeed_core.config.describe import as_written
+from tokenspeed_core.config.schema import setting_names
+from tokenspeed_core.engine.planning import StartPlan, plan_kernels, plan_start
 from tokenspeed_core.kernels.plan import KernelPlan, NothingFitsError, PlannedOp, Verdict
+from tokenspeed_core.kernels.table import kernel_table
 
-__all__ = ["KernelPlan", "NothingFitsError", "PlannedOp", "Verdict", "dry_run", "plan_kernels"]
+__all__ = [
+    "KernelPlan",
+    "NothingFitsError",
+    "PlannedOp",
+    "StartPlan",
+    "Verdict",
+    "as_written",
+    "kernel_table",
+    "plan_kernels",
+    "plan_start",
+    "setting_names",
+]

@@ -10,8 +10,8 @@ from tokenspeed_core.engine.factory import (
     discover,
     discover_in_subprocess,
     load_text,
-    model_traits,
     num_workers,
+    tokenizer_folder,
 )
 from tokenspeed_core.engine.logits_processors import LogitsProcessorTable
 from tokenspeed_core.engine.messages import (
@@ -26,12 +26,6 @@ from tokenspeed_core.engine.messages import (
     WorkerReady,
 )
 from tokenspeed_core.engine.parent_death import attach_to_parent
-from tokenspeed_core.engine.reply_parsers import (
-    NamedParser,
-    Parsers,
-    describe_parsers,
-    find_parsers,
-)
 from tokenspeed_core.engine.requests import (
     Defaults,
     build_submit,
@@ -62,10 +56,11 @@ from tokenspeed_core.errors import (
     suggest,
 )
 from tokenspeed_core.logs import current_request_id, log_fields
+from tokenspeed_core.plugins.catalog import make
 from tokenspeed_core.plugins.hooks import Hooks
 from tokenspeed_core.text import Assembler, ChatTemplate, TemplateError, Tokenizer
 from tokenspeed_core.text.detokenizer import Detokenizer, without_text
-from tokenspeed_core.text.template import MAX_RENDER_SECONDS
+from tokenspeed_core.text.template import MAX_RENDER_SECONDS, read_chat_templates
 
 __all__ = [
     "Assembler",
@@ -85,8 +80,6 @@ __all__ = [
     "Grammar",
     "Hooks",
     "LogitsProcessorTable",
-    "NamedParser",
-    "Parsers",
     "PluginError",
     "Program",
     "PromptLogprobs",
@@ -108,19 +101,19 @@ __all__ = [
     "check_text_fits",
     "current_request_id",
     "describe_error",
-    "describe_parsers",
     "discover",
     "discover_in_subprocess",
     "engine_program",
-    "find_parsers",
     "load_text",
     "log_fields",
-    "model_traits",
+    "make",
     "num_workers",
+    "read_chat_templates",
     "read_ids",
     "resolve_checkpoint",
     "start_subprocess",
     "suggest",
+    "tokenizer_folder",
     "without_text",
     "Heartbeat",
     "HOST_BOUNDS",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tokenspeed_core import logs
 from tokenspeed_core.checkpoint.kv_scales import read_kv_scales
 from tokenspeed_core.checkpoint.quantization import find_quantization
-from tokenspeed_core.checkpoint.resolve import ResolvedCheckpoint, resolve_checkpoint
+from tokenspeed_core.checkpoint.resolve import resolve_checkpoint
 from tokenspeed_core.config import Config
 from tokenspeed_core.config.backends import AUTO
 from tokenspeed_core.config.build import called
@@ -22,7 +22,6 @@ from tokenspeed_core.config.schema import flag
 from tokenspeed_core.engine.engine import Engine
 from tokenspeed_core.engine.grammars import GrammarBackend, Grammars, find_backend
 from tokenspeed_core.engine.messages import Ready
-from tokenspeed_core.engine.reply_parsers import ModelTraits
 from tokenspeed_core.engine.requests import Defaults
 from tokenspeed_core.engine.stats import EngineCounters
 from tokenspeed_core.engine.warmup import warm_up
@@ -39,7 +38,7 @@ from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.scheduler.plugin_policy import find_policy
 from tokenspeed_core.scheduler.scheduler import Scheduler
 from tokenspeed_core.text import ChatTemplate, Tokenizer
-from tokenspeed_core.text.template import load_chat_template, read_chat_templates
+from tokenspeed_core.text.template import load_chat_template
 from tokenspeed_core.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -152,15 +151,6 @@ def load_text(config: Config, checkpoint: Path) -> tuple[Tokenizer | None, ChatT
         )
     tokenizer = load_tokenizer(folder)
     return tokenizer, load_chat_template(folder, tokenizer.special_tokens, config.chat_template)
-
-
-def model_traits(config: Config, checkpoint: ResolvedCheckpoint) -> ModelTraits:
-    """Return the traits by which `auto` chooses parsers. Raises CheckpointError."""
-    if config.skip_tokenizer_init:
-        return ModelTraits()
-    folder = tokenizer_folder(config, checkpoint.path)
-    templates = read_chat_templates(folder, config.chat_template) if folder.is_dir() else ()
-    return ModelTraits("\n".join(templates), checkpoint.info.architecture)
 
 
 def tokenizer_folder(config: Config, checkpoint: Path) -> Path:

@@ -8,12 +8,12 @@ import subprocess
 import sys
 
 import pytest
+from tokenspeed_server.dry_run import dry_run
 from tokenspeed_testing.explain import explain
 
 from tokenspeed_core.api.attention import AttentionProblem
 from tokenspeed_core.api.kernels import PlatformInfo
 from tokenspeed_core.config import Config
-from tokenspeed_core.engine.dry_run import dry_run
 from tokenspeed_core.errors import SelectionError
 from tokenspeed_core.kernels.installed import installed_kernels, installed_ops, installed_rankings
 from tokenspeed_core.kernels.overrides import Override

@@ -13,6 +13,7 @@ import httpx2
 import openai
 from server_support import make_tokenizer
 from tokenspeed_server.app import App, create_app
+from tokenspeed_server.reply_parsers import Parsers, find_parsers
 from tokenspeed_server.service import ModelText, Options, Service
 
 from tokenspeed_core.api.sampling import FinishReason
@@ -20,7 +21,6 @@ from tokenspeed_core.commands.serving import RequestFailedError, State
 from tokenspeed_core.config.sources import load
 from tokenspeed_core.engine.factory import discover
 from tokenspeed_core.engine.messages import Ready, Submit, TokenLogprobs
-from tokenspeed_core.engine.reply_parsers import Parsers, find_parsers
 from tokenspeed_core.engine.requests import Defaults
 from tokenspeed_core.text import ChatTemplate
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenspeed_server import dry_run
 from tokenspeed_server import serve as server
 
 from tokenspeed_core.cli import main
-from tokenspeed_core.commands import planning
 from tokenspeed_core.commands.settings import Config
 from tokenspeed_core.config.schema import flag
 from tokenspeed_core.config.sections import SECTIONS
@@ -161,7 +161,7 @@ def test_invalid_number_of_api_workers_is_refused(number: Any) -> None:
 def test_dry_run_starts_no_server(
     served: list[Config], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(planning, "dry_run", lambda config: f"block_size {config.block_size}")
+    monkeypatch.setattr(dry_run, "dry_run", lambda config: f"block_size {config.block_size}")
     assert main(["serve", "--dry-run", "--block-size", "16"]) == 0
     assert capsys.readouterr().out == "block_size 16\n"
     assert served == []

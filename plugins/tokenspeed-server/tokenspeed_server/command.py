@@ -43,9 +43,9 @@ def run(
     configured = configure(positional, flags, config)
     set_up_log(configured.log_level, configured.log_format, "server")
     if dry_run:
-        from tokenspeed_core.commands import planning
+        from tokenspeed_server import dry_run as report
 
-        typer.echo(planning.dry_run(configured))
+        typer.echo(report.dry_run(configured))
         return 0
     if sys.stderr.isatty():  # imports take a second; the next line replaces this one
         print("starting ...", end="\r", file=sys.stderr, flush=True)

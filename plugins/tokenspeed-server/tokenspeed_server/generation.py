@@ -16,8 +16,6 @@ from tokenspeed_core.commands.serving import (
     Assembler,
     BadRequestError,
     Detokenizer,
-    NamedParser,
-    Parsers,
     Tokenizer,
     build_submit,
     without_text,
@@ -53,6 +51,7 @@ from tokenspeed_server.reply_grammar import (
     is_listed,
     reply_grammar,
 )
+from tokenspeed_server.reply_parsers import NamedParser, Parsers
 from tokenspeed_server.service import Options, Service, Serving
 from tokenspeed_server.tool_choice import tool_use
 

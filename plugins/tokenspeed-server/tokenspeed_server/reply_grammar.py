@@ -8,8 +8,9 @@ from typing import Any
 
 from tokenspeed_core.api import CallFunction, CallGrammar, CallTemplate, ReasoningMarks, ReplyEvent
 from tokenspeed_core.api.structured_outputs import StructuredOutputs
-from tokenspeed_core.commands.serving import BadRequestError, Grammar, Parsers, Reasoning
+from tokenspeed_core.commands.serving import BadRequestError, Grammar, Reasoning
 from tokenspeed_server.protocol import ChatRequest, CompletionRequest, ToolSpec
+from tokenspeed_server.reply_parsers import Parsers
 from tokenspeed_server.tool_choice import ToolUse, tool_use
 
 # The text of forced calls if the model's parser has no template, and `ListedCalls` reads.

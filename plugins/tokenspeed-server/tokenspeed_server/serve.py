@@ -26,13 +26,10 @@ from tokenspeed_core.commands.serving import (
     ResolvedCheckpoint,
     TokenSpeedError,
     attach_to_parent,
-    describe_parsers,
     discover,
     discover_in_subprocess,
     engine_program,
-    find_parsers,
     load_text,
-    model_traits,
     num_workers,
     resolve_checkpoint,
 )
@@ -45,6 +42,7 @@ from tokenspeed_server.lifecycle import WorkerConfig, serve
 from tokenspeed_server.listen import listen
 from tokenspeed_server.metrics import MetricsMemory
 from tokenspeed_server.observability import Observability
+from tokenspeed_server.reply_parsers import describe_parsers, find_parsers, model_traits
 from tokenspeed_server.responses_api.store import forget_path, shared_file
 from tokenspeed_server.service import ModelText, Options
 from tokenspeed_server.supervisor import Supervised, Supervisor

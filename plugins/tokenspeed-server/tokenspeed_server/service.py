@@ -15,7 +15,6 @@ from tokenspeed_core.commands.serving import (
     Defaults,
     EngineClient,
     LogitsProcessorTable,
-    Parsers,
     Ready,
     State,
     Tokenizer,
@@ -24,6 +23,7 @@ from tokenspeed_server import body_limits
 from tokenspeed_server.access import Access, split_keys
 from tokenspeed_server.errors import ApiError
 from tokenspeed_server.observability import Observability
+from tokenspeed_server.reply_parsers import Parsers
 from tokenspeed_server.responses_api.store import ResponseStore
 from tokenspeed_server.unknown_fields import IgnoredFieldsLog, Policy
 

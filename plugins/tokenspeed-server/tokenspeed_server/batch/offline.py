@@ -25,13 +25,13 @@ from tokenspeed_core.commands.serving import (
     WorkerReady,
     discover,
     engine_program,
-    find_parsers,
     resolve_checkpoint,
 )
 from tokenspeed_core.commands.settings import Config
 from tokenspeed_server.app import create_app
 from tokenspeed_server.batch.lines import count_lines, read_lines
 from tokenspeed_server.batch.runner import BatchRunner, Counts
+from tokenspeed_server.reply_parsers import find_parsers
 from tokenspeed_server.serve import load_model_text, make_options
 from tokenspeed_server.service import ModelText, Options, Service
 

@@ -6,9 +6,9 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+from tokenspeed_server.reply_parsers import ModelTraits, find_parsers
 
 from tokenspeed_core.config import Config
-from tokenspeed_core.engine.reply_parsers import ModelTraits, find_parsers
 from tokenspeed_core.plugins.catalog import Catalog
 
 HERMES = "For each function call, return JSON within <tool_call></tool_call> tags"
@@ -89,7 +89,7 @@ def test_auto_chooses_the_parsers_of_the_model(
 
 
 def test_documentation_lists_every_parser() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "parsers.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "parsers.md").read_text(encoding="utf-8")
     for kind in ("tool_parsers", "reasoning_parsers"):
         for entry in entry_points(group=f"tokenspeed.{kind}"):
             if entry.value.startswith("tokenspeed_parsers:"):

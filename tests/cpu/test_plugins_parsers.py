@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 from tokenspeed_parsers import QWEN
-from tokenspeed_testing.parser import ParserConformance
-
-from tokenspeed_core.api import ParserContext, ParserExample, ParserSpec, ReplyEvent
-from tokenspeed_core.config import Config
-from tokenspeed_core.engine.reply_parsers import (
+from tokenspeed_server.reply_parsers import (
     ModelTraits,
     NamedParser,
     describe_parsers,
     find_parsers,
 )
+from tokenspeed_testing.parser import ParserConformance
+
+from tokenspeed_core.api import ParserContext, ParserExample, ParserSpec, ReplyEvent
+from tokenspeed_core.config import Config
 from tokenspeed_core.errors import ConfigError, PluginError
 from tokenspeed_core.plugins import Catalog, Selection
 

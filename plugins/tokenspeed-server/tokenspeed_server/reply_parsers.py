@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenspeed_core.api.parsers import ParserContext, ParserSpec, ReplyParser
-from tokenspeed_core.config import Config
-from tokenspeed_core.plugins.catalog import Catalog, make
-from tokenspeed_core.plugins.entry import Entry
-from tokenspeed_core.plugins.selection import DEFAULTS
+from tokenspeed_core.api import ParserContext, ParserSpec, ReplyParser
+from tokenspeed_core.commands import DEFAULTS, Catalog, Entry
+from tokenspeed_core.commands.serving import (
+    ResolvedCheckpoint,
+    make,
+    read_chat_templates,
+    tokenizer_folder,
+)
+from tokenspeed_core.commands.settings import Config
 
 AUTO, NONE = "auto", "none"
 
@@ -19,6 +23,15 @@ class ModelTraits:
 
     template: str = ""  # the text of the chat templates
     architecture: str = ""  # from config.json
+
+
+def model_traits(config: Config, checkpoint: ResolvedCheckpoint) -> ModelTraits:
+    """Return the traits by which `auto` chooses parsers. Raises CheckpointError."""
+    if config.skip_tokenizer_init:
+        return ModelTraits()
+    folder = tokenizer_folder(config, checkpoint.path)
+    templates = read_chat_templates(folder, config.chat_template) if folder.is_dir() else ()
+    return ModelTraits("\n".join(templates), checkpoint.info.architecture)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,73 @@
+"""The decisions of a start, made without loading weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tokenspeed_core.api.kernels import PlatformInfo
+from tokenspeed_core.api.models import LoadFormat
+from tokenspeed_core.api.quantization import QuantizationScheme
+from tokenspeed_core.checkpoint.resolve import choose_format
+from tokenspeed_core.config import Config
+from tokenspeed_core.engine.factory import (
+    discover,
+    num_workers,
+    prepare_torch,
+    resolve,
+    unused_settings,
+)
+from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.plugins.hooks import Hooks
+from tokenspeed_core.resolved import Resolved
+
+if TYPE_CHECKING:
+    from tokenspeed_core.kernels.plan import KernelPlan
+
+
+@dataclass(frozen=True, slots=True)
+class StartPlan:
+    """The decisions of a start."""
+
+    catalog: Catalog
+    resolved: Resolved
+    weights: LoadFormat
+    kernel_plan: KernelPlan
+    memory: Mapping[str, Any]  # bytes by use; None: known after start
+    schemes: Mapping[str, QuantizationScheme | None]  # of each linear layer
+    unused_settings: Mapping[str, str]  # the reason by setting
+
+
+def plan_start(config: Config) -> StartPlan:
+    """Decide everything that a start decides. Raises what a start raises before it loads weights."""
+    catalog = discover(config)
+    adjusted = Hooks.load(catalog).adjust_config(config)
+    resolved = resolve(
+        adjusted.resolved(api_workers=num_workers(adjusted)), catalog, with_weights=False
+    )
+    prepare_torch()
+    from tokenspeed_core.worker.local import plan_only
+    from tokenspeed_core.worker.platform import resolve_device
+
+    weights = choose_format(resolved.checkpoint.files, config.load_format, catalog)
+    plan, memory, schemes = plan_only(resolved, catalog)
+    is_cpu = resolve_device(resolved.config.device).type == "cpu"
+    unused = unused_settings(resolved.config, is_cpu=is_cpu)
+    return StartPlan(catalog, resolved, weights, plan, memory, schemes, unused)
+
+
+def plan_kernels(
+    config: Config, platform: PlatformInfo | None = None
+) -> tuple[Catalog, KernelPlan]:
+    """Select the kernels for this machine, or for another platform with the plugins installed here.
+
+    Raises what `resolve` raises, and SelectionError.
+    """
+    catalog = discover(config)
+    adjusted = Hooks.load(catalog).adjust_config(config)
+    resolved = resolve(adjusted, catalog, with_weights=False)
+    prepare_torch()
+    from tokenspeed_core.worker.assemble import plan_for
+
+    return catalog, plan_for(resolved, catalog, platform)
