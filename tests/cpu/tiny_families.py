@@ -126,10 +126,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def save_reference(family: str, folder: Path, **changes: Any) -> Any:
-    """Write a family's checkpoint and return its transformers model. `changes` override the configuration."""
+    """Write a checkpoint and return its transformers model. `changes` override the configuration."""
     torch.manual_seed(11)
     model = getattr(transformers, f"{family}ForCausalLM")
-    reference = model(model.config_class(**{**SMALL, **FAMILIES[family], **changes})).eval()
+    reference = model(model.config_class(**{**SMALL, **FAMILIES.get(family, {}), **changes})).eval()
     for name, buffer in reference.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.uniform_(-0.2, 0.2)

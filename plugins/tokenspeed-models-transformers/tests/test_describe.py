@@ -58,7 +58,6 @@ def test_process_without_torch_asks_a_subprocess() -> None:
         ("bert", {}, "not causal"),
         ("bloom", {}, "mask"),
         ("mamba", {}, "layers of the type linear_attention"),
-        ("llama", {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ("llama", {"dtype": "float64"}, "dtype is 'float64'"),
     ],
 )

@@ -16,28 +16,34 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tokenspeed_models_transformers.attention import PagedAttention
+from tokenspeed_models_transformers.attention import SERVE, PagedAttention
 from tokenspeed_models_transformers.projections import FusedAttention, rotated
 from tokenspeed_models_transformers.recording import RecordedAttention
+from tokenspeed_models_transformers.stacked import QUANTIZED
 
 log = logging.getLogger("tokenspeed.models")
 
 _CHUNKS = (3, 5)
 # Largest norm of the difference over the norm of the hidden states. In 16 bits, deep models and routers near a tie
-# differ by some percent; another formula differs by more than half.
-_TOLERANCES = {torch.float32: 1e-2}
-_TOLERANCE_16_BITS = 0.3
+# differ by some percent, and so does rounding of quantized activations; another formula differs by more than half.
+_TOLERANCE = 1e-2
+_ROUNDING_TOLERANCE = 0.3
 
 Attention = PagedAttention | FusedAttention
 
 
 @torch.inference_mode()
 def check_against_transformers(
-    decoder: PreTrainedModel, attention: Sequence[Attention], sinks: Mapping[str, Tensor]
+    decoder: PreTrainedModel,
+    attention: Sequence[Attention],
+    sinks: Mapping[str, Tensor],
+    *,
+    is_quantized: bool,
 ) -> None:
     """Raise ValueError if a decoder that is on its device and has its weights computes something else.
 
-    `attention` are all of its layers' calls, `sinks` the float32 sinks by the paths of their parameters.
+    `attention` are all of its layers' calls, `sinks` the float32 sinks by the paths of their parameters. Quantized
+    layers stay in place.
     """
     weight = next(decoder.parameters())
     vocab_size = decoder.config.get_text_config().vocab_size
@@ -56,13 +62,14 @@ def check_against_transformers(
     with _dense(attention, sinks):
         ours = torch.cat([run(slice(_CHUNKS[0])), run(slice(_CHUNKS[0], None))])
     try:
-        with _unchanged(decoder):
+        with _unchanged(decoder, SERVE if is_quantized else "eager"):
             theirs = run(slice(None))
     except Exception as error:  # code of a repository may raise anything
         log.warning("the model could not be compared with transformers: %r", error)
         return
     difference = float((ours - theirs).norm() / theirs.norm())
-    if difference > _TOLERANCES.get(weight.dtype, _TOLERANCE_16_BITS):
+    is_exact = weight.dtype == torch.float32 and not is_quantized
+    if difference > (_TOLERANCE if is_exact else _ROUNDING_TOLERANCE):
         raise ValueError(
             f"{type(decoder).__name__} cannot run through transformers: with these weights its hidden states differ by "
             f"{difference:.1%} from those that transformers computes. Its tokens may influence each other outside of its "
@@ -85,16 +92,19 @@ def _dense(attention: Sequence[Attention], sinks: Mapping[str, Tensor]) -> Itera
 
 
 @contextmanager
-def _unchanged(decoder: PreTrainedModel) -> Iterator[None]:
-    """Let a decoder compute as transformers defines it."""
+def _unchanged(decoder: PreTrainedModel, experts: str) -> Iterator[None]:
+    """Let a decoder compute as transformers defines it, with an implementation of experts."""
     replaced: list[tuple[dict[str, Any], Any]] = [
         (vars(module), vars(module).pop("forward"))
         for module in decoder.modules()
         if "forward" in vars(module)
     ]
+    for attributes, _ in replaced:
+        if QUANTIZED in attributes:
+            attributes["forward"] = attributes[QUANTIZED]
     config = decoder.config
     names = config._attn_implementation, config._experts_implementation
-    config._attn_implementation = config._experts_implementation = "eager"
+    config._attn_implementation, config._experts_implementation = "eager", experts
     try:
         yield
     finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,10 +15,12 @@ from transformers.integrations.moe import (
 )
 
 from tokenspeed_core.api import BuildContext
+from tokenspeed_models.layers import ExpertNames, Experts
+from tokenspeed_models.weights import WeightSlot
 from tokenspeed_models_transformers.attention import SERVE
 from tokenspeed_models_transformers.compare import random_tensor, same
 
-Experts = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
+ExpertsForward = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 
 
 class MoEKernel:
@@ -42,6 +44,31 @@ class MoEKernel:
         return result
 
 
+class QuantizedExperts:
+    """Runs TokenSpeed's quantized experts instead of those of an experts module, which loses its parameters."""
+
+    def __init__(self, build: BuildContext, module: Any, top_k: int, names: ExpertNames) -> None:
+        num_experts, hidden_size, intermediate_size = module.down_proj.shape
+        self._experts = Experts(
+            build,
+            num_experts=num_experts,
+            top_k=top_k,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            names=names,
+        )
+        module.register_parameter("gate_up_proj", None)
+        module.register_parameter("down_proj", None)
+
+    def __call__(self, module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sum [T, hidden] of the experts `ids` [T, k] for x [T, hidden]."""
+        return self._experts(x, weights.float(), ids.int())
+
+    def slots(self) -> Iterator[WeightSlot]:
+        """List the weights."""
+        return self._experts.slots("")
+
+
 def fits_kernel(module: Any) -> bool:
     """Return whether `moe_experts` computes what an experts module does."""
     is_plain = module.has_gate and module.is_concatenated
@@ -55,10 +82,12 @@ def fits_kernel(module: Any) -> bool:
         return False
 
 
-def library_experts(dtype: torch.dtype) -> Experts:
+def library_experts(dtype: torch.dtype) -> ExpertsForward:
     """Return a function of transformers that does not wait for the device."""
     has_grouped = dtype == torch.bfloat16
-    chosen: Experts = grouped_mm_experts_forward if has_grouped else batched_mm_experts_forward
+    chosen: ExpertsForward = (
+        grouped_mm_experts_forward if has_grouped else batched_mm_experts_forward
+    )
     return chosen
 
 

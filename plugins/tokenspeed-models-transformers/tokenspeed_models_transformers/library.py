@@ -17,11 +17,20 @@ from tokenspeed_models_transformers.recording import UnsupportedModelError
 
 REMOTE_CODE = "trust_remote_code"
 """The key under which the core puts the checkpoint's folder if the user trusts its code."""
+_QUANTIZATION = ("quantization_config", "compression_config")
+
+
+def _unquantized(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration without the quantization that the core reads: transformers builds a plain model."""
+    values = {key: value for key, value in config.items() if key not in _QUANTIZATION}
+    text = values.get("text_config")
+    return {**values, "text_config": _unquantized(text)} if isinstance(text, Mapping) else values
 
 
 def read_config(config: Mapping[str, Any]) -> PreTrainedConfig:
     """Return a configuration with all defaults of its class. Raises ValueError."""
-    values = {key: value for key, value in config.items() if key != REMOTE_CODE}
+    values = _unquantized(config)
+    values.pop(REMOTE_CODE, None)
     folder, classes = config.get(REMOTE_CODE), config.get("auto_map") or {}
     model_type = values.get("model_type")
     if folder is not None and "AutoConfig" in classes:

@@ -57,7 +57,8 @@ class TransformersModel:
         replacer.replace(self._causal_lm, attention, recorded.experts)
         self._attention: tuple[Attention, ...] = (*bound.paged, *replacer.attention)
         allocate_parameters(self._causal_lm, build.device)
-        self._names = CheckpointNames(self._causal_lm)
+        self._names = CheckpointNames(self._causal_lm, replacer.slots)
+        self._is_quantized = bool(replacer.slots)
         # The head is the model without its decoder, whose result is given.
         self._given = _Given()
         parent, _, name = recorded.decoder.rpartition(".")
@@ -98,7 +99,9 @@ class TransformersModel:
         self.weight_map().load(self._names.converted(weights))
         for name, sinks in self._sinks.items():
             sinks.copy_(self._names.targets[name])
-        check_against_transformers(self._decoder, self._attention, self._sinks)
+        check_against_transformers(
+            self._decoder, self._attention, self._sinks, is_quantized=self._is_quantized
+        )
 
     def weight_map(self) -> WeightMap:
         """Return the map from the names that transformers uses to parameters."""

@@ -1,13 +1,13 @@
 """Replaces the computation of modules by TokenSpeed's kernels, where both compute the same.
 
-A module keeps its class, its name and its parameters; only its `forward` is replaced. Linear layers are known by their
-class. For all others, a copy of the module with small random weights runs on the CPU, and is compared with a formula.
+A module keeps its class and its name; only its `forward` is replaced. Its parameters stay too, unless it is quantized.
+Linear layers are known by their class. For all others, a copy of the module with small random weights runs on the CPU, and is compared with a formula.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from tokenspeed_core.api import AttentionCall, BuildContext
+from tokenspeed_models.layers import ExpertNames, dtype_name
+from tokenspeed_models.weights import WeightSlot
 from tokenspeed_models_transformers.compare import (
     MAGNITUDES,
     copied,
@@ -25,14 +27,20 @@ from tokenspeed_models_transformers.compare import (
     rms_norm_eps,
     same,
 )
-from tokenspeed_models_transformers.experts import MoEKernel, fits_kernel, library_experts
+from tokenspeed_models_transformers.experts import (
+    MoEKernel,
+    QuantizedExperts,
+    fits_kernel,
+    library_experts,
+)
 from tokenspeed_models_transformers.projections import (
     FusedAttention,
     RotaryLayout,
     RotaryTables,
     UsualAttention,
 )
-from tokenspeed_models_transformers.weights import merge
+from tokenspeed_models_transformers.stacked import QUANTIZED, Stacked, plain_gemm, stack
+from tokenspeed_models_transformers.weights import expert_names
 
 _SMALL = 8  # features of the random inputs of comparisons
 _NUM_ROWS = 3
@@ -64,23 +72,19 @@ class _Linear:
 
 @dataclass(frozen=True, slots=True)
 class GatedMLP:
-    """Gate and up projections in one GEMM, `silu_mul`, and the down projection."""
+    """Gate and up projections in one GEMM, `silu_mul`, which may quantize its result, and the down projection."""
 
-    gate_up: Callable[..., Tensor]
-    silu_mul: Callable[..., Tensor]
-    down: Callable[..., Tensor]
-    weight: Tensor
-    bias: Tensor | None
-    last: nn.Linear
+    gate_up: Stacked
+    silu_mul: Callable[..., Any]
+    down: Stacked
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map x [..., hidden] to a tensor of the same shape."""
-        hidden = self.silu_mul(self.gate_up(x.reshape(-1, x.shape[-1]), self.weight, self.bias))
-        return self.down(hidden, self.last.weight, self.last.bias).view(x.shape)
+        return self.down(self.silu_mul(self.gate_up(x.reshape(-1, x.shape[-1])))).view(x.shape)
 
 
-def find_gated_mlp(module: nn.Module) -> tuple[list[nn.Linear], nn.Linear] | None:
-    """Return the layers that form gate and up, in this order, and the down projection of a gated MLP with SiLU."""
+def find_gated_mlp(module: nn.Module) -> list[str] | None:
+    """Return the names of the layers that form gate and up, in this order, of a gated MLP with SiLU."""
     layers = {name: each for name, each in module.named_children() if type(each) is nn.Linear}
     names = set(layers)
     if names == {"gate_proj", "up_proj", "down_proj"}:
@@ -106,19 +110,22 @@ def find_gated_mlp(module: nn.Module) -> tuple[list[nn.Linear], nn.Linear] | Non
             return None
         if not same(found, down(functional.silu(gate) * up)):
             return None
-    return [layers[name] for name in first], layers["down_proj"]
+    return first
 
 
 class Replacer:
-    """Replaces modules of a model and counts what it replaced and what it left."""
+    """Replaces modules of a model and counts what it replaced and what it left.
+
+    `slots` are those of quantized layers, whose modules lose their parameters.
+    """
 
     def __init__(self, build: BuildContext) -> None:
         self._build = build
-        self._dtype = str(build.dtype).removeprefix("torch.")
         self._tables: dict[RotaryLayout, RotaryTables] = {}
         self.replaced: Counter[str] = Counter()
         self.left: Counter[str] = Counter()
         self.attention: list[FusedAttention] = []
+        self.slots: list[WeightSlot] = []
 
     def replace(
         self,
@@ -128,16 +135,22 @@ class Replacer:
     ) -> None:
         """Replace all modules that match.
 
-        `attention` has the usual attention modules, `experts` the experts per token of each experts module.
+        `attention` has the usual attention modules, `experts` the experts per token of each experts module. Raises
+        ValueError if a layer is quantized in a way that it does not support.
         """
+        head = model.get_output_embeddings()
         with torch.no_grad():
             for name, module in self._by_layer(model):
-                if name in experts:
-                    self._bind_experts(module, experts[name])
+                if module is head:
+                    self._set(module, "linear layers", self._plain(module))
+                elif name in experts:
+                    names = expert_names(model, name)
+                    self._bind_experts(name, module, experts[name], names)
                 elif name in attention:
-                    self._set(module, "attention modules", self._fused_attention(*attention[name]))
+                    fused = self._fused_attention(name, *attention[name])
+                    self._set(module, "attention modules", fused)
                 else:
-                    self._replace(module)
+                    self._replace(name, module)
 
     def _by_layer(self, model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
         """Yield the modules of layer 0, of layer 1, …, then all others, with their paths."""
@@ -149,46 +162,53 @@ class Replacer:
             yield from layers.get(layer, ())
         yield from layers.get(-1, ())
 
-    def _replace(self, module: Any) -> None:
+    def _replace(self, name: str, module: Any) -> None:
         if "forward" in vars(module):
             return  # replaced together with the module around it
         dtypes = {parameter.dtype for parameter in module.parameters()}
         fits = dtypes == {self._build.dtype}  # a router, for example, may be float32
         if fits and type(module) is nn.Linear:
-            self._set(module, "linear layers", self._linear(module))
+            self._linear(name, module)
         elif fits and (eps := rms_norm_eps(module)) is not None:
             norm = self._op("rms_norm", size=len(module.weight))
             self._set(module, "RMS norms", _Norm(norm, module, eps))
-        elif fits and (found := find_gated_mlp(module)) is not None:
-            self._set(module, "gated MLPs", self._gated_mlp(*found))
+        elif fits and (first := find_gated_mlp(module)) is not None:
+            self._set(module, "gated MLPs", self._gated_mlp(name, module, first))
         elif dtypes and not any(True for _ in module.children()):
             self.left[type(module).__name__] += 1
 
-    def _bind_experts(self, module: Any, top_k: int) -> None:
-        if module.down_proj.dtype == self._build.dtype and fits_kernel(module):
+    def _bind_experts(self, name: str, module: Any, top_k: int, names: ExpertNames) -> None:
+        is_plain = self._build.scheme(names.gate.format(0)) is None
+        fits = module.down_proj.dtype == self._build.dtype and fits_kernel(module)
+        if not is_plain:
+            if not fits:
+                raise ValueError(
+                    f"{name} ({type(module).__name__}) is quantized, and its experts compute something else than "
+                    "down(silu(gate(x)) * up(x)). Use an unquantized checkpoint"
+                )
+            quantized = QuantizedExperts(self._build, module, top_k, names)
+            module.tokenspeed_experts = quantized
+            self.slots += quantized.slots()
+            self.replaced["quantized mixtures of experts"] += 1
+        elif fits:
             module.tokenspeed_experts = MoEKernel(self._build, module, top_k)
             self.replaced["mixtures of experts"] += 1
         else:
             module.tokenspeed_experts = library_experts(self._build.dtype)
             self.left[type(module).__name__] += 1
 
-    def _fused_attention(self, usual: UsualAttention, attend: AttentionCall) -> FusedAttention:
-        module, tables = usual.module, None
+    def _fused_attention(
+        self, name: str, usual: UsualAttention, attend: AttentionCall
+    ) -> FusedAttention:
+        tables = None
         if usual.layout is not None:
             tables = self._tables.setdefault(usual.layout, RotaryTables(usual.layout))
-        weight, bias = merge([module.q_proj, module.k_proj, module.v_proj], self._build.device)
-        for part in module.children():
-            # Counted as a part of the module. Only `FusedAttention` reads their weights.
-            vars(part)["forward"] = _unused
-        fused = FusedAttention(
-            usual,
-            attend,
-            tables,
-            self.linear(weight.shape[1], weight.shape[0]),
-            self.linear(module.o_proj.in_features, module.o_proj.out_features),
-            weight,
-            bias,
-        )
+        qkv = self._stack(name, usual.module, ["q_proj", "k_proj", "v_proj"])
+        out = self._stack(name, usual.module, ["o_proj"])
+        for part in usual.module.children():
+            # Counted as a part of the module.
+            vars(part).setdefault("forward", _unused)
+        fused = FusedAttention(usual, attend, tables, qkv, out)
         self.attention.append(fused)
         return fused
 
@@ -197,26 +217,35 @@ class Replacer:
         self.replaced[kind] += 1
 
     def _op(self, op: str, **problem: int) -> Callable[..., Any]:
-        return self._build.op(op, **problem, dtype=self._dtype)
+        return self._build.op(op, **problem, dtype=dtype_name(self._build.dtype))
 
-    def linear(self, in_size: int, out_size: int) -> Callable[..., Tensor]:
-        """Return the kernel of a linear layer."""
-        return self._op("linear", in_size=in_size, out_size=out_size)
+    def _plain(self, module: Any) -> _Linear:
+        return _Linear(plain_gemm(self._build, module.in_features, module.out_features), module)
 
-    def _linear(self, module: nn.Linear) -> _Linear:
-        return _Linear(self.linear(module.in_features, module.out_features), module)
+    def _linear(self, name: str, module: nn.Linear) -> None:
+        if self._build.scheme(name) is None:
+            self._set(module, "linear layers", self._plain(module))
+            return
+        _, slots = stack(self._build, [(name, module)])
+        self.slots += slots
+        self._set(module, "quantized linear layers", vars(module)[QUANTIZED])
 
-    def _gated_mlp(self, first: list[nn.Linear], last: nn.Linear) -> GatedMLP:
-        weight, bias = merge(first, self._build.device)
-        for layer in (*first, last):
+    def _stack(self, name: str, module: Any, parts: Sequence[str]) -> Stacked:
+        """Return one GEMM for linear layers inside a module, whose forwards are not used any more."""
+        layers = [(f"{name}.{part}", module.get_submodule(part)) for part in parts]
+        stacked, slots = stack(self._build, layers)
+        self.slots += slots
+        for _, layer in layers:
             vars(layer)["forward"] = _unused
+        return stacked
+
+    def _gated_mlp(self, name: str, module: Any, first: Sequence[str]) -> GatedMLP:
+        scheme = self._build.scheme(f"{name}.down_proj")
+        silu_mul = "silu_mul" if scheme is None else scheme.fused.get("silu_mul", "silu_mul")
         return GatedMLP(
-            gate_up=self.linear(weight.shape[1], weight.shape[0]),
-            silu_mul=self._op("silu_mul", size=last.in_features),
-            down=self.linear(last.in_features, last.out_features),
-            weight=weight,
-            bias=bias,
-            last=last,
+            gate_up=self._stack(name, module, first),
+            silu_mul=self._op(silu_mul, size=module.down_proj.in_features),
+            down=self._stack(name, module, ["down_proj"]),
         )
 
 

@@ -6,7 +6,7 @@ result. It becomes one GEMM, one kernel that normalises, rotates and writes the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from tokenspeed_models_transformers.compare import (
     same,
 )
 from tokenspeed_models_transformers.recording import RecordedAttention
+from tokenspeed_models_transformers.stacked import Stacked
 
 _SMALL = 8  # features of the random inputs of comparisons
 _NUM_TOKENS = 3
@@ -236,15 +237,12 @@ class FusedAttention:
         usual: UsualAttention,
         attend: AttentionCall,
         tables: RotaryTables | None,
-        qkv: Callable[..., Tensor],
-        out: Callable[..., Tensor],
-        weight: Tensor,
-        bias: Tensor | None,
+        qkv: Stacked,
+        out: Stacked,
     ) -> None:
-        """`weight` and `bias` are those of the query, key and value projections in one tensor."""
         self.recorded, self.attend = usual.recorded, attend
         self._module, self._tables = usual.module, tables
-        self._qkv, self._out, self._weight, self._bias = qkv, out, weight, bias
+        self._qkv, self._out = qkv, out
         heads = usual.recorded
         self._split = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
         self._shape = (sum(self._split), heads.head_size)
@@ -259,12 +257,11 @@ class FusedAttention:
     ) -> tuple[Tensor, None]:
         """Return the output [1, T, hidden] for hidden states [1, T, hidden], as transformers calls it."""
         module = self._module
-        qkv = self._qkv(hidden_states[0], self._weight, self._bias)
+        qkv = self._qkv(hidden_states[0])
         q, k, v = qkv.view(-1, *self._shape).split_with_sizes(self._split, dim=1)
         rotation: tuple[Any, ...] = ()
         if self._tables is not None and position_embeddings is not None:
             rotation = self._tables.arguments(*position_embeddings)
             if self._eps is not None:
                 rotation = (module.q_norm.weight, module.k_norm.weight, self._eps, *rotation)
-        heads = self.attend(q, k, v, *rotation).flatten(1)
-        return self._out(heads, module.o_proj.weight, module.o_proj.bias).unsqueeze(0), None
+        return self._out(self.attend(q, k, v, *rotation).flatten(1)).unsqueeze(0), None

@@ -61,11 +61,6 @@ def summarize(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _refuse_unsupported(config: PreTrainedConfig, architecture: str) -> None:
     """Raise ValueError for what cannot be seen in a forward."""
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(
-            f"config.json: quantization_config is not supported for {architecture}, which runs through transformers. "
-            "Use an unquantized checkpoint"
-        )
     if config.is_encoder_decoder:
         raise ValueError(f"{architecture} cannot run through transformers: it has an encoder")
     kinds = getattr(config.get_text_config(), "layer_types", None) or ()

@@ -1,4 +1,4 @@
-"""Weights of a model of transformers: the slots of its parameters, and the names that checkpoints have for them."""
+"""Weights of a model of transformers: the slots of its tensors, and the names that checkpoints have for them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,21 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from tokenspeed_models.layers import ExpertNames
 from tokenspeed_models.weights import WeightMap, WeightSlot
 
 Named = tuple[str, Tensor]
 
 
 class CheckpointNames:
-    """The parameters and stored buffers of a model, and the way from a checkpoint's tensors to them."""
+    """The parameters and stored buffers of a model, and the way from a checkpoint's tensors to them.
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
+    `quantized` are the slots of the layers that TokenSpeed's quantized layers replace. Their names are those of
+    checkpoints after renaming: their tensors are neither merged nor split.
+    """
+
+    def __init__(self, model: PreTrainedModel, quantized: Sequence[WeightSlot] = ()) -> None:
+        self._model, self._slots = model, quantized
         self.targets: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
         first: dict[int, str] = {}
         # Tied parameters: all names but the first.
@@ -38,16 +43,23 @@ class CheckpointNames:
         # Inner models have transforms too, and the decoder is taken out of the model later.
         self._transforms = get_model_conversion_mapping(model)
         self._buffers = {name for name, _ in model.named_buffers()}
+        self._quantized = {slot.name for slot in quantized if not slot.replaces}
+        self._quantized |= {
+            slot.quantization.scale_name for slot in quantized if slot.quantization is not None
+        }
+        names = {*self.targets, *self._quantized, *(slot.name for slot in quantized)}
+        self._known = dict.fromkeys(names, True)
         self._unexpected = _pattern(model._keys_to_ignore_on_load_unexpected)
         self._optional = _pattern(model._keys_to_ignore_on_load_missing)
 
     def weight_map(self) -> WeightMap:
-        """Return the slots of all parameters and stored buffers, under the model's names."""
-        return WeightMap(
+        """Return the slots of all parameters, stored buffers and quantized layers, under the model's names."""
+        plain = (
             WeightSlot(name, target, None, self._kind(name, target))
             for name, target in self.targets.items()
             if name not in self._aliases
         )
+        return WeightMap((*plain, *self._slots))
 
     def _kind(self, name: str, target: Tensor) -> str:
         """Return the kind of a slot, by which dummy weights are chosen."""
@@ -65,14 +77,19 @@ class CheckpointNames:
         aliases: dict[str, Tensor] = {}
         seen: set[str] = set()
         for source, tensor in weights:
-            name, pattern = rename_source_key(source, renamings, converters, prefix, self.targets)
-            if name not in self.targets and source in self.targets:
+            if self._quantized:
+                name, _ = rename_source_key(source, renamings, [], prefix, self._known)
+                if name in self._quantized:
+                    yield name, tensor
+                    continue
+            name, pattern = rename_source_key(source, renamings, converters, prefix, self._known)
+            if name not in self._known and source in self._known:
                 name, pattern = source, None
-            if name in self.targets and pattern is not None:
+            if name in self._known and pattern is not None:
                 collected.setdefault(name, []).append((source, pattern, tensor))
             elif name in self._aliases:
                 aliases[self._aliases[name]] = tensor
-            elif name in self.targets or not self._unexpected.search(name):
+            elif name in self._known or not self._unexpected.search(name):
                 seen.add(name)
                 yield name, tensor
         for name, parts in collected.items():
@@ -103,6 +120,29 @@ class CheckpointNames:
             ) from error
         for each, value in made.items():
             yield each, value[0] if isinstance(value, list) else value
+
+
+def expert_names(model: PreTrainedModel, path: str) -> ExpertNames:
+    """Return the names that checkpoints have for the experts of the module at `path`, after renaming.
+
+    Without a transform that merges experts, they are those that most models have.
+    """
+    stacked = f"{path}.gate_up_proj", f"{path}.down_proj"
+    usual = (f"{path}.{{}}.gate_proj", f"{path}.{{}}.up_proj"), (f"{path}.{{}}.down_proj",)
+    sources = dict(zip(stacked, usual, strict=True))
+    for each in get_model_conversion_mapping(model):
+        if not isinstance(each, WeightConverter):
+            continue
+        for name, layers in sources.items():
+            (end, *others) = each.target_patterns
+            if not others and name.endswith(end) and len(each.source_patterns) == len(layers):
+                start = name.removesuffix(end)
+                sources[name] = tuple(
+                    f"{start}{source.removesuffix('.weight').replace('*', '{}')}"
+                    for source in each.source_patterns
+                )
+    (gate, up), (down,) = sources.values()
+    return ExpertNames(gate, up, down, *stacked)
 
 
 def _pattern(expressions: Iterable[str] | None) -> re.Pattern[str]:
