@@ -175,12 +175,12 @@ def test_invalid_grammar_fails_only_its_request() -> None:
     world.send(structured(2, [1, 2, 3]))
     world.run(100_000)
     assert {i: each.reason for i, each in world.rejected.items()} == dict.fromkeys(
-        (0, 1), "bad_request"
+        (0, 1), "bad_grammar"
     )
     world.check(2)
     again = world.send(structured(3, [1], "invalid"))
     assert again is not None
-    assert again.reason == "bad_request", "the refusal is not cached"
+    assert again.reason == "bad_grammar", "the refusal is not cached"
 
 
 def test_number_of_grammars_in_flight_is_bounded() -> None:
@@ -218,7 +218,7 @@ def test_too_long_request_is_refused_before_it_compiles() -> None:
     assert too_long.reason == "too_long"
     huge = world.send(structured(0, [1], "x" * 600_000))
     assert huge is not None
-    assert huge.reason == "bad_request"
+    assert huge.reason == "bad_grammar"
 
 
 @pytest.mark.parametrize("what", ["slow", "failing"])

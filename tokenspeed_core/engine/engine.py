@@ -96,7 +96,7 @@ class Engine:
         if request.grammar is None:
             return self.scheduler.submit(request)
         if self._grammars is None:
-            return Rejected(request.request_id, "bad_request", NO_GRAMMARS)
+            return Rejected(request.request_id, "bad_grammar", NO_GRAMMARS)
         return self._grammars.submit(request)
 
     def take_rejected(self) -> list[Rejected]:

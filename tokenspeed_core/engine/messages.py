@@ -157,7 +157,11 @@ class Outputs(Message, frozen=True, tag="outputs"):
 
 
 class Rejected(Message, frozen=True, tag="rejected"):
-    """The engine did not accept a request. `reason` is "too_long", "queue_full", "tenant_limit" or "bad_request"."""
+    """The engine did not accept a request.
+
+    `reason` is "too_long", "queue_full", "tenant_limit", "bad_grammar" or "bad_request"; "internal" if the server
+    is at fault.
+    """
 
     request_id: int
     reason: str

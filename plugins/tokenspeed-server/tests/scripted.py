@@ -26,6 +26,7 @@ from tokenspeed_core.text import ChatTemplate
 
 TOKENIZER = make_tokenizer()
 LONGEST = 4096
+BAD_GRAMMAR = "(bad"  # a grammar with this text is refused
 # Each message is a line of JSON, so that tests can read what reached the template.
 TEMPLATE = (
     "{% for message in messages %}{{ message | tojson }}\n{% endfor %}"
@@ -54,6 +55,11 @@ class ScriptedEngine:
 
     def submit(self, request: Submit, sinks: Sequence[Any]) -> None:
         self.submitted.append(request)
+        if request.grammar is not None and BAD_GRAMMAR in request.grammar.text:
+            asyncio.get_running_loop().call_soon(
+                sinks[0].fail, RequestFailedError("bad_grammar", "invalid grammar")
+            )
+            return
         reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
         for index, sink in enumerate(sinks):
             asyncio.get_running_loop().create_task(

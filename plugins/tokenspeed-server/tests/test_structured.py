@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pydantic
 import pytest
-from scripted import parsers, run, serving
+from scripted import BAD_GRAMMAR, http, parsers, run, scripted, serving
 
 from tokenspeed_core.api import CallGrammar
 from tokenspeed_core.engine.messages import Grammar, Reasoning
@@ -296,5 +296,35 @@ def test_contradictions_are_refused_by_name(body: dict[str, Any], param: str) ->
             with pytest.raises(openai.BadRequestError) as caught:
                 await client.chat.completions.create(**ASK, extra_body=body)
             assert (caught.value.param or "").startswith(param), caught.value.body
+
+    run(test)
+
+
+BAD_SCHEMA = {"type": "string", "pattern": BAD_GRAMMAR}
+BAD_FORMAT = {"type": "json_schema", "name": "x", "schema": BAD_SCHEMA}
+BAD_TOOL = tool("f", parameters={"type": "object", "properties": {"x": BAD_SCHEMA}})
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/chat/completions", {**ASK, "regex": BAD_GRAMMAR}, "regex"),
+        ("/v1/completions", {"prompt": "x", "guided_json": BAD_SCHEMA}, "guided_json"),
+        (
+            "/v1/chat/completions",
+            {**ASK, "response_format": {"type": "json_schema", "json_schema": BAD_FORMAT}},
+            "response_format",
+        ),
+        ("/v1/chat/completions", {**ASK, "tools": [BAD_TOOL], "tool_choice": "required"}, "tools"),
+        ("/v1/responses", {"input": "x", "text": {"format": BAD_FORMAT}}, "text.format"),
+    ],
+)
+def test_refused_grammar_names_its_field(path: str, body: dict[str, Any], param: str) -> None:
+    async def test() -> None:
+        with scripted() as (app, _):
+            async with http(app) as client:
+                answer = await client.post(path, json=body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == param
 
     run(test)

@@ -42,8 +42,11 @@ class ApiError(TokenSpeedError):
         self.headers = dict(headers or {})
 
     @classmethod
-    def of(cls, error: RequestFailedError) -> ApiError:
-        """Return the HTTP error for a request that the engine rejected or could not finish."""
+    def of(cls, error: RequestFailedError, grammar_field: str | None = None) -> ApiError:
+        """Return the HTTP error for a request that the engine rejected or could not finish.
+
+        `grammar_field` is the field of the request that its grammar comes from.
+        """
         message = str(error)
         match error.reason:
             case "queue_full":

@@ -47,6 +47,7 @@ from tokenspeed_server.protocol import (
 from tokenspeed_server.replies import Choice, Reply, ReplyOptions
 from tokenspeed_server.reply_grammar import (
     ListedCalls,
+    grammar_field,
     is_held_to_schemas,
     is_listed,
     reply_grammar,
@@ -74,6 +75,7 @@ class ParsedRequest:
     make_format: MakeFormat
     ignored: Sequence[str] = ()  # fields without effect, to name to the client
     echoes: Sequence[str] = ()  # texts of the prompts, if the answer begins with them
+    renamed: Mapping[str, str] = field(default_factory=dict)  # fields of the chat: the API's own
 
 
 def parse_request(service: Service, kind: type[Body], data: bytes) -> ParsedRequest:
@@ -91,10 +93,11 @@ def prepare(
     make_format: MakeFormat,
     *,
     ignored: Sequence[str] = (),
+    renamed: Mapping[str, str] | None = None,
 ) -> ParsedRequest:
     """Check and tokenise a request of any API. `tools` are in OpenAI's chat format.
 
-    The response names the fields in `ignored`. Raises BadRequestError and ApiError.
+    The response names the fields in `ignored`. Errors of the engine name fields by `renamed`. Raises BadRequestError and ApiError.
     """
     _check(body, service.options)
     params = body.sampling_params()
@@ -102,7 +105,7 @@ def prepare(
     echoes = _echoes(body, prompts, service.serving.text.tokenizer)
     ignored = [*ignored, *_fields_without_effect(service, body)]
     service.ignored_fields.note(ignored)
-    return ParsedRequest(body, params, prompts, make_format, ignored, echoes)
+    return ParsedRequest(body, params, prompts, make_format, ignored, echoes, renamed or {})
 
 
 def _openai_format(body: Body) -> MakeFormat:
@@ -157,6 +160,9 @@ def start(service: Service, request: ParsedRequest) -> tuple[Reply, list[int]]:
             ) from error
         submits.append(submit)
     reply = _make_reply(service.options, request, tokenizer)
+    if submits[0].grammar is not None:
+        name = grammar_field(body)
+        reply.grammar_field = request.renamed.get(name, name)
     choices = [
         _add_choices(service, reply, request, position) for position in range(len(request.prompts))
     ]

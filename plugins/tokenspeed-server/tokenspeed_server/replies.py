@@ -65,6 +65,7 @@ class Reply:
         self.first_token_at: float | None = None  # on the monotonic clock, in seconds
         self.recorded: list[list[int]] = []  # tokens of each choice, if the options say so
         self.timing: Timing | None = None  # None: metrics are off
+        self.grammar_field: str | None = None  # the request's field, if an error is about it
         self._ready: list[bytes] = []
         self._num_ready_bytes = 0
         self._waiter: asyncio.Future[None] | None = None
@@ -197,7 +198,7 @@ class Choice:
 
     def fail(self, error: RequestFailedError) -> None:
         """End the whole request with an error."""
-        self.reply.fail(ApiError.of(error))
+        self.reply.fail(ApiError.of(error, self.reply.grammar_field))
 
     def _observe_first_token(self) -> None:
         """Measure the time to the first token of a reply; time the tokens of this sequence from now on."""

@@ -42,6 +42,11 @@ def reply_grammar(
     return Grammar("calls", calls.text, reasoning if marks and marks.begin else None)
 
 
+def grammar_field(body: CompletionRequest | ChatRequest) -> str:
+    """Return the name of the field that the grammar of a reply comes from."""
+    return body.output_field() or "tools"
+
+
 def call_template(use: ToolUse, parsers: Parsers) -> CallTemplate | None:
     """Return the text of calls in a reply; None if it has none that a grammar can describe."""
     _, tool_parser = parsers

@@ -66,6 +66,14 @@ class StructuredFields(BaseModel):
 
     def requested_outputs(self) -> StructuredOutputs | None:
         """Return the requested form. Raises BadRequestError if two fields ask for one."""
+        return next(iter(self._by_field().values()), None)
+
+    def output_field(self) -> str | None:
+        """Return the name of the field that asks for a form, if one does."""
+        return next(iter(self._by_field()), None)
+
+    def _by_field(self) -> dict[str, StructuredOutputs]:
+        """Return the requested form by the name of its field. Raises BadRequestError if there are two."""
         fields = {
             "guided_json": "json",
             "json_schema": "json",
@@ -97,4 +105,4 @@ class StructuredFields(BaseModel):
             raise BadRequestError(
                 f"{first} and {second} both set the form of the output: send one of them", second
             )
-        return next(iter(found.values()), None)
+        return found

@@ -156,7 +156,7 @@ class CompilePool:
             # The first mask of a grammar takes the longest.
             compiled.matcher().fill(np.zeros(-(-self._vocab_size // 32), np.int32))
         except GrammarError as error:
-            return Refusal("bad_request", f"invalid grammar ({key.kind}): {error}")
+            return Refusal("bad_grammar", f"invalid grammar ({key.kind}): {error}")
         except Exception as error:  # of a plugin, or the subprocess cannot start
             log.exception("cannot compile a grammar: %s", error)
             return Refusal("internal", "the grammar could not be compiled; see the server log")

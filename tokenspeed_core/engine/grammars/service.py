@@ -66,7 +66,7 @@ class Grammars:
         assert grammar is not None, "requests without a grammar go to the scheduler"
         if len(grammar.text) > MAX_GRAMMAR_CHARS:
             message = f"the grammar has {len(grammar.text)} characters; at most {MAX_GRAMMAR_CHARS}"
-            return Rejected(request.request_id, "bad_request", message)
+            return Rejected(request.request_id, "bad_grammar", message)
         key = GrammarKey(grammar.kind, grammar.text)
         known = self._cache.get(key)
         if isinstance(known, Refusal):
@@ -195,9 +195,9 @@ class Grammars:
             message = "the grammar became too complex for this output; simplify it"
             if i in too_slow:
                 message = "the grammar took too long to find the next tokens; simplify it"
-                self._cache.put(key, Refusal("bad_request", message))
+                self._cache.put(key, Refusal("bad_grammar", message))
             log.warning("sequence %d ends: %s", sequences[i].sequence_id, message)
-            self._reject([sequences[i].sequence_id], "bad_request", message)
+            self._reject([sequences[i].sequence_id], "bad_grammar", message)
             self._scheduler.abort([sequences[i].sequence_id])
 
 

@@ -33,6 +33,7 @@ from tokenspeed_server.responses_api.store import StoredResponse
 from tokenspeed_server.responses_api.translate import to_chat, tools_of
 from tokenspeed_server.service import Service
 
+FIELDS_OF_CHAT = {"response_format": "text.format"}
 MAX_PREVIOUS = 4096  # responses in one conversation
 
 router = APIRouter()
@@ -59,7 +60,9 @@ def _parse(service: Service, data: bytes, headers: Headers) -> ParsedRequest:
             store.put(owner, response_id, StoredResponse(previous, kept, response))
 
     tools = known_parts(tools_of(body.tools))
-    return prepare(service, chat, tools, make_format, ignored=parsed.ignored)
+    return prepare(
+        service, chat, tools, make_format, ignored=parsed.ignored, renamed=FIELDS_OF_CHAT
+    )
 
 
 @router.post(
