@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -112,7 +113,10 @@ def test_health_version_and_models_answer(server: Served, sdk: openai.OpenAI) ->
     with server.http() as http:
         assert http.get("/health").json() == {"status": "ok"}
         assert http.get("/version").status_code == 200
-        report = http.get("/v1/plugins").json()
+        answer = http.get("/v1/plugins")
+        assert str(Path(__file__).parents[2]) not in answer.text, "shows folders of the machine"
+        assert sys.prefix not in answer.text
+        report = answer.json()
         assert report["architecture"] == "Qwen3ForCausalLM"
         (family,) = (each for each in report["plugins"] if each["name"] == "Qwen3ForCausalLM")
         assert (family["kind"], family["status"], family["distribution"]) == (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
@@ -31,6 +32,7 @@ from tokenspeed_core.kernels.overrides import Override
 from tokenspeed_core.kernels.table import kernel_table
 from tokenspeed_core.kv_cache.manager import KVManager
 from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.plugins.entry import Entry
 from tokenspeed_core.plugins.hooks import Hooks
 from tokenspeed_core.plugins.selection import Selection
 from tokenspeed_core.resolved import Resolved
@@ -55,6 +57,8 @@ _GPU_SETTINGS = (
     "cudagraph_capture_sizes",
     "gpu_memory_utilization",
 )
+
+_FOLDERS = re.compile(r"(?<![\w:/.-])/(?:[^\s/]+/)+")  # of absolute paths, not of URLs
 
 log = logging.getLogger("tokenspeed.engine")
 
@@ -219,9 +223,9 @@ def start(
         bounds_decode_latency=not is_batch,
     )
     report = {
-        "model": resolved.checkpoint.name,
+        "model": config.served_model_name or resolved.checkpoint.name,
         "architecture": info.architecture,
-        "plugins": [asdict(entry) for entry in catalog.all()],
+        "plugins": [public_fields(entry) for entry in catalog.all()],
         "kernel_plan": json.loads(runner.kernel_plan.to_json()),
     }
     log.info("%s", kernel_table(runner.kernel_plan))
@@ -247,6 +251,14 @@ def start(
         )
     ready = Ready(max_model_len, kv.max_sequence_len, info.vocab_size, json.dumps(report))
     return Started(engine, ready, runner.kernel_plan)
+
+
+def public_fields(entry: Entry) -> dict[str, Any]:
+    """Return an entry for clients of the server, who must not learn the folders of this machine."""
+    fields = {k: v for k, v in asdict(entry).items() if k not in ("root", "traceback")}
+    for name in ("origin", "reason"):
+        fields[name] = _FOLDERS.sub("", fields[name])
+    return fields
 
 
 def unused_settings(config: Config, *, is_cpu: bool) -> dict[str, str]:
