@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenspeed_server.isolated_template import IsolatedTemplate
+from tokenspeed_server.isolated_template import IsolatedTemplate, _Renderer
 
-from tokenspeed_core.errors import CheckpointError
+from tokenspeed_core.errors import CheckpointError, RequestFailedError
 from tokenspeed_core.files import read_json
 from tokenspeed_core.text.template import ChatTemplate, TemplateError
 
@@ -90,8 +90,22 @@ def test_template_that_is_killed_is_replaced(template: IsolatedTemplate) -> None
     assert renderer is not None
     os.kill(renderer._process.pid, 9)
     template._idle.put(renderer)
-    with pytest.raises(TemplateError):
+    assert template.render(MESSAGES)
+
+
+def test_template_whose_process_cannot_live_is_unavailable(
+    template: IsolatedTemplate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(renderer: _Renderer, data: bytes, seconds: float) -> tuple[str, str]:
+        os.kill(renderer._process.pid, 9)
+        return ask(renderer, data, seconds)
+
+    ask = _Renderer.ask
+    monkeypatch.setattr(_Renderer, "ask", die)
+    with pytest.raises(RequestFailedError) as caught:  # the messages are not wrong
         template.render(MESSAGES)
+    assert caught.value.reason == "unavailable"
+    monkeypatch.undo()
     assert template.render(MESSAGES)
 
 

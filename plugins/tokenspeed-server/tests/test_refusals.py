@@ -10,7 +10,11 @@ from typing import Any
 import fake_engine
 import httpx
 import pytest
+import scripted
 from server_support import Running, running
+
+from tokenspeed_core.errors import RequestFailedError
+from tokenspeed_core.text import ChatTemplate
 
 USER = [{"role": "user", "content": "hi"}]
 
@@ -267,3 +271,21 @@ def test_parameters_reach_the_engine(server: Running, client: httpx.Client) -> N
 def test_error_quotes_odd_field_names(client: httpx.Client) -> None:
     response = client.post("/v1/completions", json={"prompt": "a", 'temperature"\n\u2028': 1})
     assert json.loads(response.content)["error"]["code"] == "unknown_field"
+
+
+def test_unavailable_template_process_is_not_the_client_s_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def render(*arguments: Any, **options: Any) -> str:
+        raise RequestFailedError("unavailable", "the chat template's process ended; try again")
+
+    async def test() -> None:
+        with scripted.scripted() as (app, _):
+            async with scripted.http(app) as client:
+                monkeypatch.setattr(ChatTemplate, "render", render)
+                body = {"messages": [{"role": "user", "content": "Hi"}]}
+                answer = await client.post("/v1/chat/completions", json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+        assert answer.headers["retry-after"] == "1"
+
+    scripted.run(test)

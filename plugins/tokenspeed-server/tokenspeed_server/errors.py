@@ -60,10 +60,14 @@ class ApiError(TokenSpeedError):
                 return cls(500, message, code="engine_dead")
             case "stopped":
                 return cls(503, message, code="stopped")
+            case "unavailable":
+                return cls(503, message, code="unavailable", headers={"retry-after": "1"})
             case "internal":
                 return cls(500, message)
             case "too_long":
                 return cls(400, message, code="context_length_exceeded")
+            case "bad_grammar":
+                return cls(400, message, grammar_field)
             case _:
                 return cls(400, message)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import resource
 import select
@@ -23,6 +24,7 @@ from typing import IO, Any
 from tokenspeed_core.commands.serving import (
     MAX_RENDER_SECONDS,
     ChatTemplate,
+    RequestFailedError,
     TemplateError,
     describe_error,
 )
@@ -30,9 +32,12 @@ from tokenspeed_core.commands.serving import (
 MAX_MEMORY = 2**30  # bytes of address space of a process
 MAX_PROCESSES = 2
 START_SECONDS = 60.0
+END_SECONDS = 5.0  # for the end of a process that has closed its pipe
 PIPE_BYTES = 2**20
 _HEAD = 8  # bytes of a message's length
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+
+log = logging.getLogger("tokenspeed.text")
 
 
 class IsolatedTemplate(ChatTemplate):
@@ -63,30 +68,45 @@ class IsolatedTemplate(ChatTemplate):
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """Return the text of the prompt. Raises TemplateError, also if the template exceeds its limits."""
+        """Return the text of the prompt.
+
+        Raises TemplateError, also if the template exceeds its limits, and RequestFailedError if the process is
+        killed or cannot start, in two attempts.
+        """
         arguments = [messages, tools, options, add_generation_prompt]
         try:
             data = json.dumps(arguments, ensure_ascii=False).encode("utf-8", "surrogatepass")
         except (TypeError, ValueError, RecursionError) as error:
             raise TemplateError(f"the messages cannot be rendered: {error}") from error
+        answer = self._ask(data) or self._ask(data)
+        if answer is None:
+            raise RequestFailedError("unavailable", "the chat template's process ended; try again")
+        text, failure = answer
+        if failure:
+            raise TemplateError(failure)
+        return text
+
+    def _ask(self, data: bytes) -> tuple[str, str] | None:
+        """Return the text and the error; None if the process was killed or cannot start. Raises TemplateError."""
         renderer = self._idle.get()
         try:
-            if renderer is None:
-                renderer = _Renderer(self._setup)
-            text, failure = renderer.ask(data, self._max_seconds + 1.0)
-        except (OSError, EOFError, TimeoutError):
-            if renderer is not None:
-                renderer.end()
-            renderer = None
+            renderer = renderer or _Renderer(self._setup)
+            return renderer.ask(data, self._max_seconds + 1.0)
+        except (OSError, EOFError) as error:
+            ended, renderer = renderer, None
+            if ended is None:
+                log.error("the chat template's process cannot start: %s", error)
+                return None
+            status = ended.end(0.0 if isinstance(error, TimeoutError) else END_SECONDS)
+            if status in (-signal.SIGKILL, -signal.SIGTERM):
+                log.error("the chat template's process was killed by signal %d", -status)
+                return None
             raise TemplateError(
                 f"the chat template exceeds its limits of {self._max_seconds:g} s and "
                 f"{self._setup['max_memory'] // 2**20} MiB"
             ) from None
         finally:
             self._idle.put(renderer)
-        if failure:
-            raise TemplateError(failure)
-        return text
 
     def close(self) -> None:
         """End the processes that are idle; `render` starts others. All end with this process."""
@@ -148,14 +168,18 @@ class _Renderer:
         text, error = json.loads(bytes(received[_HEAD:]).decode("utf-8", "surrogatepass"))
         return text, error
 
-    def end(self) -> None:
-        """Kill the process and wait for its end."""
+    def end(self, seconds: float = 0.0) -> int | None:
+        """Wait up to `seconds` for the process's own end, else kill it. Return its own exit status, if it has one."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        status = self._process.returncode
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with suppress(OSError):
                     pipe.close()
+        return status
 
 
 def _message(data: bytes) -> bytes:
