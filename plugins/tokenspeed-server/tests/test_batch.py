@@ -108,6 +108,7 @@ def test_bad_lines_get_errors_and_the_others_answers() -> None:
             line("a"),
             line(""),
             line("b", "/v1/embeddings"),
+            line("b"),
             line("c", "/v1/chat/completions", stream=True),
             b'{"custom_id": "d", "method": "GET", "url": "/v1/completions", "body": {}}\n',
             b'{"custom_id": "e", "url": "/v1/completions", "body": []}\n',
@@ -125,6 +126,7 @@ def test_bad_lines_get_errors_and_the_others_answers() -> None:
         "duplicate_custom_id",
         "invalid_custom_id",
         "invalid_url",
+        "duplicate_custom_id",
         "invalid_body",
         "invalid_method",
         "invalid_body",
@@ -134,8 +136,8 @@ def test_bad_lines_get_errors_and_the_others_answers() -> None:
         None,
     ]
     statuses = [each["response"] and each["response"]["status_code"] for each in found]
-    assert statuses == [None, 200, *[None] * 8, 400, 404, 200]
-    assert [each["custom_id"] for each in found[5:9]] == ["b", "c", "d", "e"]
+    assert statuses == [None, 200, *[None] * 9, 400, 404, 200]
+    assert [each["custom_id"] for each in found[5:10]] == ["b", "b", "c", "d", "e"]
 
 
 def test_lines_after_many_bad_ones_are_answered() -> None:

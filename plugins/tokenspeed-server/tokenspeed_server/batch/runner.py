@@ -12,7 +12,13 @@ from typing import IO
 from starlette.types import ASGIApp
 
 from tokenspeed_server import asgi
-from tokenspeed_server.batch.lines import LineError, error_line, parse_line, result_line
+from tokenspeed_server.batch.lines import (
+    BatchRequest,
+    LineError,
+    error_line,
+    parse_line,
+    result_line,
+)
 
 MAX_RETRY_SECONDS = 5.0  # before a request that the queue had no room for is sent again
 
@@ -90,22 +96,33 @@ class BatchRunner:
 
     def _start(self, line: bytes | LineError) -> asyncio.Future[tuple[bytes, bool]]:
         try:
-            if isinstance(line, LineError):
-                raise line
-            request = parse_line(line)
-            if request.custom_id in self._ids:
-                raise LineError(
-                    "duplicate_custom_id", "an earlier line has this custom_id", request.custom_id
-                )
+            request = self._read(line)
         except LineError as error:
             result: asyncio.Future[tuple[bytes, bool]] = asyncio.get_running_loop().create_future()
             result.set_result((error_line(error), False))
             return result
-        self._ids.add(request.custom_id)
         self._num_running += 1
         task = asyncio.create_task(self._answer(request.custom_id, request.path, request.body))
         task.add_done_callback(self._on_end)
         return task
+
+    def _read(self, line: bytes | LineError) -> BatchRequest:
+        """Return the request of a line. Raises LineError, also if any earlier line has its id."""
+        try:
+            if isinstance(line, LineError):
+                raise line
+            request = parse_line(line)
+        except LineError as error:
+            if error.custom_id is not None:
+                self._take_id(error.custom_id)
+            raise
+        self._take_id(request.custom_id)
+        return request
+
+    def _take_id(self, custom_id: str) -> None:
+        if custom_id in self._ids:
+            raise LineError("duplicate_custom_id", "an earlier line has this custom_id", custom_id)
+        self._ids.add(custom_id)
 
     async def _answer(self, custom_id: str, path: str, body: bytes) -> tuple[bytes, bool]:
         while True:
