@@ -200,7 +200,10 @@ class LLM(AbstractContextManager["LLM"]):
                         sequences[prompt.sequence_id].take_prompt(prompt)
                     num_ended = int(np.count_nonzero(outputs.finish))
                     for delta in outputs.each():
-                        if sequences[delta.sequence_id].take(delta):
+                        is_over = sequences[delta.sequence_id].take(
+                            delta.token_ids, delta.finish, delta.num_cached_tokens, delta.logprobs
+                        )
+                        if is_over and not delta.finish:  # by a stop string
                             engine.abort([delta.sequence_id])
                             num_ended += 1
                     progress.add(len(outputs.token_ids), num_ended)

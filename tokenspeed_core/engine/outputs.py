@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from tokenspeed_core.api.sampling import FinishReason, SamplingParams
-from tokenspeed_core.engine.messages import PromptLogprobs, SequenceDelta, TokenLogprobs
-from tokenspeed_core.errors import TokenSpeedError
+from tokenspeed_core.api.sampling import SamplingParams
+from tokenspeed_core.engine.messages import PromptLogprobs, TokenLogprobs
+from tokenspeed_core.errors import RequestFailedError
 from tokenspeed_core.text import Assembler, Tokenizer
 from tokenspeed_core.text.detokenizer import without_text
+
+_FAILED = (
+    "the engine could not finish a sequence: its step failed on the device, or the model "
+    "returned no finite logits; see the log"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,70 +57,81 @@ class RequestOutput:
 
 
 class SequenceCollector:
-    """Collects the tokens and the text of one sequence."""
+    """Collects the tokens, the text and the log-probabilities of one sequence."""
 
-    def __init__(self, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
-        """`params.stop` needs a tokenizer."""
+    def __init__(
+        self, params: SamplingParams, tokenizer: Tokenizer | None, *, is_streamed: bool = False
+    ) -> None:
+        """Decode text as tokens come if `is_streamed` or if there are stop strings, else once at the end."""
         self.num_cached_tokens = 0
+        self.finish_reason: str | None = None
         self._params = params
         self._tokenizer = tokenizer
         self._token_ids: list[int] = []
-        self._finish = FinishReason.NOT
-        self._logprobs: list[dict[int, Logprob]] = []
-        self._prompts: list[PromptLogprobs] = []
         self._text = ""
-        # Without stop strings, the text is decoded once, at the end.
-        self._assembler: Assembler | None = None
-        if params.stop:
-            assert tokenizer is not None
-            self._assembler = make_assembler(params, tokenizer)
+        self._logprobs: list[dict[int, Logprob]] = []
+        self._prompt_parts: list[PromptLogprobs] = []
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        is_decoded_at_once = is_streamed or bool(params.stop)
+        self._assembler = _make_assembler(params, tokenizer) if is_decoded_at_once else None
 
-    def take(self, delta: SequenceDelta) -> bool:
-        """Add a delta. Return whether the engine must abort the sequence, since a stop string ended it."""
-        if self._finish:
-            return False  # computed before the engine aborted the sequence
-        self._token_ids += delta.token_ids
-        self._logprobs += read_logprobs(delta.token_ids, delta.logprobs, self._params.logprobs or 0)
-        self._finish = FinishReason(delta.finish)
-        self.num_cached_tokens = self.num_cached_tokens or delta.num_cached_tokens
+    def take(
+        self, token_ids: Sequence[int], finish: int, num_cached: int, logprobs: TokenLogprobs | None
+    ) -> bool:
+        """Add tokens. Return whether they end the sequence, possibly by a stop string.
+
+        Tokens that were computed before a sequence was aborted are ignored.
+        """
+        if self.finish_reason is not None:
+            return False
+        self._token_ids += token_ids
+        self.num_cached_tokens = self.num_cached_tokens or num_cached
+        if self._params.logprobs is not None:
+            self._logprobs += _read_logprobs(token_ids, logprobs, self._params.logprobs)
         if self._assembler is not None:
-            self._text += self._assembler.feed(delta.token_ids, delta.finish)
-            if self._assembler.finish_reason == "stop" and not delta.finish:
-                self._finish = FinishReason.STOP
-                return True
-        elif delta.finish and self._tokenizer is not None:
-            assembler = make_assembler(self._params, self._tokenizer)
-            self._text = assembler.feed(self._token_ids, delta.finish)
-        return False
+            self._text += self._assembler.feed(token_ids, finish)
+            self.finish_reason = self._assembler.finish_reason
+        elif finish:
+            assembler = _make_assembler(self._params, self._tokenizer)
+            self._text = assembler.feed(self._token_ids, finish)
+            self.finish_reason = assembler.finish_reason
+        return self.finish_reason is not None
 
     def take_prompt(self, logprobs: PromptLogprobs) -> None:
         """Add log-probabilities of the next prompt tokens."""
-        self._prompts.append(logprobs)
+        self._prompt_parts.append(logprobs)
 
     def prompt_logprobs(self, token_ids: Sequence[int]) -> list[dict[int, Logprob] | None] | None:
         """Return the entries of a prompt's tokens. None unless the request wants them."""
         num_top = self._params.prompt_logprobs
-        if num_top is None:
-            return None
-        return [None, *read_prompt_logprobs(self._prompts, token_ids, num_top)]
+        if num_top is not None and self._prompt_logprobs is None:
+            read = _read_prompt_logprobs(self._prompt_parts, token_ids, num_top)
+            self._prompt_logprobs = [None, *read]
+            self._prompt_parts = []
+        return self._prompt_logprobs
 
-    def output(self, index: int) -> SequenceOutput:
-        """Return the result. Raises TokenSpeedError if the engine could not finish the sequence."""
-        if self._finish is FinishReason.ERROR:
-            raise TokenSpeedError(
-                "the engine could not finish a sequence: its step failed on the device, or the model "
-                "returned no finite logits; see the log"
-            )
+    def output(self, index: int, *, is_delta: bool = False) -> SequenceOutput:
+        """Return the output so far, or with `is_delta` what is new since the last call.
+
+        Raises RequestFailedError if the engine could not finish the sequence.
+        """
+        if self.finish_reason == "error":
+            raise RequestFailedError("internal", _FAILED)
+        token_ids, text, logprobs = self._token_ids, self._text, self._logprobs
+        if is_delta:
+            self._token_ids, self._text, self._logprobs = [], "", []
+        else:
+            token_ids, logprobs = token_ids.copy(), logprobs.copy()
         return SequenceOutput(
             index,
-            self._token_ids,
-            None if self._tokenizer is None else self._text,
-            self._finish.name.lower(),
-            None if self._params.logprobs is None else self._logprobs,
+            token_ids,
+            None if self._tokenizer is None else text,
+            self.finish_reason,
+            None if self._params.logprobs is None else logprobs,
         )
 
 
-def make_assembler(params: SamplingParams, tokenizer: Tokenizer | None) -> Assembler:
+def _make_assembler(params: SamplingParams, tokenizer: Tokenizer | None) -> Assembler:
     """Return the assembler of one sequence's text; without a tokenizer, its text stays empty."""
     detokenizer = (
         without_text()
@@ -125,7 +141,7 @@ def make_assembler(params: SamplingParams, tokenizer: Tokenizer | None) -> Assem
     return Assembler(detokenizer, params.stop, params.include_stop_str_in_output, params.min_tokens)
 
 
-def read_logprobs(
+def _read_logprobs(
     token_ids: Sequence[int], columns: TokenLogprobs | None, num_top: int
 ) -> Iterator[dict[int, Logprob]]:
     """Yield an entry for each token: its `num_top` alternatives, and the token itself."""
@@ -137,7 +153,7 @@ def read_logprobs(
         yield _entry(token_id, value, rank, top[:num_top])
 
 
-def read_prompt_logprobs(
+def _read_prompt_logprobs(
     parts: Sequence[PromptLogprobs], token_ids: Sequence[int], num_top: int
 ) -> Iterator[dict[int, Logprob]]:
     """Yield an entry for each token of a prompt after the first."""
