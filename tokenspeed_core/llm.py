@@ -12,7 +12,13 @@ import numpy as np
 from tokenspeed_core.api.sampling import SamplingParams
 from tokenspeed_core.config.keywords import EngineKeywords
 from tokenspeed_core.config.python import read_keywords
-from tokenspeed_core.engine.factory import discover, load_text, resolve, start
+from tokenspeed_core.engine.factory import (
+    discover,
+    load_text,
+    resolve,
+    start,
+    threads_per_rank,
+)
 from tokenspeed_core.engine.interrupts import deferred_interrupts
 from tokenspeed_core.engine.logits_processors import LogitsProcessorTable
 from tokenspeed_core.engine.messages import Submit
@@ -66,7 +72,10 @@ class LLM(AbstractContextManager["LLM"]):
         hooks = Hooks.load(catalog)
         config = hooks.adjust_config(given)
         with StartProgress() as progress:
-            resolved = resolve(config, catalog)
+            # One process keeps torch's default.
+            is_alone = config.parallel_sizes().world_size == 1
+            num_threads = None if is_alone else threads_per_rank(config, num_reserved=0)
+            resolved = resolve(config, catalog, num_threads=num_threads)
             checkpoint = resolved.checkpoint
             self._defaults = Defaults.of(checkpoint.generation, checkpoint.info.eos_token_ids)
             self.tokenizer, template = load_text(config, checkpoint.path)

@@ -120,7 +120,7 @@ def test_mistyped_variable_gets_the_nearest_name(caplog: pytest.LogCaptureFixtur
     ("words", "said"),
     [
         (["-v"], "--version"),
-        (["-tp", "8"], "-tp: not supported yet"),
+        (["-tp", "8"], "-tp: write --tensor-parallel-size"),
         (["-q", "fp8"], "--quantization"),
         (["-O3"], "-O3: no such option"),
         (["--api-key", "--port", "8633"], "--api-key: expected a value, found --port"),

@@ -114,7 +114,7 @@ def test_names_of_other_engines_are_refused_with_ours(theirs: str, ours: str) ->
 
 
 @pytest.mark.parametrize(
-    "name", ["tokenizer_mode", "tp", "kvstore_size", "no_enable_lora", "enable_lora"]
+    "name", ["tokenizer_mode", "pp_size", "kvstore_size", "no_enable_lora", "enable_lora"]
 )
 def test_missing_feature_is_not_supported_yet(
     name: str,

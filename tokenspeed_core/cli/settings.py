@@ -17,6 +17,8 @@ from tokenspeed_core.config.flag_aliases import ACCEPTED, ACCEPTED_WITH_VALUE
 from tokenspeed_core.config.schema import (
     Config,
     flag,
+    flags_of,
+    full_name,
     is_switch,
     metadata,
     narrowed,
@@ -119,29 +121,29 @@ def _parameters() -> Iterable[inspect.Parameter]:
             form = (
                 f"{flag(name)}/--no-{flag(name)[2:]}" if name.startswith("enable_") else flag(name)
             )
-            yield _parameter(name, bool, form, field.description)
+            yield _parameter(name, bool, form, text=field.description)
             continue
         # A flag that takes NAME=VALUE may be repeated.
         takes = list[str] if "=" in str(metadata(name)["takes"]) else str
-        yield _parameter(name, takes, flag(name), field.description)
+        yield _parameter(name, takes, *flags_of(name), text=field.description)
         for key in metadata(name)["narrow"]:
             yield _parameter(
-                f"{name}{DOT}{key}", str, f"{flag(name)}.{key}", f"{flag(name)} for {key}"
+                f"{name}{DOT}{key}", str, f"{flag(name)}.{key}", text=f"{flag(name)} for {key}"
             )
 
     # Flags of other engines that may stay in a command line.
     for name, why in ACCEPTED.items():
-        yield _parameter(name, bool, flag(name), why, is_hidden=True)
+        yield _parameter(name, bool, flag(name), text=why, is_hidden=True)
     for name, why in ACCEPTED_WITH_VALUE.items():
-        yield _parameter(name, str, flag(name), why, is_hidden=True)
+        yield _parameter(name, str, flag(name), text=why, is_hidden=True)
 
 
 def _parameter(
-    name: str, takes: Any, form: str, text: str | None, *, is_hidden: bool = False
+    name: str, takes: Any, *forms: str, text: str | None, is_hidden: bool = False
 ) -> inspect.Parameter:
-    """Return the parameter of one flag."""
+    """Return the parameter of one setting, with all forms of its flag."""
     option = Annotated[
-        takes | None, typer.Option(form, help=text, show_default=False, hidden=is_hidden)
+        takes | None, typer.Option(*forms, help=text, show_default=False, hidden=is_hidden)
     ]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option)
 
@@ -200,7 +202,7 @@ def _overview(command: Overview) -> str:
 
 
 def _about(topic: str) -> list[str]:
-    name = topic.lstrip("-").replace("-", "_").lower()
+    name = full_name(topic.lstrip("-").replace("-", "_").lower())
     if name == "all":
         return setting_names()
     if name in SECTIONS:
@@ -213,7 +215,7 @@ def _about(topic: str) -> list[str]:
 
 def _option(name: str, width: int) -> list[str]:
     field = Config.model_fields[name]
-    form = flag(name)
+    form = ", ".join(flags_of(name))
     if is_switch(name):
         form += f", --no-{flag(name)[2:]}" if name.startswith("enable_") else ""
     else:

@@ -12,6 +12,18 @@ class EngineKeywords(TypedDict, total=False):
     chat_template: str | None
     enable_custom_logit_processor: bool
     log_level: Literal["debug", "info", "warning", "error", "critical"]
+    tensor_parallel_size: int | None
+    attn_tp_size: int | None
+    dense_tp_size: int | None
+    moe_tp_size: int | None
+    enable_expert_parallel: bool
+    expert_parallel_size: int | None
+    world_size: int | None
+    nprocs_per_node: int | None
+    nnodes: int
+    node_rank: int
+    dist_init_addr: str | None
+    distributed_executor_backend: str
     tokenizer: str | None
     skip_tokenizer_init: bool
     load_format: str

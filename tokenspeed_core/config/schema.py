@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, PrivateAt
 
 from tokenspeed_core.config.backends import AUTO, BackendChoice, NamePairs, Pairs
 from tokenspeed_core.config.kv_events import KVEventsConfig
+from tokenspeed_core.config.parallel_settings import ParallelSettings
 from tokenspeed_core.config.readers import (
     CacheDtypeName,
     DtypeName,
@@ -45,7 +46,7 @@ def _chunk(value: int) -> int:
     raise ValueError("must be at least 1, or -1 to disable chunked prefill")
 
 
-class Config(ServerSettings):
+class Config(ParallelSettings, ServerSettings):
     """The user's settings, frozen. Resolving "auto" returns a new object (`resolved`).
 
     The constructor raises `pydantic.ValidationError`. `from_keywords` and the other sources raise
@@ -308,7 +309,7 @@ class Config(ServerSettings):
         """Build a configuration from Python keywords. Raises ConfigError."""
         from tokenspeed_core.config.build import build
 
-        return build({name: (value, "Python") for name, value in keywords.items()})
+        return build({full_name(name): (value, "Python") for name, value in keywords.items()})
 
     def origin(self, name: str) -> str:
         """Return where a value came from: "default", "auto", a flag, a variable, a file or a plugin."""
@@ -353,10 +354,23 @@ def is_switch(name: str) -> bool:
 
 
 def metadata(name: str) -> dict[str, Any]:
-    """Return a setting's `section`, `unit`, `narrow`, `kind` and `takes`; see `_setting`."""
+    """Return a setting's `section`, `unit`, `narrow`, `kind`, `takes` and `also`; see `setting`."""
     extra = Config.model_fields[name].json_schema_extra
     assert isinstance(extra, dict)
     return extra
+
+
+def full_name(name: str) -> str:
+    """Return the setting that a name stands for, such as `tensor_parallel_size` for `tp`."""
+    return next(
+        (each for each in Config.model_fields if name in metadata(each)["also"]),
+        name,
+    )
+
+
+def flags_of(name: str) -> list[str]:
+    """Return the command-line flags of a setting."""
+    return [flag(each) for each in (name, *metadata(name)["also"])]
 
 
 def narrowed(name: str) -> str:

@@ -12,6 +12,7 @@ Section = Literal[
     "api",
     "limits",
     "scheduler",
+    "parallel",
     "backends",
     "parsers",
     "observability",
@@ -23,6 +24,7 @@ SECTIONS: dict[Section, str] = {
     "api": "API surface",
     "limits": "Limits and access",
     "scheduler": "Scheduler and memory",
+    "parallel": "Parallelism",
     "backends": "Backends",
     "parsers": "Reasoning and tools",
     "observability": "Observability",
@@ -39,12 +41,13 @@ def setting(
     narrow: tuple[str, ...] = (),
     kind: str | None = None,
     takes: str | None = None,
+    also: tuple[str, ...] = (),
     **bounds: Any,
 ) -> Any:
     """Declare a setting.
 
     `narrow` are the keys of more specific flags (`--flag.key`), `kind` is the kind of plugin that the
-    setting names, and `takes` describes the value if its type does not.
+    setting names, `takes` describes the value if its type does not, and `also` are other names of the setting.
     """
     extra: dict[str, Any] = {
         "section": section,
@@ -52,5 +55,6 @@ def setting(
         "narrow": list(narrow),
         "kind": kind,
         "takes": takes,
+        "also": list(also),
     }
     return Field(default, description=text, json_schema_extra=extra, **bounds)

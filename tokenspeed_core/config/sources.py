@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenspeed_core.config.build import build, called, unknown
 from tokenspeed_core.config.flag_aliases import needless, refuse_foreign
-from tokenspeed_core.config.schema import Config, flag, metadata
+from tokenspeed_core.config.schema import Config, flag, full_name, metadata
 from tokenspeed_core.errors import ConfigError
 
 PREFIX = "TOKENSPEED_"
@@ -76,7 +76,7 @@ def from_environment(environ: Mapping[str, str]) -> Values:
             raise ConfigError(f"{API_KEY} is empty. Set a key, or unset the variable.")
         if not environ[variable]:
             continue
-        name = variable.removeprefix(PREFIX).lower().replace("__", ".")
+        name = full_name(variable.removeprefix(PREFIX).lower().replace("__", "."))
         if name.partition(".")[0] in Config.model_fields:
             values[name] = (environ[variable], variable)
         else:
@@ -128,7 +128,7 @@ def from_file(path: str, source: str = "--config") -> Values:
         )
     values: Values = {}
     for key, value in data.items():
-        name = str(key).removeprefix("--").replace("-", "_")
+        name = full_name(str(key).removeprefix("--").replace("-", "_"))
         for part, each in _parts(name, value).items():
             if part in values:
                 raise ConfigError(f"{source} {path}: {flag(part)} is given twice")

@@ -6,13 +6,14 @@ import json
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenspeed_core import logs
+from tokenspeed_core.api.step import Runner
 from tokenspeed_core.checkpoint.kv_scales import read_kv_scales
 from tokenspeed_core.checkpoint.quantization import find_quantization
 from tokenspeed_core.checkpoint.resolve import resolve_checkpoint
@@ -20,13 +21,15 @@ from tokenspeed_core.config import Config
 from tokenspeed_core.config.backends import AUTO
 from tokenspeed_core.config.build import called
 from tokenspeed_core.config.schema import flag
-from tokenspeed_core.engine.engine import Engine
+from tokenspeed_core.engine.engine import MAX_FAILURES, Engine
 from tokenspeed_core.engine.grammars import GrammarBackend, Grammars, find_backend
 from tokenspeed_core.engine.messages import Ready
 from tokenspeed_core.engine.requests import Defaults
 from tokenspeed_core.engine.stats import EngineCounters
 from tokenspeed_core.engine.warmup import warm_up
 from tokenspeed_core.errors import CapacityError, CheckpointError, ConfigError, EngineDeadError
+from tokenspeed_core.executor import DistributedRunner, Ranks, start_ranks
+from tokenspeed_core.executor.messages import Agreed, Rendezvous
 from tokenspeed_core.kernels.error_attribution import no_finite_logits
 from tokenspeed_core.kernels.overrides import Override
 from tokenspeed_core.kernels.table import kernel_table
@@ -45,7 +48,7 @@ from tokenspeed_core.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from tokenspeed_core.kernels.plan import KernelPlan
-    from tokenspeed_core.worker.local import Progress
+    from tokenspeed_core.worker.local import LocalRunner, Progress
 
 # With this many CPUs the default is two API workers: events queue in one, which doubles the 99th
 # percentile of the time between tokens.
@@ -70,6 +73,7 @@ class Started:
     engine: Engine
     ready: Ready
     kernel_plan: KernelPlan
+    ranks: Ranks | None = None  # the other processes of the engine, if it has any
 
 
 def discover(config: Config) -> Catalog:
@@ -98,12 +102,28 @@ def num_workers(config: Config) -> int:
     return 2 if len(os.sched_getaffinity(0)) >= MIN_CPUS_FOR_TWO_WORKERS else 1
 
 
+def threads_per_rank(config: Config, *, num_reserved: int) -> int:
+    """Return the threads for a model on the CPU, leaving `num_reserved` cores to other processes."""
+    # OMP_NUM_THREADS may be a list, with a number for each level of nesting.
+    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if given.isdecimal() and int(given):
+        return int(given)
+    num_free = len(os.sched_getaffinity(0)) - num_reserved
+    return max(1, num_free // config.parallel_sizes().num_per_node)
+
+
 def resolve(
-    config: Config, catalog: Catalog, *, num_threads: int | None = None, with_weights: bool = True
+    config: Config,
+    catalog: Catalog,
+    *,
+    num_threads: int | None = None,
+    with_weights: bool = True,
+    rank: int = 0,
 ) -> Resolved:
     """Find the checkpoint, downloading it if needed, and decide what follows from it.
 
-    Without `with_weights`, weight files are not downloaded. Raises CheckpointError, PluginError or ConfigError.
+    Without `with_weights`, weight files are not downloaded. `rank` is that of this process. Raises CheckpointError,
+    PluginError or ConfigError.
     """
     checkpoint = resolve_checkpoint(config, catalog, with_weights=with_weights)
     info = checkpoint.info
@@ -138,6 +158,7 @@ def resolve(
         policy=find_policy(config.schedule_policy, catalog),
         num_threads=num_threads,
         grammars=find_backend(config.grammar_backend, catalog),
+        parallel=config.parallel_sizes().layout(rank),
     )
 
 
@@ -169,16 +190,35 @@ def start(
     progress: Progress,
     *,
     is_batch: bool = False,
+    on_failure: Callable[[str], None] = lambda reason: None,
 ) -> Started:
-    """Load the model, size the KV cache, and build the engine.
+    """Load the model, size the KV cache, and build the engine, with its other ranks if it has several processes.
 
-    `is_batch` removes the limit on waiting requests and the limit on prefill while others decode. Raises
-    what `resolve` raises, SelectionError, CapacityError if memory is too small, and EngineDeadError if the
-    warm-up fails or gives no finite logits.
+    `is_batch` removes the limit on waiting requests and the limit on prefill while others decode. `on_failure` is
+    called from another thread if a rank fails. Raises what `resolve` raises, SelectionError, CapacityError if memory
+    is too small, and EngineDeadError if the warm-up fails or gives no finite logits, or a rank fails.
     """
     prepare_torch()
     if is_batch and resolved.config.kv_events_config is not None:
         raise ConfigError("kv_events_config is not supported by LLM; use AsyncLLM or the server")
+    ranks = start_ranks(resolved, catalog, on_failure)
+    try:
+        return _start(resolved, catalog, hooks, progress, ranks, is_batch=is_batch)
+    except BaseException:
+        if ranks is not None:
+            ranks.close()
+        raise
+
+
+def _start(
+    resolved: Resolved,
+    catalog: Catalog,
+    hooks: Hooks,
+    progress: Progress,
+    ranks: Ranks | None,
+    *,
+    is_batch: bool,
+) -> Started:
     progress("libraries", 0, 1)  # importing them takes seconds
     from tokenspeed_core.worker.local import build
     from tokenspeed_core.worker.platform import resolve_device
@@ -186,7 +226,10 @@ def start(
     progress("libraries", 1, 1)
     config, info = resolved.config, resolved.checkpoint.info
     backend = _grammar_backend(resolved)
-    runner = build(resolved, catalog, progress)
+    if ranks is None:
+        runner = build(resolved, catalog, progress)
+    else:
+        runner = _build_distributed(resolved, catalog, progress, ranks)
     kv = KVManager(
         info.cache_groups,
         runner.block_size,
@@ -206,7 +249,8 @@ def start(
         log.warning("%s has %s", flag(name), reason)
     # On a CPU a step is complete when its launch returns, so there is nothing to overlap.
     depth = 1 if is_cpu else 2
-    is_finite = warm_up(Engine(scheduler, runner, depth=depth, max_failures=0))
+    executed: Runner = runner if ranks is None else DistributedRunner(runner, ranks)
+    is_finite = warm_up(Engine(scheduler, executed, depth=depth, max_failures=0))
     # Dummy weights may give any logits.
     if not is_finite and config.load_format != "dummy":
         raise EngineDeadError(no_finite_logits(runner.kernel_plan))
@@ -216,11 +260,13 @@ def start(
         backend.compiler()  # indexing a large vocabulary would stall the steps later
     engine = Engine(
         scheduler,
-        runner,
+        executed,
         depth=depth,
         grammars=grammars,
         observe=hooks.observer("observe_step"),
         bounds_decode_latency=not is_batch,
+        # After a failed step the ranks are no longer in step.
+        max_failures=MAX_FAILURES if ranks is None else 0,
     )
     report = {
         "model": config.served_model_name or resolved.checkpoint.name,
@@ -250,7 +296,36 @@ def start(
             ),
         )
     ready = Ready(max_model_len, kv.max_sequence_len, info.vocab_size, json.dumps(report))
-    return Started(engine, ready, runner.kernel_plan)
+    return Started(engine, ready, runner.kernel_plan, ranks)
+
+
+def _build_distributed(
+    resolved: Resolved, catalog: Catalog, progress: Progress, ranks: Ranks
+) -> LocalRunner:
+    """Build the runner of rank 0 while the other ranks build theirs."""
+    from tokenspeed_core.worker import distributed
+    from tokenspeed_core.worker.local import build
+    from tokenspeed_core.worker.platform import check_num_devices, resolve_rank_device
+
+    config, sizes = resolved.config, resolved.config.parallel_sizes()
+    if ranks.host is None:
+        check_num_devices(config.device, sizes.num_per_node)
+    device = resolve_rank_device(config.device, 0)
+    log.info("%s", sizes)
+    ranks.wait_joined()
+    address = distributed.free_address(ranks.rendezvous)
+    ranks.broadcast(Rendezvous(address))
+    ranks.use(abort=distributed.abort, leave=distributed.close)
+    groups = distributed.init(resolved.parallel, address, device)
+
+    def agree(value: int) -> int:
+        smallest = ranks.gather_min(value)
+        ranks.broadcast(Agreed(smallest))
+        return smallest
+
+    runner = build(resolved, catalog, progress, groups=groups, agree=agree)
+    ranks.remove_folder()
+    return runner
 
 
 def public_fields(entry: Entry) -> dict[str, Any]:

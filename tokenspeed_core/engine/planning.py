@@ -11,6 +11,7 @@ from tokenspeed_core.api.models import LoadFormat
 from tokenspeed_core.api.quantization import QuantizationScheme
 from tokenspeed_core.checkpoint.resolve import choose_format
 from tokenspeed_core.config import Config
+from tokenspeed_core.config.parallel_settings import LOCAL
 from tokenspeed_core.engine.factory import (
     discover,
     num_workers,
@@ -48,8 +49,10 @@ def plan_start(config: Config) -> StartPlan:
     )
     prepare_torch()
     from tokenspeed_core.worker.local import plan_only
-    from tokenspeed_core.worker.platform import resolve_device
+    from tokenspeed_core.worker.platform import check_num_devices, resolve_device
 
+    if config.distributed_executor_backend == LOCAL:
+        check_num_devices(config.device, config.parallel_sizes().num_per_node)
     weights = choose_format(resolved.checkpoint.files, config.load_format, catalog)
     plan, memory, schemes = plan_only(resolved, catalog)
     is_cpu = resolve_device(resolved.config.device).type == "cpu"

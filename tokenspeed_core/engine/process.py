@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +16,13 @@ import zmq
 
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.engine import Engine
-from tokenspeed_core.engine.factory import Started, discover_in_subprocess, resolve, start
+from tokenspeed_core.engine.factory import (
+    Started,
+    discover_in_subprocess,
+    resolve,
+    start,
+    threads_per_rank,
+)
 from tokenspeed_core.engine.kv_event_publisher import KVEventPublisher
 from tokenspeed_core.engine.messages import (
     WORKER_SHIFT,
@@ -32,10 +39,12 @@ from tokenspeed_core.engine.parent_death import attach_to_parent
 from tokenspeed_core.engine.progress import StartProgress
 from tokenspeed_core.engine.transport import Socket, bind, send, send_outputs
 from tokenspeed_core.engine.wire import pack
-from tokenspeed_core.errors import TokenSpeedError
+from tokenspeed_core.errors import EngineDeadError, TokenSpeedError
+from tokenspeed_core.executor import Ranks
 from tokenspeed_core.plugins.hooks import Hooks
 
 HEARTBEAT_SECONDS = 1.0
+STUCK_SECONDS = 3.0  # that a failed rank leaves to the main thread
 log = logging.getLogger("tokenspeed.engine")
 
 
@@ -49,10 +58,12 @@ class EngineLoop:
         sockets: Sequence[Socket],
         parent_fd: int,
         publish: Callable[[], None] = lambda: None,
+        ranks: Ranks | None = None,
     ) -> None:
         """Take one socket per API worker, in their order, and the reading end of the parent's pipe.
 
-        `publish` is called after the outputs of a step were sent, while the next step runs.
+        `publish` is called after the outputs of a step were sent, while the next step runs. `ranks` are the engine's
+        other processes, if it has any.
         """
         self._publish = publish
         self.engine = engine
@@ -62,6 +73,9 @@ class EngineLoop:
         self._poller = zmq.Poller()
         for each in (parent_fd, *sockets):
             self._poller.register(each, zmq.POLLIN)
+        self._ranks = ranks
+        if ranks is not None:
+            self._poller.register(ranks.failure_fd, zmq.POLLIN)
         self._num_starting = len(sockets)  # API workers that cannot serve yet
         self._is_draining = False
         self._heartbeat_at = time.monotonic() - HEARTBEAT_SECONDS
@@ -74,6 +88,8 @@ class EngineLoop:
             readable = [each for each, _ in self._poller.poll(self._sleep_ms())]
             if self._parent_fd in readable:
                 return
+            if self._ranks is not None and self._ranks.failure is not None:
+                raise EngineDeadError(self._ranks.failure)
             for socket in readable:
                 self._receive(socket)
             for outputs in engine.step():
@@ -156,9 +172,17 @@ def _serve(settings: dict[str, Any], sockets: Sequence[Socket], parent_fd: int) 
     logging.getLogger("tokenspeed.plugins.metadata").disabled = True
     config, catalog = discover_in_subprocess(settings, "engine")
     hooks = Hooks.load(catalog)
+
+    def exit_if_stuck(reason: str) -> None:
+        """End this process soon, since its main thread may wait for ever for a rank that failed."""
+        timer = threading.Timer(STUCK_SECONDS, _exit, (reason, sockets[0]))
+        timer.daemon = True
+        timer.start()
+
     with StartProgress(has_bar=None if config.log_format == "text" else False) as progress:
-        resolved = resolve(config, catalog, num_threads=_num_threads(len(sockets)))
-        started = start(resolved, catalog, hooks, progress.report)
+        num_threads = threads_per_rank(config, num_reserved=len(sockets))
+        resolved = resolve(config, catalog, num_threads=num_threads)
+        started = start(resolved, catalog, hooks, progress.report, on_failure=exit_if_stuck)
     # Garbage collections skip the objects that exist now.
     gc.collect()
     gc.freeze()
@@ -172,22 +196,29 @@ def run_engine(config: Config, started: Started, sockets: Sequence[Socket], pare
     """Serve, and publish KV events if they are on. Raises what `EngineLoop.run` raises, and CapacityError."""
     events = config.kv_events_config
     if events is None or not events.enable_kv_cache_events:
-        EngineLoop(started.engine, started.ready, sockets, parent_fd).run()
+        EngineLoop(started.engine, started.ready, sockets, parent_fd, ranks=started.ranks).run()
         return
     publisher = KVEventPublisher(events, started.engine.scheduler.kv.collect_events())
     try:
-        EngineLoop(started.engine, started.ready, sockets, parent_fd, publisher.publish).run()
+        EngineLoop(
+            started.engine,
+            started.ready,
+            sockets,
+            parent_fd,
+            publisher.publish,
+            ranks=started.ranks,
+        ).run()
     finally:
         publisher.close()
 
 
-def _num_threads(num_workers: int) -> int:
-    """Return the threads for a model on the CPU, leaving one core to each API worker."""
-    # OMP_NUM_THREADS may be a list, with a number for each level of nesting.
-    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    if given.isdecimal() and int(given):
-        return int(given)
-    return max(1, len(os.sched_getaffinity(0)) - num_workers)
+def _exit(reason: str, socket: Socket) -> None:
+    """End the process in the middle of a step."""
+    log.error("%s", reason)
+    # The main thread does not use the socket while it waits, and the process ends in any case.
+    send(socket, Failed(reason))
+    socket.close(linger=1000)
+    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,6 @@ async def start(program: Program, **data: Any) -> Subprocess:
     Closes the child's listener in this process, which would otherwise receive some of its connections.
     """
     listen_fds = [] if program.listener is None else [program.listener.fileno()]
-    line = json.dumps({**program.data, **data, "listen_fds": listen_fds}).encode() + b"\n"
     reading, writing = os.pipe()
     try:
         process = await asyncio.create_subprocess_exec(
@@ -68,11 +67,50 @@ async def start(program: Program, **data: Any) -> Subprocess:
         )
     finally:
         os.close(reading)
-    with contextlib.suppress(BrokenPipeError), open(writing, "wb", closefd=False) as pipe:
-        pipe.write(line)
+    _send_settings(writing, {**program.data, **data, "listen_fds": listen_fds})
     if program.listener is not None:
         program.listener.close()
     return Subprocess(process, writing)
+
+
+def start_with_log_pipe(program: Program) -> tuple[subprocess.Popen[bytes], int]:
+    """Start a child whose stdout and stderr go to its `stdout` pipe, without an event loop.
+
+    Returns it and the pipe that it is to read: it ends when this process closes the pipe or ends.
+    """
+    reading, writing = os.pipe()
+    try:
+        child = subprocess.Popen(
+            [*program.command, str(reading)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=(reading, *program.shared_fds),
+            start_new_session=True,  # as in `start`
+        )
+    except BaseException:
+        os.close(writing)
+        raise
+    finally:
+        os.close(reading)
+    _send_settings(writing, program.data)
+    return child, writing
+
+
+def _send_settings(pipe: int, data: Mapping[str, Any]) -> None:
+    """Write the one line that a child reads from its pipe. A child that ended already reads nothing."""
+    line = json.dumps(data).encode() + b"\n"
+    with contextlib.suppress(BrokenPipeError), open(pipe, "wb", closefd=False) as file:
+        file.write(line)
+
+
+def describe_end(code: int) -> str:
+    """Return how a child with this return code ended, as part of a sentence."""
+    if code >= 0:
+        return f"exited with status {code}"
+    name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
+    hint = "; the system may have run out of memory" if -code == signal.SIGKILL else ""
+    return f"was killed by {name}{hint}"
 
 
 class Subprocess:
@@ -89,12 +127,7 @@ class Subprocess:
 
     async def wait(self) -> str:
         """Wait for its end and return how it ended, as part of a sentence."""
-        code = await self._process.wait()
-        if code >= 0:
-            return f"exited with status {code}"
-        name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
-        hint = "; the system may have run out of memory" if -code == signal.SIGKILL else ""
-        return f"was killed by {name}{hint}"
+        return describe_end(await self._process.wait())
 
     async def stop(self, seconds: float = 5.0) -> None:
         """Close the pipe, and kill the child unless it ends in time. Safe to call twice."""

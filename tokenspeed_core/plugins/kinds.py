@@ -51,6 +51,7 @@ KINDS: dict[str, Kind] = {
     "hooks": Kind(is_unique=False),
     "preflight": Kind(is_default_only=True),
     "commands": Kind(built_in=tuple(COMMANDS)),
+    "executors": Kind(selected_by="--distributed-executor-backend", built_in=("local",)),
     "policies": Kind(selected_by="--schedule-policy", built_in=("fcfs", "priority")),
     "tool_parsers": Kind(selected_by="--tool-call-parser"),
     "reasoning_parsers": Kind(selected_by="--reasoning-parser"),

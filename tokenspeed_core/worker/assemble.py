@@ -74,10 +74,12 @@ def assemble(
     *,
     only_plan: bool = False,
     platform: PlatformInfo | None = None,
+    groups: Mapping[str, Any] | None = None,
 ) -> Assembly:
     """Select kernels for `device` and construct the model there (on the meta device with `only_plan`).
 
-    A plan may be for another `platform` of the device's kind. Raises CheckpointError for a configuration that the
+    A plan may be for another `platform` of the device's kind. `groups` are the process groups of torch.distributed, by
+    name. Raises CheckpointError for a configuration that the
     family refuses, and SelectionError if an op has no kernel.
     """
     config, checkpoint = resolved.config, resolved.checkpoint
@@ -95,7 +97,9 @@ def assemble(
         hint=how_to_get_kernels(catalog),
     )
     chosen = selector()
-    build = ModelBuild(resolved, torch.device("meta") if only_plan else device, chosen)
+    build = ModelBuild(
+        resolved, torch.device("meta") if only_plan else device, chosen, groups or {}
+    )
     spec, passes = checkpoint.spec, (ValueError, TokenSpeedError, torch.OutOfMemoryError)
     entry = catalog.get("models", spec.architecture)
     try:

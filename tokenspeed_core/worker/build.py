@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -38,7 +38,13 @@ class ModelBuild:
     size is decided for all of them together.
     """
 
-    def __init__(self, resolved: Resolved, device: torch.device, selector: Selector) -> None:
+    def __init__(
+        self,
+        resolved: Resolved,
+        device: torch.device,
+        selector: Selector,
+        groups: Mapping[str, Any] | None = None,
+    ) -> None:
         """Start without layers. On the meta device, kernels are planned and not loaded."""
         self.dtype: torch.dtype = getattr(torch, resolved.config.dtype)
         self.kv_dtype: torch.dtype = getattr(torch, resolved.kv_dtype)
@@ -47,6 +53,7 @@ class ModelBuild:
         self.schemes: dict[str, QuantizationScheme | None] = {}
         self._quantization = resolved.quantization
         self._parallel = resolved.parallel
+        self.comm_groups = groups or {}  # of torch.distributed, by name
         self.selector = selector
         self.layers: list[AttentionLayer] = []
         self.latent_layers: list[LatentLayer] = []

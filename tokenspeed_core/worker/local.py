@@ -34,13 +34,23 @@ __all__ = ["LocalRunner", "build", "plan_only"]
 log = logging.getLogger("tokenspeed.worker")
 
 Progress = Callable[[str, int, int], None]
+Agree = Callable[[int], int]
+"""Returns the smallest of the values that all ranks give."""
 _GRAPH_BYTES = 4 << 20  # memory of one captured forward
 _SLACK = 256 << 20  # late allocations of libraries, and fragmentation
 
 
-def build(resolved: Resolved, catalog: Catalog, progress: Progress) -> LocalRunner:
+def build(
+    resolved: Resolved,
+    catalog: Catalog,
+    progress: Progress,
+    *,
+    groups: Mapping[str, Any] | None = None,
+    agree: Agree = int,
+) -> LocalRunner:
     """Build a runner that is ready to serve. `progress(what, done, total)` reports the stages.
 
+    `groups` are those of `worker.distributed.init`. All ranks of an engine call it together.
     Raises CheckpointError, SelectionError, ConfigError or CapacityError.
     """
     device = resolve_device(resolved.config.device)
@@ -54,14 +64,14 @@ def build(resolved: Resolved, catalog: Catalog, progress: Progress) -> LocalRunn
         f"The model ({weights:.2f} GiB of weights in {dtype})",
         "Free device memory, choose a smaller model, or use --dtype or --quantization",
     ):
-        assembly = assemble(resolved, catalog, device)
+        assembly = assemble(resolved, catalog, device, groups=groups or {})
         _log_kernel_notices(assembly.selector.plan(), device)
         # Before the weights, so that kernels compile while the weights load.
         assembly.build.bind_attention(assembly.limits)
         _load_weights(assembly.model, resolved, catalog, progress)
     if device.type == "cpu":
-        return LocalRunner(assembly, _host_pages(assembly))
-    return _start_on_device(assembly, device, progress)
+        return LocalRunner(assembly, agree(_host_pages(assembly)))
+    return _start_on_device(assembly, device, progress, agree)
 
 
 def plan_only(
@@ -153,7 +163,9 @@ def _load_weights(model: Model, resolved: Resolved, catalog: Catalog, progress: 
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def _start_on_device(assembly: Assembly, device: torch.device, progress: Progress) -> LocalRunner:
+def _start_on_device(
+    assembly: Assembly, device: torch.device, progress: Progress, agree: Agree
+) -> LocalRunner:
     """Measure the largest step, size the arena by the memory left, warm up all kernels, capture graphs."""
     config, limits = assembly.resolved.config, assembly.resolved.limits
     decodes = (
@@ -170,7 +182,7 @@ def _start_on_device(assembly: Assembly, device: torch.device, progress: Progres
     ):
         runner = LocalRunner(assembly, num_pages=1)
         budget = _measure(runner, assembly, device, largest_step(limits, num_groups), sizes)
-    pages = _wanted_pages(assembly) or pages_of_device(assembly.pool, budget)
+    pages = agree(_wanted_pages(assembly) or pages_of_device(assembly.pool, budget))
     what = f"A KV cache of {pages * runner.layout.page_bytes / GIB:.2f} GiB"
     with _room_for(what, "Lower or omit --max-total-tokens or --kv-cache-memory"):
         runner.resize(pages)

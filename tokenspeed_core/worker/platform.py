@@ -29,6 +29,32 @@ def resolve_device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
+def resolve_rank_device(name: str, local_rank: int) -> torch.device:
+    """Return the device of a process that shares its machine with others. Raises ConfigError."""
+    device = resolve_device(name)
+    if device.type == "cpu":
+        return device
+    check_num_devices(name, local_rank + 1)
+    return torch.device("cuda", local_rank)
+
+
+def check_num_devices(name: str, num_processes: int) -> None:
+    """Raise ConfigError if there are fewer devices than processes on this machine."""
+    if num_processes == 1 or resolve_device(name).type == "cpu":
+        return
+    if ":" in name:
+        raise ConfigError(
+            f"--device {name} names one device, and this machine runs {num_processes} processes. Use --device cuda, and "
+            "choose devices with CUDA_VISIBLE_DEVICES."
+        )
+    found = torch.cuda.device_count()
+    if found < num_processes:
+        raise ConfigError(
+            f"{num_processes} processes on this machine need as many CUDA devices; torch finds {found}. Lower "
+            "--tensor-parallel-size, or use more nodes (--nnodes)."
+        )
+
+
 def describe_device(device: torch.device) -> PlatformInfo:
     """Return the platform that kernels are selected for."""
     if device.type == "cpu":

@@ -8,7 +8,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ByteSize
 
 from tokenspeed_core.config.describe import as_written, bounds
-from tokenspeed_core.config.schema import Config, flag, is_switch, metadata
+from tokenspeed_core.config.schema import Config, flag, flags_of, is_switch, metadata
 from tokenspeed_core.config.sections import SECTIONS
 from tokenspeed_core.config.server_settings import is_server_only
 
@@ -46,7 +46,7 @@ def page() -> str:
 
 def _row(name: str) -> str:
     field = Config.model_fields[name]
-    forms = [flag(name), *(f"{flag(name)}.{key}" for key in metadata(name)["narrow"])]
+    forms = [*flags_of(name), *(f"{flag(name)}.{key}" for key in metadata(name)["narrow"])]
     if name.startswith("enable_"):
         forms.append(f"--no-{flag(name)[2:]}")
     takes = "" if is_switch(name) else f"`{bounds(name)}`".replace("|", "\\|")

@@ -40,7 +40,7 @@ def dry_run(config: Config) -> str:
             ),
             *_describe_quantization(plan),
             kernel_table(plan.kernel_plan),
-            "collectives: none (one process)",
+            f"processes: {config.parallel_sizes()}",
         ]
     )
 

@@ -1,0 +1,64 @@
+"""The flags of an engine with several processes, and the process groups that they define."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tokenspeed_core.config import Config
+from tokenspeed_core.config.sources import load
+from tokenspeed_core.errors import ConfigError
+
+
+def sizes(**keywords: Any) -> tuple[int, ...]:
+    found = Config.from_keywords(**keywords).parallel_sizes()
+    return found.attn, found.dense, found.moe, found.experts, found.world_size
+
+
+@pytest.mark.parametrize(
+    ("keywords", "expected"),
+    [
+        ({}, (1, 1, 1, 1, 1)),
+        ({"tensor_parallel_size": 2}, (2, 2, 2, 1, 2)),
+        ({"tp": 4, "ep_size": 2}, (4, 4, 2, 2, 4)),
+        ({"tp": 4, "enable_expert_parallel": True}, (4, 4, 1, 4, 4)),
+        ({"tp": 2, "dense_tp_size": 1}, (2, 1, 2, 1, 2)),
+        ({"tp": 4, "moe_tp_size": 2, "expert_parallel_size": 2}, (4, 4, 2, 2, 4)),
+        ({"world_size": 2, "attn_tp_size": 1}, (1, 2, 2, 1, 2)),
+        ({"nprocs_per_node": 2, "nnodes": 2, "dist_init_addr": "a:1"}, (4, 4, 4, 1, 4)),
+    ],
+)
+def test_sizes_follow_from_each_other(keywords: dict[str, Any], expected: tuple[int, ...]) -> None:
+    assert sizes(**keywords) == expected
+
+
+@pytest.mark.parametrize(
+    ("keywords", "names"),
+    [
+        ({"tp": 4, "attn_tp_size": 2}, ["attn"]),
+        ({"tp": 4, "world_size": 2}, ["2", "4"]),
+        ({"tp": 3, "nnodes": 2, "dist_init_addr": "a:1"}, ["--nprocs-per-node"]),
+        ({"world_size": 4, "nprocs_per_node": 2}, ["--world-size", "--nnodes"]),
+        ({"tp": 2, "nnodes": 2}, ["--dist-init-addr"]),
+        ({"tp": 2, "dist_init_addr": "a:1"}, ["--nnodes"]),
+        ({"tp": 2, "nnodes": 2, "dist_init_addr": "a"}, ["HOST:PORT"]),
+        ({"tp": 2, "node_rank": 1}, ["--nnodes"]),
+        ({"tp": 4, "ep_size": 2, "enable_expert_parallel": True}, ["--expert-parallel-size"]),
+        ({"distributed_executor_backend": "ray"}, ["--tensor-parallel-size"]),
+        ({"distributed_executor_backend": "ray", "tp": 2, "node_rank": 1, "nnodes": 2}, ["ray"]),
+        ({"tp": 0}, ["tensor_parallel_size"]),
+    ],
+)
+def test_contradictions_are_refused_in_one_line(keywords: dict[str, Any], names: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config.from_keywords(**keywords)
+    assert all(name in str(caught.value) for name in names), caught.value
+    assert "\n" not in str(caught.value)
+
+
+def test_short_names_work_in_every_source(tmp_path: Any) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("tp: 2\nep-size: 2\n")
+    assert load({}, {}, str(file)).tensor_parallel_size == 2
+    assert load({}, {"TOKENSPEED_TP": "4"}, str(file)).tensor_parallel_size == 4

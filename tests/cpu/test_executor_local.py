@@ -1,0 +1,103 @@
+"""Engines of two processes: the same tokens as one process, and their end when a rank dies."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from serving import DEMO, Background, has_ended, served, wait_for_work, wait_until
+
+from tokenspeed_core import LLM, AsyncLLM, RequestOutput, SamplingParams
+from tokenspeed_core.errors import EngineDeadError
+
+pytestmark = pytest.mark.slow
+
+SMALL: dict[str, Any] = {"device": "cpu", "kv_cache_memory": "8MB", "max_num_seqs": 8}
+WORKER = "tokenspeed_core.worker.process"
+PROMPTS = ["What is 23 + 45?", "Say hello.", "Count to five."]
+
+
+def ranks_of(process: psutil.Process) -> list[psutil.Process]:
+    """Return the processes of an engine's ranks, without rank 0."""
+    return [child for child in process.children(recursive=True) if WORKER in child.cmdline()]
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def test_two_ranks_answer_as_one_process_until_one_dies() -> None:
+    params = SamplingParams(temperature=0, max_tokens=24)
+    sampled = SamplingParams(temperature=1, seed=7, max_tokens=24, n=2)
+    with LLM(**SMALL) as alone:
+        expected = tokens(alone.chat(PROMPTS, params))
+        expected_sampled = tokens(alone.chat(PROMPTS, sampled))
+    with LLM(**SMALL, tensor_parallel_size=2) as llm:
+        (rank,) = ranks_of(psutil.Process())
+        assert tokens(llm.chat(PROMPTS, params)) == expected
+        llm.reset_prefix_cache()
+        llm._engine._depth = 2  # as on a device
+        assert tokens(llm.chat(PROMPTS, params)) == expected
+        assert tokens(llm.chat(PROMPTS, sampled)) == expected_sampled
+        killer = threading.Timer(0.5, rank.kill)
+        killer.start()
+        with pytest.raises(EngineDeadError, match=r"rank 1 of 2 was killed by SIGKILL"):
+            llm.generate(["a"] * 64, SamplingParams(max_tokens=1000, ignore_eos=True))
+        killer.join()
+    assert has_ended(rank)
+
+
+def test_death_of_the_engine_ends_its_ranks() -> None:
+    async def run() -> None:
+        async with AsyncLLM(**SMALL, tensor_parallel_size=2) as llm:
+            engine = next(
+                child
+                for child in psutil.Process().children()
+                if "tokenspeed_core.engine.process" in child.cmdline()
+            )
+            (rank,) = ranks_of(engine)
+            outputs = llm.generate("a", SamplingParams(max_tokens=1000, ignore_eos=True))
+            await anext(outputs)
+            engine.kill()
+            with pytest.raises(EngineDeadError):
+                async for _ in outputs:
+                    pass
+            wait_until(lambda: has_ended(rank), 5, "the rank's end")
+
+    asyncio.run(asyncio.wait_for(run(), 120))
+
+
+def test_death_of_a_rank_ends_the_server(tmp_path: Path) -> None:
+    with served(tmp_path, "--tp", "2", "--kv-cache-memory", "8MB") as server:
+        engine = server.engine()
+        (rank,) = ranks_of(engine)
+        client = server.openai()
+        request = {**DEMO, "prompt": "a", "max_tokens": 1000, "extra_body": {"ignore_eos": True}}
+        answer = Background(lambda: client.completions.create(**request))
+        wait_for_work(engine)
+        rank.kill()
+        started_at = time.monotonic()
+        assert server.process.wait(5) != 0
+        assert time.monotonic() - started_at < 5
+        error = answer.result(5)
+        assert isinstance(error, Exception), error
+        assert "rank 1 of 2 was killed by SIGKILL" in server.stderr()
+        wait_until(lambda: has_ended(engine), 5, "the engine's end")
+        assert not server.sockets()
+
+
+@pytest.mark.release
+def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
+    with served(tmp_path, "--tp", "2", "--kv-cache-memory", "8MB") as server:
+        (rank,) = ranks_of(server.engine())
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(30) == 0
+        wait_until(lambda: has_ended(rank), 5, "the rank's end")
+        assert "Traceback" not in server.stderr()
+        assert not server.sockets()

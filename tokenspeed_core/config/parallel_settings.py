@@ -1,0 +1,217 @@
+"""The settings of an engine with several processes, and the process groups that they define."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from tokenspeed_core.api.parallel import ParallelLayout
+from tokenspeed_core.config.sections import setting
+
+LOCAL = "local"  # the built-in executor
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelSizes:
+    """The sizes of the process groups, and how many processes run on how many nodes."""
+
+    attn: int
+    dense: int
+    moe: int
+    experts: int
+    num_nodes: int
+    num_per_node: int
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return self.num_nodes * self.num_per_node
+
+    def __str__(self) -> str:
+        """Return the process groups in one line."""
+        if self.world_size == 1:
+            return "one process"
+        where = f" on {self.num_nodes} nodes" if self.num_nodes > 1 else ""
+        return (
+            f"{self.world_size} processes{where}: attention TP {self.attn}, dense TP {self.dense}, "
+            f"MoE TP {self.moe}, EP {self.experts}"
+        )
+
+    def layout(self, rank: int) -> ParallelLayout:
+        """Return the process groups of a rank. Raises ValueError if the sizes do not go together."""
+        return ParallelLayout.of(
+            rank, attn=self.attn, dense=self.dense, moe=self.moe, experts=self.experts
+        )
+
+
+class ParallelSettings(BaseModel):
+    """How many processes share a model, and where they run. `Config` inherits these settings."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=()
+    )
+
+    tensor_parallel_size: int | None = setting(
+        None,
+        "parallel",
+        "Processes that share the model; default for the sizes of all process groups.",
+        unit="processes",
+        also=("tp",),
+        ge=1,
+        le=4096,
+    )
+    attn_tp_size: int | None = setting(
+        None,
+        "parallel",
+        "Processes that share attention heads: 1 or all; default: --tensor-parallel-size.",
+        unit="processes",
+        ge=1,
+        le=4096,
+    )
+    dense_tp_size: int | None = setting(
+        None,
+        "parallel",
+        "Processes that share MLP layers: 1 or all; default: --tensor-parallel-size.",
+        unit="processes",
+        ge=1,
+        le=4096,
+    )
+    moe_tp_size: int | None = setting(
+        None,
+        "parallel",
+        "Processes that share each expert; default: what --expert-parallel-size leaves.",
+        unit="processes",
+        ge=1,
+        le=4096,
+    )
+    enable_expert_parallel: bool = setting(
+        False, "parallel", "Distribute whole experts over all processes."
+    )
+    expert_parallel_size: int | None = setting(
+        None,
+        "parallel",
+        "Process groups that share the experts; default: 1.",
+        unit="groups",
+        also=("ep_size",),
+        ge=1,
+        le=4096,
+    )
+    world_size: int | None = setting(
+        None,
+        "parallel",
+        "Number of processes of the engine; default: what the other sizes need.",
+        unit="processes",
+        ge=1,
+        le=4096,
+    )
+    nprocs_per_node: int | None = setting(
+        None,
+        "parallel",
+        "Number of processes on each node; default: an equal share.",
+        unit="processes",
+        ge=1,
+        le=64,
+    )
+    nnodes: int = setting(
+        1, "parallel", "Number of nodes that run the engine.", unit="nodes", ge=1, le=1024
+    )
+    node_rank: int = setting(
+        0,
+        "parallel",
+        "Number of this node. Node 0 serves; the others run workers for it.",
+        ge=0,
+        le=1023,
+    )
+    dist_init_addr: str | None = setting(
+        None,
+        "parallel",
+        "Address of node 0 for the other nodes, with a free port.",
+        takes="HOST:PORT",
+        min_length=1,
+    )
+    distributed_executor_backend: str = setting(
+        LOCAL,
+        "parallel",
+        "What starts the workers: local (subprocesses), or an executor from a plugin.",
+        min_length=1,
+        kind="executors",
+    )
+
+    @model_validator(mode="after")
+    def _check_parallel_sizes(self) -> Self:
+        sizes = self.parallel_sizes()
+        if self.node_rank >= self.nnodes:
+            raise ValueError(f"--node-rank {self.node_rank} needs --nnodes {self.node_rank + 1}")
+        if self.dist_init_addr is not None:
+            _, colon, port = self.dist_init_addr.rpartition(":")
+            if not colon or not port.isdecimal() or not 0 < int(port) < 65536:
+                raise ValueError(
+                    f"--dist-init-addr {self.dist_init_addr} must be HOST:PORT, such as node0:29500"
+                )
+        if self.distributed_executor_backend != LOCAL:
+            self._refuse_own_nodes()
+        elif self.nnodes > 1 and self.dist_init_addr is None:
+            raise ValueError("--nnodes needs --dist-init-addr, the address of node 0")
+        elif self.nnodes == 1 and self.dist_init_addr is not None:
+            raise ValueError("--dist-init-addr has no effect without --nnodes")
+        if sizes.world_size == 1 and self.distributed_executor_backend != LOCAL:
+            raise ValueError(
+                f"--distributed-executor-backend {self.distributed_executor_backend} has no effect on one process; "
+                "set --tensor-parallel-size"
+            )
+        return self
+
+    def _refuse_own_nodes(self) -> None:
+        """Raise ValueError for settings of nodes that are started one by one."""
+        for name, value in (
+            ("--node-rank", self.node_rank),
+            ("--dist-init-addr", self.dist_init_addr),
+        ):
+            if value:
+                raise ValueError(
+                    f"{name} has no effect with --distributed-executor-backend "
+                    f"{self.distributed_executor_backend}, which finds the nodes itself"
+                )
+
+    def parallel_sizes(self) -> ParallelSizes:
+        """Return the sizes of the process groups. Raises ValueError if they contradict each other."""
+        given = self._given_world_size()
+        shared = self.tensor_parallel_size or given or 1
+        attn, dense = self.attn_tp_size or shared, self.dense_tp_size or shared
+        if self.enable_expert_parallel:
+            world_size = given or max(attn, dense, self.expert_parallel_size or 1)
+            moe = self.moe_tp_size or 1
+            experts = max(1, world_size // moe)
+            if self.expert_parallel_size not in (None, experts):
+                raise ValueError(
+                    f"--enable-expert-parallel gives {experts} groups, and --expert-parallel-size is "
+                    f"{self.expert_parallel_size}; use one of both"
+                )
+        else:
+            experts = self.expert_parallel_size or 1
+            moe = self.moe_tp_size or max(1, shared // experts)
+        world_size = given or max(attn, dense, moe * experts)
+        num_per_node = self.nprocs_per_node or max(1, world_size // self.nnodes)
+        if num_per_node * self.nnodes != world_size:
+            raise ValueError(
+                f"{world_size} processes on --nnodes {self.nnodes}: set --nprocs-per-node and a size that is their product"
+            )
+        sizes = ParallelSizes(attn, dense, moe, experts, self.nnodes, num_per_node)
+        found = sizes.layout(0).world_size
+        if found != world_size:
+            raise ValueError(
+                f"there are {world_size} processes, and the sizes of the process groups need {found}"
+            )
+        return sizes
+
+    def _given_world_size(self) -> int | None:
+        """Return the number of processes if the settings say it. Raises ValueError if they say two."""
+        product = None if self.nprocs_per_node is None else self.nnodes * self.nprocs_per_node
+        if self.world_size is not None and product not in (None, self.world_size):
+            raise ValueError(
+                f"--world-size {self.world_size} is not --nnodes {self.nnodes} times --nprocs-per-node "
+                f"{self.nprocs_per_node}"
+            )
+        return self.world_size or product

@@ -1,0 +1,12 @@
+"""The processes of an engine that has several: rank 0 sends plans, and executors start the other ranks.
+
+`Ranks` is rank 0's view of the others, `DistributedRunner` executes a step on all of them, and
+`tokenspeed_core.worker.process` is what each of the others runs.
+"""
+
+from __future__ import annotations
+
+from tokenspeed_core.executor.ranks import Ranks, start_ranks
+from tokenspeed_core.executor.runner import DistributedRunner
+
+__all__ = ["DistributedRunner", "Ranks", "start_ranks"]

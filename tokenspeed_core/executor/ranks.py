@@ -1,0 +1,222 @@
+"""Rank 0's view of the other ranks: it starts them, sends them messages, and notices when one fails.
+
+Messages to the ranks are encoded once and published. Reports and exits arrive in a thread of their own, because a step
+may block for as long as its collectives wait for a rank that died.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from tokenspeed_core.api.executors import Executor, ExecutorJob, ExecutorSpec, Settings, WorkerExit
+from tokenspeed_core.config.parallel_settings import LOCAL
+from tokenspeed_core.engine.subprocesses import make_private_folder, remove_folder
+from tokenspeed_core.engine.wire import WireError, pack
+from tokenspeed_core.errors import ConfigError, EngineDeadError
+from tokenspeed_core.executor.local import LocalExecutor
+from tokenspeed_core.executor.messages import Joined, Offer, RankFailed, to_rank_zero
+from tokenspeed_core.plugins.catalog import Catalog, make
+from tokenspeed_core.resolved import Resolved
+
+CLOSE_SECONDS = 5.0  # that the ranks have to exit
+log = logging.getLogger("tokenspeed.executor")
+
+
+class Ranks:
+    """The ranks 1 to N - 1. Only the thread that created the object may call it, except `wait_for_failure`."""
+
+    def __init__(self, executor: Executor, world_size: int) -> None:
+        """Bind the sockets. Raises CapacityError."""
+        self.world_size = world_size
+        self.failure: str | None = None
+        self.host = executor.host
+        self._executor = executor
+        self._folder = make_private_folder()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._plans = self._bind(zmq.XPUB, "plans")
+        self._reports = self._bind(zmq.PULL, "reports")
+        # One end of each pipe is polled; closing the other end makes it readable.
+        self.failure_fd, self._failed = os.pipe()
+        self._stopped, self._stop = os.pipe()
+        self._changed = threading.Condition()
+        self._joined: set[int] = set()
+        self._offers: dict[int, int] = {}
+        self._on_failure: Callable[[str], None] = lambda reason: None
+        self._abort: Callable[[], None] = lambda: None
+        self._leave: Callable[[], None] = lambda: None
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._receive, name="ranks", daemon=True)
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """The addresses that the workers connect to."""
+        return {
+            "plans": self._plans.getsockopt_string(zmq.LAST_ENDPOINT),
+            "reports": self._reports.getsockopt_string(zmq.LAST_ENDPOINT),
+        }
+
+    @property
+    def rendezvous(self) -> str:
+        """The address at which all ranks meet: a file, or a host and a free port."""
+        if self.host is None:
+            return f"file://{self._folder}/rendezvous"
+        return f"tcp://{self.host}"
+
+    def start(self, settings: Settings, on_failure: Callable[[str], None]) -> None:
+        """Start the ranks. `on_failure` is called once, from another thread, when one fails."""
+        self._on_failure = on_failure
+        self._thread.start()
+        self._executor.start({**settings, **self.addresses}, self._note_exit)
+
+    def use(self, *, abort: Callable[[], None], leave: Callable[[], None]) -> None:
+        """Take what ends waiting collectives after a failure, and what ends the communication in `close`."""
+        self._abort, self._leave = abort, leave
+
+    def wait_joined(self) -> None:
+        """Wait until all ranks listen. Raises EngineDeadError."""
+        poller = zmq.Poller()
+        poller.register(self._plans, zmq.POLLIN)
+        poller.register(self.failure_fd, zmq.POLLIN)
+        for _ in range(1, self.world_size):
+            readable = [each for each, _ in poller.poll()]
+            if self.failure_fd in readable:
+                break
+            self._plans.recv()  # a subscription
+        self._wait(lambda: len(self._joined) == self.world_size - 1)
+
+    def broadcast(self, message: Any) -> None:
+        """Send a message to all ranks."""
+        self._plans.send(pack(message))
+
+    def gather_min(self, value: int) -> int:
+        """Return the smallest of this value and those that the other ranks offered. Raises EngineDeadError."""
+        self._wait(lambda: len(self._offers) == self.world_size - 1)
+        offers, self._offers = self._offers, {}
+        return min(value, *offers.values())
+
+    def wait_for_failure(self, seconds: float) -> str | None:
+        """Wait until a rank failed. Return why, or None."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure is not None, seconds)
+        return self.failure
+
+    def remove_folder(self) -> None:
+        """Delete the names of the sockets, which connected ones do not need; this process may be killed later."""
+        remove_folder(self._folder)
+
+    def close(self) -> None:
+        """End the ranks and wait for them. Those that do not exit in time, or after a failure, are killed."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        self._leave()
+        self._executor.close(0.0 if self.failure is not None else CLOSE_SECONDS)
+        os.close(self._stop)
+        self._thread.join()
+        if self.failure is None:
+            os.close(self._failed)
+        for fd in (self.failure_fd, self._stopped):
+            os.close(fd)
+        for socket in (self._plans, self._reports):
+            socket.close(linger=0)
+        self._context.term()
+        remove_folder(self._folder)
+
+    def _bind(self, kind: int, name: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.set_hwm(0)
+        if kind == zmq.XPUB:
+            socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # a message for each subscriber
+        socket.bind(f"ipc://{self._folder}/{name}" if self.host is None else f"tcp://{self.host}:*")
+        return socket
+
+    def _wait(self, until: Callable[[], bool]) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure is not None or until())
+        if self.failure is not None:
+            raise EngineDeadError(self.failure)
+
+    def _receive(self) -> None:
+        """Read reports until `close`."""
+        poller = zmq.Poller()
+        poller.register(self._reports, zmq.POLLIN)
+        poller.register(self._stopped, zmq.POLLIN)
+        while True:
+            if self._stopped in [each for each, _ in poller.poll()]:
+                return
+            try:
+                message = to_rank_zero.unpack(self._reports.recv())
+            except WireError as error:
+                log.error("unreadable message from a rank: %s", error)
+                continue
+            match message:
+                case Joined():
+                    with self._changed:
+                        self._joined.add(message.rank)
+                        self._changed.notify_all()
+                case Offer():
+                    with self._changed:
+                        self._offers[message.rank] = message.value
+                        self._changed.notify_all()
+                case RankFailed():
+                    self._fail(
+                        f"rank {message.rank} of {self.world_size} failed: {message.message}"
+                    )
+
+    def _note_exit(self, end: WorkerExit) -> None:
+        lines = "".join(f"\n  {line}" for line in end.last_lines)
+        said = f". Its last log lines:{lines}" if lines else ""
+        self._fail(f"rank {end.rank} of {self.world_size} {end.reason}{said}")
+
+    def _fail(self, reason: str) -> None:
+        """Keep the first reason."""
+        with self._changed:
+            if self._is_closing or self.failure is not None:
+                return
+            self.failure = reason
+            os.close(self._failed)
+            self._changed.notify_all()
+        self._abort()
+        self._on_failure(reason)
+
+
+def start_ranks(
+    resolved: Resolved,
+    catalog: Catalog,
+    on_failure: Callable[[str], None],
+) -> Ranks | None:
+    """Start the other ranks of an engine; None if it is one process. Raises PluginError, CapacityError."""
+    config = resolved.config
+    sizes = config.parallel_sizes()
+    if sizes.world_size == 1:
+        return None
+    job = ExecutorJob(sizes.num_nodes, sizes.num_per_node, config.device)
+    ranks = Ranks(_find_executor(config.distributed_executor_backend, catalog, job), job.world_size)
+    settings = {
+        "config": config.resolved(api_key=None, model=str(resolved.checkpoint.path)).to_wire(),
+        "catalog_digest": catalog.digest(),
+        "num_threads": resolved.num_threads,
+    }
+    try:
+        ranks.start(settings, on_failure)
+    except BaseException:
+        ranks.close()
+        raise
+    return ranks
+
+
+def _find_executor(name: str, catalog: Catalog, job: ExecutorJob) -> Executor:
+    """Return the executor that --distributed-executor-backend names. Raises PluginError, ConfigError."""
+    if name == LOCAL and job.num_nodes > 1:
+        raise ConfigError(f"--nnodes {job.num_nodes}: several nodes are not supported yet")
+    if name == LOCAL:
+        return LocalExecutor(job)
+    entry = catalog.get("executors", name, flag="--distributed-executor-backend")
+    spec = catalog.need(entry, ExecutorSpec)
+    return make(entry, spec.load, lambda: spec.make(job), Executor)  # type: ignore[type-abstract]

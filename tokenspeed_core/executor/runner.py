@@ -1,0 +1,65 @@
+"""The runner of rank 0: all other ranks execute the same steps, in the same order."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import zmq
+
+from tokenspeed_core.api.step import LateInputs, Runner, StepFailed, StepPlan, StepResult
+from tokenspeed_core.executor.messages import Close, Forward, Sample
+from tokenspeed_core.executor.ranks import Ranks
+
+# A lost rank ends the collectives of the others before its exit is noticed.
+ATTRIBUTION_SECONDS = 2.0
+
+
+class DistributedRunner:
+    """A `Runner` that publishes each plan and then executes it in this process.
+
+    Every failure is final: the ranks are no longer in step then. The message names the rank that failed first.
+    """
+
+    def __init__(self, runner: Runner, ranks: Ranks) -> None:
+        """Take rank 0's own runner, and the ranks, which have built the same one."""
+        self._runner = runner
+        self._ranks = ranks
+
+    def forward(self, plan: StepPlan) -> None:
+        """Launch the forward of a step on all ranks. Raises StepFailed."""
+        self._check()
+        self._ranks.broadcast(Forward(plan))
+        try:
+            self._runner.forward(plan)
+        except StepFailed as error:
+            raise self._attributed(error) from error
+
+    def sample(self, step_id: int, late: LateInputs | None) -> None:
+        """Launch the sampling of the step launched last on all ranks. Raises StepFailed."""
+        self._ranks.broadcast(Sample(step_id, late))
+        try:
+            self._runner.sample(step_id, late)
+        except StepFailed as error:
+            raise self._attributed(error) from error
+
+    def collect(self, step_id: int) -> StepResult:
+        """Wait for the oldest launched step on this rank. Raises StepFailed."""
+        try:
+            return self._runner.collect(step_id)
+        except StepFailed as error:
+            raise self._attributed(error) from error
+
+    def close(self) -> None:
+        """End all ranks and free the device memory. Can be called twice."""
+        with suppress(zmq.ZMQError):  # closed already
+            self._ranks.broadcast(Close())
+        self._runner.close()
+        self._ranks.close()
+
+    def _check(self) -> None:
+        if self._ranks.failure is not None:
+            raise StepFailed(self._ranks.failure)
+
+    def _attributed(self, error: StepFailed) -> StepFailed:
+        reason = self._ranks.wait_for_failure(ATTRIBUTION_SECONDS)
+        return error if reason is None else StepFailed(reason)

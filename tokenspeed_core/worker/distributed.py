@@ -1,0 +1,102 @@
+"""The communication of the processes of one engine: torch.distributed and its groups."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tokenspeed_core.api.parallel import ParallelLayout
+from tokenspeed_core.errors import ConfigError
+
+# A kernel that one rank compiles, or a weight that it reads, may keep the others waiting.
+_TIMEOUT = timedelta(minutes=30)
+
+CommGroup = Any
+"""A process group of torch.distributed."""
+
+
+def free_address(address: str) -> str:
+    """Return a rendezvous address with a free port, from `tcp://HOST`; a file stays as it is."""
+    if not address.startswith("tcp://"):
+        return address
+    host = address.removeprefix("tcp://")
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind(("", 0))
+        return f"{address}:{probe.getsockname()[1]}"
+
+
+def init(layout: ParallelLayout, address: str, device: torch.device) -> Mapping[str, CommGroup]:
+    """Meet the other ranks; return the groups with more than one member, by name.
+
+    `address` is `file://PATH` on one machine, else `tcp://HOST:PORT`. Raises ConfigError if this process uses
+    torch.distributed already.
+    """
+    if dist.is_initialized():
+        raise ConfigError(
+            "torch.distributed is initialised in this process. Close the other LLM, or use AsyncLLM, whose engine is a "
+            "process of its own."
+        )
+    dist.init_process_group(
+        "gloo" if device.type == "cpu" else "nccl",
+        store=_store(layout, address),
+        rank=layout.rank,
+        world_size=layout.world_size,
+        timeout=_TIMEOUT,
+        device_id=None if device.type == "cpu" else device,
+    )
+    found: dict[str, CommGroup] = {}
+    for name, group in layout.groups.items():
+        # Every process takes part in making every group.
+        made = {ranks: _group(ranks, layout.world_size) for ranks in _partition(layout, name)}
+        if group.size > 1:
+            found[name] = made[group.ranks]
+    return found
+
+
+def close() -> None:
+    """End the communication. Does nothing if it was not started."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def abort() -> None:
+    """Make collectives that wait for a lost rank fail. Gloo notices by itself; NCCL would wait for ever."""
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        with suppress(RuntimeError):
+            backend: Any = dist.group.WORLD
+            backend._get_backend(torch.device("cuda")).abort()
+
+
+def _store(layout: ParallelLayout, address: str) -> Any:
+    kind, _, rest = address.partition("://")
+    if kind == "file":
+        # Otherwise gloo listens on the address of the host name, which other machines may reach.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        return dist.FileStore(str(Path(rest)), layout.world_size)  # type: ignore[attr-defined]
+    host, _, port = rest.rpartition(":")
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host.strip("[]"), int(port), layout.world_size, is_master=layout.rank == 0, timeout=_TIMEOUT
+    )
+
+
+def _partition(layout: ParallelLayout, name: str) -> list[tuple[int, ...]]:
+    """Return the members of all groups of that name, in the order of their first ranks."""
+    sizes = {each: layout.group(each).size for each in ("attn", "dense", "moe", "experts")}
+    members = (
+        ParallelLayout.of(rank, **sizes).group(name).ranks for rank in range(layout.world_size)
+    )
+    return [ranks for ranks in dict.fromkeys(members) if len(ranks) > 1]
+
+
+def _group(ranks: tuple[int, ...], world_size: int) -> CommGroup:
+    if len(ranks) == world_size:
+        return dist.group.WORLD
+    return dist.new_group(list(ranks))
