@@ -124,7 +124,7 @@ def test_out_of_memory_at_start_names_the_flags(
     monkeypatch.setattr(
         local,
         "assemble",
-        lambda config, catalog, device, groups: on_cpu(config, catalog, torch.device("cpu")),
+        lambda config, catalog, device, handles: on_cpu(config, catalog, torch.device("cpu")),
     )
     monkeypatch.setattr(
         local, "_load_weights" if error is torch.OutOfMemoryError else "LocalRunner", refuse

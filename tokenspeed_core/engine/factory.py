@@ -316,14 +316,14 @@ def _build_distributed(
     address = distributed.free_address(ranks.rendezvous)
     ranks.broadcast(Rendezvous(address))
     ranks.use(abort=distributed.abort, leave=distributed.close)
-    groups = distributed.init(resolved.parallel, address, device)
+    handles = distributed.init(resolved.parallel, address, device)
 
     def agree(value: int) -> int:
         smallest = ranks.gather_min(value)
         ranks.broadcast(Agreed(smallest))
         return smallest
 
-    runner = build(resolved, catalog, progress, groups=groups, agree=agree)
+    runner = build(resolved, catalog, progress, handles=handles, agree=agree)
     ranks.remove_folder()
     return runner
 

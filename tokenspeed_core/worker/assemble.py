@@ -74,12 +74,12 @@ def assemble(
     *,
     only_plan: bool = False,
     platform: PlatformInfo | None = None,
-    groups: Mapping[str, Any] | None = None,
+    handles: Mapping[str, Any] | None = None,
 ) -> Assembly:
     """Select kernels for `device` and construct the model there (on the meta device with `only_plan`).
 
-    A plan may be for another `platform` of the device's kind. `groups` are the process groups of torch.distributed, by
-    name. Raises CheckpointError for a configuration that the
+    A plan may be for another `platform` of the device's kind. `handles` are the torch.distributed groups by name, of
+    those with several processes. Raises CheckpointError for a configuration that the
     family refuses, and SelectionError if an op has no kernel.
     """
     config, checkpoint = resolved.config, resolved.checkpoint
@@ -97,9 +97,7 @@ def assemble(
         hint=how_to_get_kernels(catalog),
     )
     chosen = selector()
-    build = ModelBuild(
-        resolved, torch.device("meta") if only_plan else device, chosen, groups or {}
-    )
+    build = ModelBuild(resolved, torch.device("meta") if only_plan else device, chosen, handles)
     spec, passes = checkpoint.spec, (ValueError, TokenSpeedError, torch.OutOfMemoryError)
     entry = catalog.get("models", spec.architecture)
     try:

@@ -43,17 +43,19 @@ class ModelBuild:
         resolved: Resolved,
         device: torch.device,
         selector: Selector,
-        groups: Mapping[str, Any] | None = None,
+        handles: Mapping[str, Any] | None = None,
     ) -> None:
-        """Start without layers. On the meta device, kernels are planned and not loaded."""
+        """Start without layers. On the meta device, kernels are planned and not loaded.
+
+        `handles` are the torch.distributed groups by name, of those with several processes.
+        """
         self.dtype: torch.dtype = getattr(torch, resolved.config.dtype)
         self.kv_dtype: torch.dtype = getattr(torch, resolved.kv_dtype)
         self.device = device
         self.max_model_len = resolved.limits.max_model_len
         self.schemes: dict[str, QuantizationScheme | None] = {}
         self._quantization = resolved.quantization
-        self._parallel = resolved.parallel
-        self.comm_groups = groups or {}  # of torch.distributed, by name
+        self._parallel, self._handles = resolved.parallel, handles or {}
         self.selector = selector
         self.layers: list[AttentionLayer] = []
         self.latent_layers: list[LatentLayer] = []

@@ -34,7 +34,7 @@ def free_address(address: str) -> str:
 
 
 def init(layout: ParallelLayout, address: str, device: torch.device) -> Mapping[str, CommGroup]:
-    """Meet the other ranks; return the groups with more than one member, by name.
+    """Meet the other ranks; return the handles of the groups with more than one member, by name.
 
     `address` is `file://PATH` on one machine, else `tcp://HOST:PORT`. Raises ConfigError if this process uses
     torch.distributed already.

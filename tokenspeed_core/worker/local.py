@@ -45,12 +45,12 @@ def build(
     catalog: Catalog,
     progress: Progress,
     *,
-    groups: Mapping[str, Any] | None = None,
+    handles: Mapping[str, Any] | None = None,
     agree: Agree = int,
 ) -> LocalRunner:
     """Build a runner that is ready to serve. `progress(what, done, total)` reports the stages.
 
-    `groups` are those of `worker.distributed.init`. All ranks of an engine call it together.
+    `handles` are those of `worker.distributed.init`. All ranks of an engine call it together.
     Raises CheckpointError, SelectionError, ConfigError or CapacityError.
     """
     device = resolve_device(resolved.config.device)
@@ -64,7 +64,7 @@ def build(
         f"The model ({weights:.2f} GiB of weights in {dtype})",
         "Free device memory, choose a smaller model, or use --dtype or --quantization",
     ):
-        assembly = assemble(resolved, catalog, device, groups=groups or {})
+        assembly = assemble(resolved, catalog, device, handles=handles)
         _log_kernel_notices(assembly.selector.plan(), device)
         # Before the weights, so that kernels compile while the weights load.
         assembly.build.bind_attention(assembly.limits)

@@ -123,9 +123,9 @@ def _run(settings: Mapping[str, Any], rank_zero: RankZero) -> None:
     rank_zero.report(Joined(rank_zero.rank))
     message = rank_zero.receive()
     assert isinstance(message, Rendezvous), message
-    groups = distributed.init(resolved.parallel, message.address, device)
+    handles = distributed.init(resolved.parallel, message.address, device)
     runner = build(
-        resolved, catalog, lambda stage, done, total: None, groups=groups, agree=rank_zero.agree
+        resolved, catalog, lambda stage, done, total: None, handles=handles, agree=rank_zero.agree
     )
     try:
         follow(runner, rank_zero)
