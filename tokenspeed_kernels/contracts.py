@@ -502,7 +502,7 @@ FP8 = (
         "experts of weight * down @ q(silu_mul(gate_up @ q(x))), where q is quantize_fp8; sums are float32, inputs of "
         "q are rounded to the dtype",
         _EXPERTS,
-        f"{_REFERENCE}.moe:moe_experts_fp8",
+        f"{_REFERENCE}.moe_w8a8:moe_experts_fp8",
         f"{_INPUTS}:moe_experts_fp8",
         _CODED_EXPERTS,
         rows=("x", "weights", "ids"),
@@ -590,7 +590,7 @@ FP8_BLOCK = (
         "ids int32 [T, k]) -> y [T, N]: as moe_experts_fp8, with block-wise scales and q = quantize_fp8_groups; I is a "
         "multiple of 128",
         _EXPERTS,
-        f"{_REFERENCE}.moe:moe_experts_fp8_block",
+        f"{_REFERENCE}.moe_w8a8:moe_experts_fp8_block",
         f"{_INPUTS}:moe_experts_fp8_block",
         _CODED_EXPERTS,
         rows=("x", "weights", "ids"),

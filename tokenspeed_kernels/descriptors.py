@@ -148,9 +148,17 @@ TORCH_MOE = (
     _torch("moe_route", "moe:moe_route"),
     _torch("moe_logits", "moe:moe_logits"),
     _torch("moe_experts", "moe:moe_experts", frozenset()),
-    _torch("moe_experts_fp8", "moe:moe_experts_fp8", frozenset()),
+    *(
+        _torch(op, f"moe_w8a8:{op}", frozenset())
+        for op in (
+            "moe_experts_fp8",
+            "moe_experts_fp8_block",
+            "moe_experts_fp8_static",
+            "moe_experts_int8",
+            "moe_experts_int8_static",
+        )
+    ),
     _torch("moe_experts_w4a16", "moe_w4a16:moe_experts_w4a16", frozenset()),
-    _torch("moe_experts_fp8_block", "moe:moe_experts_fp8_block", frozenset()),
     _torch("moe_biased_experts", "biased_experts:moe_biased_experts", frozenset()),
     _torch("moe_biased_experts_mxfp4", "biased_experts:moe_biased_experts_mxfp4", frozenset()),
 )
@@ -179,7 +187,7 @@ TORCH_SAMPLING = (
 _ONE_BLOCK = (AxisLimit("size", 1, 16384),)
 _ONE_LONG_BLOCK = (AxisLimit("size", 1, 32768),)
 _EXPERTS = (AxisLimit("num_experts", 1, 1024),)
-_FP8_EXPERTS = (
+_W8A8_EXPERTS = (
     *_EXPERTS,
     AxisLimit("hidden_size", 16, 32768, multiple_of=16),
     AxisLimit("intermediate_size", 16, 32768, multiple_of=16),
@@ -350,21 +358,15 @@ TRITON_MOE = (
         ),
         _HALVES,
     ),
-    _triton(
-        "moe_experts_fp8",
-        "moe.experts_fp8:moe_experts_fp8",
-        _GRAPH_SAFE,
-        _FP8_EXPERTS,
-        _HALVES,
-        _FP8_CAPABILITY,
-    ),
-    _triton(
-        "moe_experts_fp8_block",
-        "moe.experts_fp8:moe_experts_fp8_block",
-        _GRAPH_SAFE,
-        _FP8_BLOCK_EXPERTS,
-        _HALVES,
-        _FP8_CAPABILITY,
+    *(
+        _triton(op, f"moe.experts_w8a8:{op}", _GRAPH_SAFE, limits, _HALVES, capability)
+        for op, limits, capability in (
+            ("moe_experts_fp8", _W8A8_EXPERTS, _FP8_CAPABILITY),
+            ("moe_experts_fp8_block", _FP8_BLOCK_EXPERTS, _FP8_CAPABILITY),
+            ("moe_experts_fp8_static", _W8A8_EXPERTS, _FP8_CAPABILITY),
+            ("moe_experts_int8", _W8A8_EXPERTS, (8, 0)),
+            ("moe_experts_int8_static", _W8A8_EXPERTS, (8, 0)),
+        )
     ),
 )
 TRITON_CACHE = (

@@ -5,6 +5,7 @@ Each takes a problem, the number of rows, a device, a random generator, and whet
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -294,14 +295,20 @@ def moe_experts(
 def moe_experts_fp8(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """Like `moe_experts`, with per-channel quantized weights; magnitudes differ by expert and channel."""
-    given = moe_experts(problem, num, at, seed, strided)
-    gain = torch.linspace(0.7, 1.3, problem["num_experts"], device=at).view(-1, 1, 1)
+    """Like `moe_experts`, with per-channel FP8 weights; magnitudes differ by expert and channel."""
+    return quantized_experts(moe_experts(problem, num, at, seed, strided), quantize_rows)
+
+
+def quantized_experts(
+    given: dict[str, Any], quantize: Callable[[Tensor], tuple[Tensor, Tensor]]
+) -> dict[str, Any]:
+    """Return the inputs of `moe_experts` with weights that `quantize` quantizes per row."""
     made = {"x": given["x"]}
     for name in ("gate_up", "down"):
-        weight = given[name] * gain
+        gain = torch.linspace(0.7, 1.3, len(given[name]), device=given[name].device)
+        weight = given[name] * gain.view(-1, 1, 1)
         weight[:, ::5] *= 0.25
-        codes, scale = quantize_rows(weight.flatten(0, 1))
+        codes, scale = quantize(weight.flatten(0, 1))
         made |= {name: codes.view(weight.shape), f"{name}_scale": scale.view(*weight.shape[:2], 1)}
     return {**made, "weights": given["weights"], "ids": given["ids"]}
 

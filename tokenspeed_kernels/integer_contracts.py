@@ -23,6 +23,49 @@ _CODES = tuple(
     for dtype in ("float32", "bfloat16", "float16")
 )
 
+_EXPERTS = {
+    "num_experts": "experts E",
+    "top_k": "experts per token, k",
+    "hidden_size": "hidden size N",
+    "intermediate_size": "intermediate size I of an expert",
+}
+_EXPERTS_CASES = (
+    {"num_experts": 6, "top_k": 2, "hidden_size": 48, "intermediate_size": 80},
+    {"num_experts": 16, "top_k": 4, "hidden_size": 256, "intermediate_size": 384},
+    {"num_experts": 5, "top_k": 2, "hidden_size": 40, "intermediate_size": 24},
+)
+_CODED_EXPERTS = tuple(
+    Tolerance(
+        dtype,
+        relative,
+        absolute,
+        "a hidden value, rounded to the dtype and halfway between two codes, may round to either, which changes all sums "
+        "of its token",
+    )
+    for dtype, relative, absolute in (
+        ("float32", 2e-3, 0.06),
+        ("bfloat16", 1e-2, 0.25),
+        ("float16", 2e-3, 0.15),
+    )
+)
+
+
+def _static_experts(kind: str, dtype: str) -> OpContract:
+    return OpContract(
+        f"moe_experts_{kind}_static",
+        "moe",
+        f"(x [T, N], gate_up_input float32 [1], gate_up {dtype} [E, 2I, N], gate_up_scale float32 [E, 2I, 1], down_input "
+        f"float32 [1], down {dtype} [E, N, I], down_scale float32 [E, N, 1], weights float32 [T, k], ids int32 [T, k]) -> "
+        f"y [T, N]: as moe_experts_{kind}, with q = quantize_{kind}_static and the scale before each weight",
+        _EXPERTS,
+        f"{_REFERENCE}.moe_w8a8:moe_experts_{kind}_static",
+        f"{_INPUTS}:moe_experts_{kind}_static",
+        _CODED_EXPERTS,
+        rows=("x", "weights", "ids"),
+        cases=_EXPERTS_CASES,
+    )
+
+
 W4A16 = (
     OpContract(
         "linear_w4a16",
@@ -147,6 +190,19 @@ INT8 = (
             {"in_size": 100, "out_size": 50},
         ),
     ),
+    OpContract(
+        "moe_experts_int8",
+        "moe",
+        "(x [T, N], gate_up int8 [E, 2I, N], gate_up_scale float32 [E, 2I, 1], down int8 [E, N, I], down_scale float32 "
+        "[E, N, 1], weights float32 [T, k], ids int32 [T, k]) -> y [T, N]: as moe_experts_fp8, with q = quantize_int8",
+        _EXPERTS,
+        f"{_REFERENCE}.moe_w8a8:moe_experts_int8",
+        f"{_INPUTS}:moe_experts_int8",
+        _CODED_EXPERTS,
+        rows=("x", "weights", "ids"),
+        cases=_EXPERTS_CASES,
+    ),
+    _static_experts("int8", "int8"),
 )
 
 FP8_STATIC = (
@@ -162,4 +218,5 @@ FP8_STATIC = (
         rows=("x",),
         cases=_ROWS,
     ),
+    _static_experts("fp8", "float8_e4m3fn"),
 )

@@ -10,7 +10,7 @@ from tokenspeed_testing.inputs import random, random_rows
 from torch import Generator, Tensor, device
 
 from tokenspeed_core.api import Problem
-from tokenspeed_kernels.inputs import moe_experts
+from tokenspeed_kernels.inputs import moe_experts, moe_experts_fp8, quantized_experts
 from tokenspeed_kernels.reference.int8 import quantize_rows
 
 
@@ -89,6 +89,40 @@ def linear_int8(
         "weight": weight,
         "weight_scale": weight_scale,
         "bias": random((outer,), problem, at, seed) if num % 2 == 0 else None,
+    }
+
+
+def moe_experts_int8(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
+    """Like those of `moe_experts_fp8`, with INT8 weights."""
+    return quantized_experts(moe_experts(problem, num, at, seed, strided), quantize_rows)
+
+
+def moe_experts_int8_static(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
+    """Like those of `moe_experts_int8`, with scales of the activations."""
+    return _with_input_scales(moe_experts_int8(problem, num, at, seed, strided))
+
+
+def moe_experts_fp8_static(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
+    """Like those of `moe_experts_fp8`, with scales of the activations."""
+    return _with_input_scales(moe_experts_fp8(problem, num, at, seed, strided))
+
+
+def _with_input_scales(given: dict[str, Any]) -> dict[str, Any]:
+    """Put the scale of its inputs, which some inputs exceed, before each weight."""
+    x = given["x"]
+    scale = torch.full((1,), 0.0181, device=x.device)
+    return {
+        "x": x,
+        "gate_up_input": scale,
+        **{name: given[name] for name in ("gate_up", "gate_up_scale")},
+        "down_input": scale.clone(),
+        **{name: given[name] for name in ("down", "down_scale", "weights", "ids")},
     }
 
 

@@ -76,6 +76,9 @@ PRECOMPILED = (
     "quantize_int8",
     "quantize_int8_static",
     "quantize_fp8_static",
+    "moe_experts_int8",
+    "moe_experts_int8_static",
+    "moe_experts_fp8_static",
 )
 SPECS = [
     spec

@@ -37,7 +37,7 @@ from tokenspeed_core.plugins.entry import load_target
 from tokenspeed_core.resolved import Resolved
 from tokenspeed_core.worker.local import plan_only
 from tokenspeed_kernels import inputs
-from tokenspeed_kernels.reference import activation, fp8, fp8_block, moe, norm
+from tokenspeed_kernels.reference import activation, fp8, fp8_block, moe_w8a8, norm
 from tokenspeed_models.describe import read_qwen3
 from tokenspeed_models.layers import Linear, Projection
 from tokenspeed_models.loading.dummy import read_dummy
@@ -130,7 +130,7 @@ def test_experts_multiply_the_stored_values() -> None:
     }
     device, generator = torch.device("cpu"), torch.Generator().manual_seed(1)
     given = inputs.moe_experts_fp8(problem, 9, device, generator, strided=True)
-    found = moe.moe_experts_fp8(problem)(*given.values())
+    found = moe_w8a8.moe_experts_fp8(problem)(*given.values())
     gate_up = given["gate_up"].double() * given["gate_up_scale"].double()
     down = given["down"].double() * given["down_scale"].double()
     x8, scale = fp8.quantize_rows(given["x"])
@@ -144,7 +144,7 @@ def test_experts_multiply_the_stored_values() -> None:
             total += weight * (down[expert] @ (hidden8.double() * hidden_scale.double())[0])
         torch.testing.assert_close(found[token].double(), total, rtol=1e-4, atol=1e-4)
     empty = inputs.moe_experts_fp8(problem, 0, device, generator, strided=False)
-    assert moe.moe_experts_fp8(problem)(*empty.values()).shape == (0, 48)
+    assert moe_w8a8.moe_experts_fp8(problem)(*empty.values()).shape == (0, 48)
 
 
 @pytest.mark.parametrize(

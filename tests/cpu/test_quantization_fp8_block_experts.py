@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tokenspeed_core import LLM, SamplingParams
 from tokenspeed_kernels import inputs
-from tokenspeed_kernels.reference import fp8_block, moe
+from tokenspeed_kernels.reference import fp8_block, moe_w8a8
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 
@@ -42,7 +42,7 @@ def test_experts_multiply_the_stored_values() -> None:
     given = inputs.moe_experts_fp8_block(
         problem, 9, torch.device("cpu"), torch.Generator().manual_seed(1), strided=True
     )
-    found = moe.moe_experts_fp8_block(problem)(*given.values())
+    found = moe_w8a8.moe_experts_fp8_block(problem)(*given.values())
     weights = {
         name: torch.stack(
             [
@@ -66,7 +66,7 @@ def test_experts_multiply_the_stored_values() -> None:
             total += weight * (weights["down"][expert] @ rounded(hidden))
         torch.testing.assert_close(found[token].double(), total, rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match="80 is not a multiple of 128"):
-        moe.moe_experts_fp8_block({**problem, "intermediate_size": 80})
+        moe_w8a8.moe_experts_fp8_block({**problem, "intermediate_size": 80})
 
 
 def test_checkpoint_with_experts_equals_transformers(tmp_path: Path) -> None:

@@ -29,18 +29,26 @@ from quantized_forms import (
     PER_TOKEN,
     QUANTIZED_INPUTS,
     WEIGHT_ONLY,
+    SchemeBuild,
     by_compressed_tensors,
+    fixed,
+    int8_rows,
     logits,
     quantize_inputs,
 )
 from safetensors.torch import load_file, save_file
 from tiny_families import save_reference
 from tokenspeed_server.dry_run import dry_run
+from torch import Tensor
 
 from tokenspeed_core import LLM, SamplingParams
 from tokenspeed_core.config import Config
 from tokenspeed_core.errors import CheckpointError
+from tokenspeed_kernels import integer_inputs
+from tokenspeed_kernels.reference import moe_w8a8
 from tokenspeed_kernels.reference.w4a16 import dequantize_int4, pack_int4, unpack_int4
+from tokenspeed_models.layers import Experts, Linear, Projection
+from tokenspeed_models.weights import WeightMap
 
 
 def test_packing_is_reversible() -> None:
@@ -75,14 +83,71 @@ def test_experts_have_four_bit_weights(form: str, tmp_path: Path) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_experts_have_per_tensor_fp8_weights(tmp_path: Path) -> None:
-    settings, quantize, _ = QUANTIZED_INPUTS["FP8 dynamic"]
-    sizes = {"num_experts": 3, "moe_intermediate_size": 32, "num_hidden_layers": 2}
-    reference = save_reference("Qwen3Moe", tmp_path, **{**SIZES, **sizes})
+MOE = {"num_experts": 3, "moe_intermediate_size": 32, "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize("form", ["FP8 dynamic", "FP8 static", "AutoFP8", "W8A8", "W8A8 static"])
+def test_experts_have_8_bit_weights(form: str, tmp_path: Path) -> None:
+    settings, quantize, _ = QUANTIZED_INPUTS[form]
+    reference = save_reference("Qwen3Moe", tmp_path, **{**SIZES, **MOE})
     store(tmp_path, reference, settings, quantize)
     # Only the activations differ.
     found = logits(tmp_path, settings, SPECS["Qwen3Moe"])
     assert 1e-3 < relative(found, transformers_logits(reference)) < 0.15
+
+
+def test_experts_share_the_largest_input_scale() -> None:
+    schemes = read_schemes(QUANTIZED_INPUTS["W8A8 static"][0])[1]
+    sizes = {"num_experts": 2, "top_k": 1, "hidden_size": 32, "intermediate_size": 16}
+    build = SchemeBuild(schemes)
+    experts = Experts(build, **sizes)
+    slots = list(experts.slots(""))
+    WeightMap(slots).load(
+        (slot.name, torch.full_like(slot.target, 1.0 if "1.up_proj" in slot.name else 0.5))
+        for slot in slots
+    )
+    gate_up_input, _, _, down_input, *_ = experts._operands
+    assert (gate_up_input.tolist(), down_input.tolist()) == ([1.0], [0.5])
+
+
+def test_projections_share_the_largest_input_scale() -> None:
+    build = SchemeBuild(read_schemes(QUANTIZED_INPUTS["W8A8 static"][0])[1])
+    projections = tuple(Projection(name, 8, None) for name in ("a", "b", "c"))
+    linear = Linear(build, 32, projections)
+    slots = list(linear.slots(""))
+    scales = {"a.input_scale": 0.5, "b.input_scale": 2.0, "c.input_scale": 1.0}
+    WeightMap(slots).load(
+        (slot.name, torch.full_like(slot.target, scales.get(slot.name, 1))) for slot in slots
+    )
+    assert linear._input_operands[0].tolist() == [2.0]
+
+
+@pytest.mark.parametrize("op", ["fp8_static", "int8", "int8_static"])
+def test_8_bit_experts_multiply_the_stored_values(op: str) -> None:
+    problem = {"num_experts": 4, "top_k": 2, "hidden_size": 48, "intermediate_size": 40}
+    problem["dtype"] = "float32"
+    seed = torch.Generator().manual_seed(1)
+    make = getattr(integer_inputs, f"moe_experts_{op}")
+    given = make(problem, 7, torch.device("cpu"), seed, strided=True)
+    found = getattr(moe_w8a8, f"moe_experts_{op}")(problem)(*given.values())
+    kind, _, is_static = op.partition("_")
+    gate_up, down = (
+        given[name].double() * given[f"{name}_scale"].double() for name in ("gate_up", "down")
+    )
+
+    def rounded(x: Tensor, name: str) -> Tensor:
+        if is_static:
+            return fixed(float(given[f"{name}_input"]), kind)(x.float()).double()
+        return int8_rows(x.float()).double()
+
+    for token, x in enumerate(given["x"]):
+        total = torch.zeros(48).double()
+        routes = zip(given["ids"][token].tolist(), given["weights"][token].tolist(), strict=True)
+        for expert, weight in routes:
+            gate, up = (gate_up[expert] @ rounded(x, "gate_up")).chunk(2)
+            hidden = torch.nn.functional.silu(gate) * up
+            total += weight * (down[expert] @ rounded(hidden, "down"))
+        torch.testing.assert_close(found[token].double(), total, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("form", QUANTIZED_INPUTS)

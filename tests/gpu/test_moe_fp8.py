@@ -11,8 +11,8 @@ from tokenspeed_testing.conformance import check
 from tokenspeed_core import LLM, SamplingParams
 from tokenspeed_kernels import descriptors, inputs
 from tokenspeed_kernels.reference import moe
-from tokenspeed_kernels.triton.moe import experts_fp8
-from tokenspeed_kernels.triton.moe.experts_fp8 import TILINGS
+from tokenspeed_kernels.triton.moe import experts_w8a8
+from tokenspeed_kernels.triton.moe.experts_w8a8 import TILINGS
 
 HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 CUDA = torch.device("cuda")
@@ -69,7 +69,7 @@ def test_experts_are_exact_to_rounding_at_model_sizes(op: str, num_tokens: int) 
     given = getattr(inputs, op)(
         REAL, num_tokens, CUDA, torch.Generator().manual_seed(1), strided=False
     )
-    found = getattr(experts_fp8, op)(REAL)(*given.values()).float()
+    found = getattr(experts_w8a8, op)(REAL)(*given.values()).float()
     wide = {**given, "x": given["x"].float()}
     expected = getattr(moe, op)({**REAL, "dtype": "float32"})(*wide.values())
     error = float((found - expected).norm() / expected.norm())

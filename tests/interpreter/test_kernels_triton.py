@@ -58,8 +58,6 @@ OF_ROW_FP8 = (
     "quantize_linear_fp8",
     "add_rms_norm_linear_fp8",
     "add_rms_norm_mlp_fp8",
-    "moe_experts_fp8",
-    "moe_experts_fp8_block",
 )
 # see test_kernels_mla.py
 OF_MLA = ("mla_write", "mla_absorb", "mla_decode", "mla_project", "mla_prefill")
@@ -71,6 +69,13 @@ INTEGERS = (  # see test_gemm_integers.py
     "moe_experts_w4a16",
     "quantize_fp8_static",
 )
+OF_EXPERTS = (  # see test_moe_w8a8.py
+    "moe_experts_fp8",
+    "moe_experts_fp8_block",
+    "moe_experts_fp8_static",
+    "moe_experts_int8",
+    "moe_experts_int8_static",
+)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +83,8 @@ INTEGERS = (  # see test_gemm_integers.py
     [
         s
         for s in TRITON
-        if s.op not in ("attention", *TO_FP8, *OF_ROW_FP8, *OF_MLA, *COMPOSED, *INTEGERS)
+        if s.op
+        not in ("attention", *TO_FP8, *OF_ROW_FP8, *OF_MLA, *COMPOSED, *INTEGERS, *OF_EXPERTS)
     ],
     ids=lambda s: s.op,
 )

@@ -51,7 +51,7 @@ class Packing:
     support. The linear op takes the operands after x (None stands for one that the scheme lacks), and the op that
     quantizes activations takes the `input_operands` after x. An operand with an "out" axis has it first; the rows of
     stacked projections follow each other. Other operands are shared by the projections: the largest value of floats;
-    integers must be equal.
+    integers must be equal. Experts share the input operands too; their op takes those of a weight before its operands.
     """
 
     stored: tuple[StoredTensor, ...]

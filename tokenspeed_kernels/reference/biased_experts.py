@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tokenspeed_core.api import Problem
-from tokenspeed_kernels.reference.moe import _with_tokens
+from tokenspeed_kernels.reference.moe import with_tokens
 
 GROUP = 32  # MXFP4 values that share a scale
 E2M1 = (
@@ -106,7 +106,7 @@ def _runner(problem: Problem) -> Callable[..., Tensor]:
         ids: Tensor,
     ) -> Tensor:
         y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for expert, tokens, weight in _with_tokens(ids, weights):
+        for expert, tokens, weight in with_tokens(ids, weights):
             both = functional.linear(x[tokens], gate_up(expert), gate_up_bias[expert])
             gate, up = both[:, ::2].clamp(max=limit), both[:, 1::2].clamp(-limit, limit)
             hidden = (up + 1) * gate * torch.sigmoid(alpha * gate)

@@ -10,12 +10,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from tokenspeed_core.api import Problem
-from tokenspeed_kernels.reference.fp8 import linear_fp8, quantize_rows
-from tokenspeed_kernels.reference.fp8_block import BLOCK, linear_fp8_block, quantize_groups
 
 Route = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-ExpertsFp8 = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def moe_route(problem: Problem) -> Route:
@@ -83,7 +80,7 @@ def moe_experts(problem: Problem) -> Experts:
 
     def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for expert, tokens, weight in _with_tokens(ids, weights):
+        for expert, tokens, weight in with_tokens(ids, weights):
             hidden = functional.linear(x[tokens], gate_up[expert])
             hidden = functional.linear(
                 functional.silu(hidden[:, :inner]) * hidden[:, inner:], down[expert]
@@ -94,74 +91,7 @@ def moe_experts(problem: Problem) -> Experts:
     return experts
 
 
-def moe_experts_fp8(problem: Problem) -> ExpertsFp8:
-    """Return `experts(x, gate_up, gate_up_scale, down, down_scale, weights, ids) -> y [T, N]`.
-
-    Like `moe_experts` it synchronises with the device. Each call converts the weights of its experts to float32.
-    """
-    inner: int = problem["intermediate_size"]
-    multiply = linear_fp8({"dtype": "float32"})
-
-    def experts(
-        x: Tensor,
-        gate_up: Tensor,
-        gate_up_scale: Tensor,
-        down: Tensor,
-        down_scale: Tensor,
-        weights: Tensor,
-        ids: Tensor,
-    ) -> Tensor:
-        y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        codes, scale = quantize_rows(x)
-        for expert, tokens, weight in _with_tokens(ids, weights):
-            both = multiply(
-                codes[tokens], scale[tokens], gate_up[expert], gate_up_scale[expert], None
-            )
-            hidden = (functional.silu(both[:, :inner]) * both[:, inner:]).to(x.dtype)
-            y.index_add_(
-                0,
-                tokens,
-                multiply(*quantize_rows(hidden), down[expert], down_scale[expert], None) * weight,
-            )
-        return y.to(x.dtype)
-
-    return experts
-
-
-def moe_experts_fp8_block(problem: Problem) -> ExpertsFp8:
-    """Return `experts(x, gate_up, gate_up_scale, down, down_scale, weights, ids) -> y [T, N]`, with block-wise scales.
-
-    It synchronises and converts weights as `moe_experts_fp8` does. Raises ValueError if gate and up share a block.
-    """
-    inner: int = problem["intermediate_size"]
-    if inner % BLOCK:
-        raise ValueError(f"the intermediate size {inner} is not a multiple of {BLOCK}")
-    multiply = linear_fp8_block({"dtype": "float32"})
-
-    def experts(
-        x: Tensor,
-        gate_up: Tensor,
-        gate_up_scale: Tensor,
-        down: Tensor,
-        down_scale: Tensor,
-        weights: Tensor,
-        ids: Tensor,
-    ) -> Tensor:
-        y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        codes, scale = quantize_groups(x)
-        for expert, tokens, weight in _with_tokens(ids, weights):
-            both = multiply(
-                codes[tokens], scale[tokens], gate_up[expert], gate_up_scale[expert], None
-            )
-            hidden = (functional.silu(both[:, :inner]) * both[:, inner:]).to(x.dtype)
-            narrow = multiply(*quantize_groups(hidden), down[expert], down_scale[expert], None)
-            y.index_add_(0, tokens, narrow * weight)
-        return y.to(x.dtype)
-
-    return experts
-
-
-def _with_tokens(ids: Tensor, weights: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+def with_tokens(ids: Tensor, weights: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield each expert that has tokens, with the tokens int64 [t] and their routing weights [t, 1]."""
     order, start = ids.flatten().argsort(stable=True), 0
     for expert, count in enumerate(torch.bincount(ids.flatten()).tolist()):

@@ -65,7 +65,9 @@ class Experts:
             packed = tuple(PackedWeight(build, scheme, *s) for s in (gate_up_shape, down_shape))
             self.gate_up, self.down = (each.weight for each in packed)
             self._quantized = packed
-            self._operands = tuple(operand for each in packed for operand in each.operands)
+            self._operands = tuple(
+                operand for each in packed for operand in (*each.input_operands, *each.operands)
+            )
         else:
             gate_up = QuantizedWeight(build, scheme, *gate_up_shape, num_projections=2)
             down = QuantizedWeight(build, scheme, *down_shape, previous=gate_up)

@@ -42,15 +42,12 @@ class PackedWeight:
                         f"quantization {scheme.name}: a linear layer has {size} {features} features, and {tensor.name} "
                         f"needs a multiple of {axis.per}. Use another checkpoint of the model."
                     )
+        operands = [each for each in scheme.packing.operands if each is not None]
+        made = [(each, (*self._experts, *self._shape(each, out_size))) for each in operands]
+        made += [(each, self._shape(each, out_size)) for each in scheme.packing.input_operands]
         self._tensors = {
-            each.name: torch.zeros(
-                *self._experts,
-                *self._shape(each, out_size),
-                dtype=self._dtype(each),
-                device=build.device,
-            )
-            for each in (*scheme.packing.operands, *scheme.packing.input_operands)
-            if each is not None
+            each.name: torch.zeros(shape, dtype=self._dtype(each), device=build.device)
+            for each, shape in made
         }
         self._shared: set[tuple[str, int]] = set()
 
@@ -63,7 +60,7 @@ class PackedWeight:
 
     @property
     def input_operands(self) -> tuple[torch.Tensor, ...]:
-        """The arguments that the op takes that quantizes activations."""
+        """The arguments that the op takes that quantizes activations. Experts share them."""
         return tuple(self._tensors[each.name] for each in self._packing.input_operands)
 
     @property
@@ -126,12 +123,14 @@ class PackedWeight:
             if each is None:
                 continue
             target, value = self._tensors[each.name], repacked[each.name]
-            if self._experts:
+            is_input = each in self._packing.input_operands
+            owner = 0 if is_input else expert
+            if self._experts and not is_input:
                 target = target[expert]
-            if any(axis.of == "out" for axis in each.axes):
+            if any(axis.of == "out" and axis.per for axis in each.axes):
                 target[rows].copy_(value)
-            elif (each.name, expert) not in self._shared:
-                self._shared.add((each.name, expert))
+            elif (each.name, owner) not in self._shared:
+                self._shared.add((each.name, owner))
                 target.copy_(value)
             elif target.is_floating_point():
                 torch.maximum(target, value.to(target.dtype), out=target)

@@ -38,7 +38,13 @@ FP8_BLOCK = QuantizationScheme(
     scale_block=(128, 128),
     scale_name="weight_scale_inv",
 )
-INT8 = QuantizationScheme(name="int8", dtype="int8", quantize="quantize_int8", linear="linear_int8")
+INT8 = QuantizationScheme(
+    name="int8",
+    dtype="int8",
+    quantize="quantize_int8",
+    linear="linear_int8",
+    fused={"moe_experts": "moe_experts_int8"},
+)
 
 
 def fp8_stored(
@@ -60,7 +66,12 @@ def fp8_stored(
             name, FP8.dtype, FP8.quantize, FP8.linear, FP8.fused, packing=packing
         )
     return QuantizationScheme(
-        f"{name} static", FP8.dtype, "quantize_fp8_static", FP8.linear, packing=packing
+        f"{name} static",
+        FP8.dtype,
+        "quantize_fp8_static",
+        FP8.linear,
+        {"moe_experts": "moe_experts_fp8_static"},
+        packing=packing,
     )
 
 
@@ -69,9 +80,16 @@ def int8_stored(*, per_channel: bool, static: bool) -> QuantizationScheme:
     name = "int8" if per_channel else "int8 per-tensor"
     packing = _scaled("int8", per_channel, static, "weight_scale", "input_scale", 3e-4)
     if not static:
-        return QuantizationScheme(name, INT8.dtype, INT8.quantize, INT8.linear, packing=packing)
+        return QuantizationScheme(
+            name, INT8.dtype, INT8.quantize, INT8.linear, INT8.fused, packing=packing
+        )
     return QuantizationScheme(
-        f"{name} static", INT8.dtype, "quantize_int8_static", INT8.linear, packing=packing
+        f"{name} static",
+        INT8.dtype,
+        "quantize_int8_static",
+        INT8.linear,
+        {"moe_experts": "moe_experts_int8_static"},
+        packing=packing,
     )
 
 

@@ -1,8 +1,8 @@
-"""FP8 (e4m3) mixture of experts: grouped GEMMs over tokens sorted by expert.
+"""FP8 (e4m3) and INT8 mixture of experts: grouped GEMMs over tokens sorted by expert.
 
-Scales are per token and per channel, or block-wise: 1 x 128 for activations and 128 x 128 for weights. As in
-`gemm_fp8`, the weight is the wide side of a tile and an expert's few tokens the narrow one. The hidden state is
-quantized by a separate launch, because its scales depend on many features.
+Weights have per-channel scales, and activations per-token or static ones; or scales are block-wise: 1 x 128 for
+activations and 128 x 128 for weights. As in `gemm_fp8`, the weight is the wide side of a tile and an expert's few tokens
+the narrow one. The hidden state is quantized by a separate launch, because its scales depend on many features.
 """
 
 from __future__ import annotations
@@ -17,16 +17,24 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenspeed_core.api import Problem
-from tokenspeed_kernels.reference.fp8 import Quantize
+from tokenspeed_kernels.reference.fp8 import Quantize, QuantizeStatic
 from tokenspeed_kernels.triton import precompile
 from tokenspeed_kernels.triton.moe.experts import add_up, blank_routings, sort_by_expert
 from tokenspeed_kernels.triton.moe.kernel import find_tile
 from tokenspeed_kernels.triton.quantize.fp8_per_group import GROUP, quantize_fp8_groups
 from tokenspeed_kernels.triton.quantize.fp8_per_token import quantize_fp8
+from tokenspeed_kernels.triton.quantize.integer import (
+    quantize_fp8_static,
+    quantize_int8,
+    quantize_int8_static,
+)
 
 MAX_INEXACT = 128  # products summed in the tensor cores' short accumulator before a float32 sum
 
-ExpertsFp8 = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+ExpertsStatic = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +106,9 @@ def _gate_up(
             gate_scale_ptr = w_scale_ptr + block_row * num_groups
             up_scale_ptr = gate_scale_ptr + N // BLOCK_K * num_groups
             x_scale_ptrs = x_scale_ptr + token * num_groups
-        gate = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
-        up = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+        sum_type: tl.constexpr = tl.int32 if w_ptr.dtype.element_ty == tl.int8 else tl.float32
+        gate = tl.zeros((BLOCK_N, BLOCK_T), sum_type)
+        up = tl.zeros((BLOCK_N, BLOCK_T), sum_type)
         for start in tl.range(0, K, BLOCK_K):
             if K % BLOCK_K == 0:
                 x = tl.load(x_ptrs + start, mask=used[None, :], other=0.0)
@@ -114,13 +123,16 @@ def _gate_up(
                 x_scale = tl.load(x_scale_ptrs + group)
                 gate += tl.dot(gate_w, x) * (x_scale * tl.load(gate_scale_ptr + group))[None, :]
                 up += tl.dot(up_w, x) * (x_scale * tl.load(up_scale_ptr + group))[None, :]
+            elif sum_type == tl.int32:
+                gate = tl.dot(gate_w, x, gate, out_dtype=tl.int32)
+                up = tl.dot(up_w, x, up, out_dtype=tl.int32)
             else:
                 gate = tl.dot(gate_w, x, gate, max_num_imprecise_acc=MAX_INEXACT)
                 up = tl.dot(up_w, x, up, max_num_imprecise_acc=MAX_INEXACT)
         if not IS_BLOCKWISE:
             x_scale = tl.load(x_scale_ptr + token)[None, :]
-            gate *= x_scale * tl.load(w_scale_ptr + row)[:, None]
-            up *= x_scale * tl.load(w_scale_ptr + row + N)[:, None]
+            gate = gate.to(tl.float32) * (x_scale * tl.load(w_scale_ptr + row)[:, None])
+            up = up.to(tl.float32) * (x_scale * tl.load(w_scale_ptr + row + N)[:, None])
         hidden = gate / (1.0 + tl.exp(-gate)) * up
         hidden_ptrs = hidden_ptr + place.to(tl.int64)[None, :] * N + column[:, None]
         tl.store(
@@ -168,7 +180,8 @@ def _down(
             block_row = expert.to(tl.int64) * block_rows + tl.program_id(0) * BLOCK_N // BLOCK_K
             block_scale_ptr = w_scale_ptr + block_row * num_groups
             hidden_scale_ptrs = hidden_scale_ptr + at * num_groups
-        total = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+        sum_type: tl.constexpr = tl.int32 if w_ptr.dtype.element_ty == tl.int8 else tl.float32
+        total = tl.zeros((BLOCK_N, BLOCK_T), sum_type)
         for start in tl.range(0, K, BLOCK_K):
             if K % BLOCK_K == 0:
                 hidden, w = (
@@ -185,10 +198,12 @@ def _down(
                 group = start // BLOCK_K
                 scale = tl.load(hidden_scale_ptrs + group) * tl.load(block_scale_ptr + group)
                 total += tl.dot(w, hidden) * scale[None, :]
+            elif sum_type == tl.int32:
+                total = tl.dot(w, hidden, total, out_dtype=tl.int32)
             else:
                 total = tl.dot(w, hidden, total, max_num_imprecise_acc=MAX_INEXACT)
         if not IS_BLOCKWISE:
-            total *= tl.load(w_scale_ptr + row)[:, None]
+            total = total.to(tl.float32) * tl.load(w_scale_ptr + row)[:, None]
             total *= tl.load(hidden_scale_ptr + at)[None, :]
         total *= tl.load(weights_ptr + pair)[None, :]
         scaled_ptrs = scaled_ptr + pair[None, :] * N + column[:, None]
@@ -199,48 +214,59 @@ def _down(
         )
 
 
-def moe_experts_fp8(problem: Problem) -> ExpertsFp8:
+def moe_experts_fp8(problem: Problem) -> Experts:
     """Return `experts(x, gate_up, gate_up_scale, down, down_scale, weights, ids) -> y [T, N]`; shapes as in the contract.
 
     x may be strided on T; everything else is contiguous. Grids are upper bounds, so CUDA graphs may replay it.
     """
-    experts = _experts(problem, quantize_fp8, TILINGS, is_blockwise=False)
-    num_experts, size, inner = (
-        problem["num_experts"],
-        problem["hidden_size"],
-        problem["intermediate_size"],
-    )
-    _precompile(experts, problem, TILINGS, (2 * inner, 1), (size, 1), num_experts)
-    return experts
+    return _per_channel(problem, "float8_e4m3fn", quantize_fp8)
 
 
-def moe_experts_fp8_block(problem: Problem) -> ExpertsFp8:
+def moe_experts_int8(problem: Problem) -> Experts:
+    """Return the experts with INT8 weights and activations; otherwise as `moe_experts_fp8`."""
+    return _per_channel(problem, "int8", quantize_int8)
+
+
+def moe_experts_fp8_static(problem: Problem) -> ExpertsStatic:
+    """Return `experts(x, gate_up_input, gate_up, …scale, down_input, down, …scale, weights, ids) -> y [T, N]`.
+
+    `gate_up_input` and `down_input` are the scales of the activations. Otherwise as `moe_experts_fp8`.
+    """
+    return _per_channel_static(problem, "float8_e4m3fn", quantize_fp8_static)
+
+
+def moe_experts_int8_static(problem: Problem) -> ExpertsStatic:
+    """Return the experts with INT8 weights and activations; otherwise as `moe_experts_fp8_static`."""
+    return _per_channel_static(problem, "int8", quantize_int8_static)
+
+
+def moe_experts_fp8_block(problem: Problem) -> Experts:
     """Return `experts(x, gate_up, gate_up_scale, down, down_scale, weights, ids) -> y [T, N]`, with block-wise scales.
 
     Otherwise as `moe_experts_fp8`.
     """
-    experts = _experts(problem, quantize_fp8_groups, BLOCK_TILINGS, is_blockwise=True)
-    num_experts, size, inner = (
-        problem["num_experts"],
-        triton.cdiv(problem["hidden_size"], GROUP),
-        problem["intermediate_size"] // GROUP,
-    )
-    _precompile(experts, problem, BLOCK_TILINGS, (2 * inner, size), (size, inner), num_experts)
+    runner = _Experts(problem, BLOCK_TILINGS, is_blockwise=True)
+    experts = _dynamic(problem, runner, quantize_fp8_groups)
+    size, inner = triton.cdiv(problem["hidden_size"], GROUP), problem["intermediate_size"] // GROUP
+    runner.precompile(experts, "float8_e4m3fn", (2 * inner, size), (size, inner))
     return experts
 
 
-def _experts(
-    problem: Problem,
-    make_quantize: Callable[[Problem], Quantize],
-    tilings: Tilings,
-    *,
-    is_blockwise: bool,
-) -> ExpertsFp8:
-    """Return the function that runs the experts, with kernels for one kind of scales."""
-    num_experts, top_k = problem["num_experts"], problem["top_k"]
-    size, inner = problem["hidden_size"], problem["intermediate_size"]
-    quantize_tokens = make_quantize({**problem, "size": size})
-    quantize_hidden = make_quantize({**problem, "size": inner})
+def _per_channel(
+    problem: Problem, dtype: str, make_quantize: Callable[[Problem], Quantize]
+) -> Experts:
+    runner = _Experts(problem, TILINGS, is_blockwise=False)
+    experts = _dynamic(problem, runner, make_quantize)
+    runner.precompile(experts, dtype, (2 * runner.inner, 1), (runner.size, 1))
+    return experts
+
+
+def _dynamic(
+    problem: Problem, runner: _Experts, make_quantize: Callable[[Problem], Quantize]
+) -> Experts:
+    """Return the function that runs the experts on activations whose scales are computed."""
+    quantize_tokens = make_quantize({**problem, "size": runner.size})
+    quantize_hidden = make_quantize({**problem, "size": runner.inner})
 
     def experts(
         x: Tensor,
@@ -251,11 +277,66 @@ def _experts(
         weights: Tensor,
         ids: Tensor,
     ) -> Tensor:
-        num_pairs = ids.numel()
+        return runner(
+            (x, weights, ids),
+            (gate_up, gate_up_scale, quantize_tokens),
+            (down, down_scale, quantize_hidden),
+        )
+
+    return experts
+
+
+def _per_channel_static(
+    problem: Problem, dtype: str, make_quantize: Callable[[Problem], QuantizeStatic]
+) -> ExpertsStatic:
+    """Return the function that runs the experts on activations whose scales are given."""
+    runner = _Experts(problem, TILINGS, is_blockwise=False)
+    quantize_tokens = make_quantize({**problem, "size": runner.size})
+    quantize_hidden = make_quantize({**problem, "size": runner.inner})
+
+    def experts(
+        x: Tensor,
+        gate_up_input: Tensor,
+        gate_up: Tensor,
+        gate_up_scale: Tensor,
+        down_input: Tensor,
+        down: Tensor,
+        down_scale: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+    ) -> Tensor:
+        return runner(
+            (x, weights, ids),
+            (gate_up, gate_up_scale, lambda rows: quantize_tokens(rows, gate_up_input)),
+            (down, down_scale, lambda rows: quantize_hidden(rows, down_input)),
+        )
+
+    runner.precompile(experts, dtype, (2 * runner.inner, 1), (runner.size, 1), is_static=True)
+    return experts
+
+
+class _Experts:
+    """Launches the kernels for one kind of scales."""
+
+    def __init__(self, problem: Problem, tilings: Tilings, *, is_blockwise: bool) -> None:
+        self._problem, self._tilings, self._is_blockwise = problem, tilings, is_blockwise
+        self._num_experts, self._top_k = problem["num_experts"], problem["top_k"]
+        self.size, self.inner = problem["hidden_size"], problem["intermediate_size"]
+
+    def __call__(
+        self,
+        routed: tuple[Tensor, Tensor, Tensor],
+        gate_up: tuple[Tensor, Tensor, Quantize],
+        down: tuple[Tensor, Tensor, Quantize],
+    ) -> Tensor:
+        """Return y [T, N] for x, routing weights and ids. A weight has its scales and the quantization of its inputs."""
+        x, weights, ids = routed
+        num_pairs, num_experts = ids.numel(), self._num_experts
+        size, inner = self.size, self.inner
         if num_pairs == 0:
             return torch.empty((x.shape[0], size), dtype=x.dtype, device=x.device)
         pairs, counts = sort_by_expert(ids, num_experts)
-        tiling = next(each for bound, each in tilings if num_pairs / num_experts <= bound)
+        tiling = next(each for bound, each in self._tilings if num_pairs / num_experts <= bound)
         num_tiles = num_pairs // tiling.block_t + min(num_experts, num_pairs)
         tile = {
             "E": num_experts,
@@ -264,28 +345,30 @@ def _experts(
             "BLOCK_T": tiling.block_t,
             "BLOCK_K": tiling.block_k,
             "MAX_INEXACT": MAX_INEXACT,
-            "IS_BLOCKWISE": is_blockwise,
+            "IS_BLOCKWISE": self._is_blockwise,
             "num_warps": tiling.num_warps,
             "num_stages": tiling.num_stages,
         }
         hidden = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
+        codes, scale, quantize = gate_up
         _gate_up[(triton.cdiv(inner, tiling.block_n), num_tiles)](
-            *quantize_tokens(x),
-            gate_up,
-            gate_up_scale,
+            *quantize(x),
+            codes,
+            scale,
             hidden,
             pairs,
             counts,
-            TOP_K=top_k,
+            TOP_K=self._top_k,
             N=inner,
             K=size,
             **tile,
         )
         scaled = torch.empty((num_pairs, size), dtype=x.dtype, device=x.device)
+        codes, scale, quantize = down
         _down[(triton.cdiv(size, tiling.block_n), num_tiles)](
-            *quantize_hidden(hidden),
-            down,
-            down_scale,
+            *quantize(hidden),
+            codes,
+            scale,
             scaled,
             pairs,
             counts,
@@ -294,29 +377,30 @@ def _experts(
             K=inner,
             **tile,
         )
-        return add_up(scaled, top_k)
+        return add_up(scaled, self._top_k)
 
-    return experts
-
-
-def _precompile(
-    experts: ExpertsFp8,
-    problem: Problem,
-    tilings: Tilings,
-    gate_up_scale: tuple[int, int],
-    down_scale: tuple[int, int],
-    num_experts: int,
-) -> None:
-    """Compile the kernels of every tiling, for scales of the given shapes per expert."""
-    size, inner = problem["hidden_size"], problem["intermediate_size"]
-    codes, scales = partial(precompile.blank, "float8_e4m3fn"), partial(precompile.blank, "float32")
-    weights = (
-        codes(num_experts, 2 * inner, size),
-        scales(num_experts, *gate_up_scale),
-        codes(num_experts, size, inner),
-        scales(num_experts, *down_scale),
-    )
-    for num_tokens, *routing in blank_routings(problem, [bound for bound, _ in tilings[:-1]]):
-        precompile.compile_for(
-            experts, precompile.blank(problem["dtype"], num_tokens, size), *weights, *routing
+    def precompile(
+        self,
+        experts: Callable[..., Tensor],
+        dtype: str,
+        gate_up_scale: tuple[int, int],
+        down_scale: tuple[int, int],
+        *,
+        is_static: bool = False,
+    ) -> None:
+        """Compile the kernels of every tiling, for scales of the given shapes per expert."""
+        num_experts, size, inner = self._num_experts, self.size, self.inner
+        codes, scales = partial(precompile.blank, dtype), partial(precompile.blank, "float32")
+        given = (scales(1),) if is_static else ()
+        weights = (
+            *given,
+            codes(num_experts, 2 * inner, size),
+            scales(num_experts, *gate_up_scale),
+            *given,
+            codes(num_experts, size, inner),
+            scales(num_experts, *down_scale),
         )
+        bounds = [bound for bound, _ in self._tilings[:-1]]
+        for num_tokens, *routing in blank_routings(self._problem, bounds):
+            x = precompile.blank(self._problem["dtype"], num_tokens, size)
+            precompile.compile_for(experts, x, *weights, *routing)
