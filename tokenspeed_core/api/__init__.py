@@ -65,7 +65,13 @@ from tokenspeed_core.api.models import (
     WeightReader,
 )
 from tokenspeed_core.api.ops import DOTS, EXACT, OpContract, OpReference, Problem, Tolerance
-from tokenspeed_core.api.parallel import ONE_PROCESS, ParallelLayout, ProcessGroup
+from tokenspeed_core.api.parallel import (
+    ONE_PROCESS,
+    Collective,
+    CommGroup,
+    ParallelLayout,
+    ProcessGroup,
+)
 from tokenspeed_core.api.parsers import (
     CallTemplate,
     ParserContext,
@@ -109,6 +115,8 @@ __all__ = [
     "Candidate",
     "Capability",
     "Checkpoint",
+    "Collective",
+    "CommGroup",
     "CompiledGrammar",
     "Decision",
     "Drafter",

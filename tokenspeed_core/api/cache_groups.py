@@ -5,7 +5,7 @@ A group describes its layers and answers questions about lengths. It allocates n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Protocol
 
@@ -123,3 +123,22 @@ class LatentAttention:
     def first_needed(self, length: int) -> int:
         """Return 0: a query reads all tokens before it."""
         return 0
+
+
+def local_cache_group(group: CacheGroupSpec, num_processes: int) -> CacheGroupSpec:
+    """Return what each of several processes that share the KV heads keeps of a group.
+
+    With more processes than heads, several keep the same head. Latents belong to all heads. Raises ValueError for heads
+    that cannot be divided, and for a group of another type.
+    """
+    if num_processes == 1 or isinstance(group, LatentAttention):
+        return group
+    if not isinstance(group, FullAttention | SlidingWindow):
+        raise ValueError(f"cache group {group.name!r} has no KV heads that processes can share")
+    heads = group.num_kv_heads
+    if heads % num_processes and num_processes % heads:
+        raise ValueError(
+            f"{heads} KV heads of cache group {group.name!r} cannot be divided among {num_processes} processes. Choose a "
+            "number of processes that divides them, or a multiple of them."
+        )
+    return replace(group, num_kv_heads=max(1, heads // num_processes))

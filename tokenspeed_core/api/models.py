@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from tokenspeed_core.api.cache_groups import CacheGroupSpec
-    from tokenspeed_core.api.parallel import ProcessGroup
+    from tokenspeed_core.api.parallel import Collective, ProcessGroup
     from tokenspeed_core.api.quantization import QuantizationScheme
 
 
@@ -177,6 +177,9 @@ class BuildContext(Protocol):
 
         It is None if no kernel fits or if the user chose a backend for one of the contract's `parts`.
         """
+
+    def comm(self, collective: Collective) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return the kernel of a collective, and add it to the plan of collectives."""
 
     def attention(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,3 +78,24 @@ class ParallelLayout:
 
 
 ONE_PROCESS = ParallelLayout.of(0)
+
+
+@dataclass(frozen=True, slots=True)
+class CommGroup:
+    """A process group and its torch.distributed handle, for the kernels of the family "comm"."""
+
+    group: ProcessGroup
+    handle: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A collective on the activation that flows from one module to the next."""
+
+    op: str  # "all_reduce" or "all_gather"
+    group: str  # name of the process group
+    size: int  # values of a token in the result
+    dtype: str
+    source: str
+    target: str
+    reason: str

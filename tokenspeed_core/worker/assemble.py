@@ -97,7 +97,11 @@ def assemble(
         hint=how_to_get_kernels(catalog),
     )
     chosen = selector()
-    build = ModelBuild(resolved, torch.device("meta") if only_plan else device, chosen, handles)
+    where = torch.device("meta") if only_plan else device
+    try:
+        build = ModelBuild(resolved, where, chosen, handles)
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint.path}: {error}") from error
     spec, passes = checkpoint.spec, (ValueError, TokenSpeedError, torch.OutOfMemoryError)
     entry = catalog.get("models", spec.architecture)
     try:
@@ -126,7 +130,7 @@ def assemble(
         chosen,
         block_size,
         PoolLimits.of(
-            checkpoint.info.cache_groups,
+            build.local_groups,
             block_size,
             build.kv_dtype.itemsize,
             resolved.limits.max_model_len,

@@ -9,11 +9,16 @@ from typing import Any
 import torch
 
 from tokenspeed_core.api.attention import AttentionLimits, AttentionProblem
-from tokenspeed_core.api.cache_groups import CachePart, keys_and_values
-from tokenspeed_core.api.kernels import PHASES, KernelSpec
+from tokenspeed_core.api.cache_groups import (
+    CacheGroupSpec,
+    CachePart,
+    keys_and_values,
+    local_cache_group,
+)
+from tokenspeed_core.api.kernels import PHASES
 from tokenspeed_core.api.models import LatentSizes, Rotation
 from tokenspeed_core.api.ops import Problem
-from tokenspeed_core.api.parallel import ProcessGroup
+from tokenspeed_core.api.parallel import Collective, CommGroup, ProcessGroup
 from tokenspeed_core.api.quantization import QuantizationScheme
 from tokenspeed_core.errors import CheckpointError, PluginError, TokenSpeedError
 from tokenspeed_core.kernels.error_attribution import describe_kernel
@@ -56,18 +61,27 @@ class ModelBuild:
         self.schemes: dict[str, QuantizationScheme | None] = {}
         self._quantization = resolved.quantization
         self._parallel, self._handles = resolved.parallel, handles or {}
+        self.collectives: list[Collective] = []
         self.selector = selector
         self.layers: list[AttentionLayer] = []
         self.latent_layers: list[LatentLayer] = []
         info = resolved.checkpoint.info
         self._architecture = info.architecture
-        self._group_specs = {group.name: group for group in info.cache_groups}
+        num_processes = resolved.parallel.group("attn").size
+        self._group_specs = {
+            group.name: local_cache_group(group, num_processes) for group in info.cache_groups
+        }
         self.groups = {name: AttentionGroup(spec) for name, spec in self._group_specs.items()}
         self._kv_scales = resolved.kv_scales
         self._max_expanded = resolved.config.mla_chunk_multiplier * resolved.limits.max_num_tokens
         self._layer: int | None = None
-        self._kernels: dict[tuple[KernelSpec, tuple[tuple[str, Any], ...]], Callable[..., Any]] = {}
+        self._kernels: dict[tuple[Any, ...], Callable[..., Any]] = {}
         self._bound: list[tuple[Any, Choice]] = []
+
+    @property
+    def local_groups(self) -> tuple[CacheGroupSpec, ...]:
+        """The cache groups with the KV heads that this process keeps."""
+        return tuple(self._group_specs.values())
 
     @property
     def cached_layers(self) -> list[CachedLayer]:
@@ -99,11 +113,26 @@ class ModelBuild:
         choice = self.selector.select_fused(op, problem, layer=self._layer)
         return None if choice is None else self._load(choice)
 
-    def _load(self, choice: Choice) -> Callable[..., Any]:
-        key = (choice.spec, tuple(sorted(choice.problem.items())))
+    def comm(self, collective: Collective) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return the selected kernel of a collective; `collectives` records it."""
+        self.collectives.append(collective)
+        group = self.group(collective.group)
+        problem = {
+            "num_processes": group.size,
+            "size": collective.size,
+            "dtype": collective.dtype,
+        }
+        choice = self.selector.select(collective.op, problem)
+        return self._load(choice, CommGroup(group, self._handles.get(group.name)))
+
+    def _load(self, choice: Choice, *group: CommGroup) -> Callable[..., Any]:
+        names = [each.group.name for each in group]
+        key = (choice.spec, tuple(sorted(choice.problem.items())), *names)
         if key not in self._kernels:
             is_plan = self.device.type == "meta"
-            self._kernels[key] = _unplaced if is_plan else self._make(choice, choice.problem)
+            self._kernels[key] = (
+                _unplaced if is_plan else self._make(choice, choice.problem, *group)
+            )
         return self._kernels[key]
 
     def _make(self, choice: Choice, *arguments: Any) -> Any:

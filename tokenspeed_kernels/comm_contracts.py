@@ -1,0 +1,64 @@
+"""Contracts and kernels of the collectives between modules. Imports no tensor library.
+
+The factory of such a kernel takes a problem and a `CommGroup`. All processes of the group call it at the same point.
+"""
+
+from __future__ import annotations
+
+from tokenspeed_core.api import Capability, KernelSpec, OpContract, Tolerance
+
+_SUMS = (
+    Tolerance("float32", 1e-5, 1e-5, "one rounding of 2^-24 for each summand, in any order"),
+    Tolerance("bfloat16", 2e-2, 2e-2, "one rounding of 2^-9 for each summand, in any order"),
+    Tolerance("float16", 4e-3, 4e-3, "one rounding of 2^-12 for each summand, in any order"),
+)
+_COPIES = tuple(
+    Tolerance(each.dtype, 0.0, 0.0, "the values are copied, not computed") for each in _SUMS
+)
+_AXES = {"num_processes": "processes P of the group", "size": "values N of a row of the result"}
+
+
+def _contract(
+    name: str, signature: str, tolerances: tuple[Tolerance, ...], mutates: tuple[str, ...]
+) -> OpContract:
+    return OpContract(
+        name,
+        "comm",
+        f"{signature}. The factory takes the problem and a CommGroup; all processes of the group call the kernel",
+        _AXES,
+        f"tokenspeed_kernels.reference.comm:{name}",
+        "",
+        tolerances,
+        mutates=mutates,
+        errors="an exception of torch.distributed if another process ended",
+    )
+
+
+COMM = (
+    _contract("all_reduce", "(x [T, N]) -> x: the sum of the x of all processes", _SUMS, ("x",)),
+    _contract(
+        "all_gather",
+        "(x [T, N / P]) -> [T, N]: the rows of all processes one after another, in their order",
+        _COPIES,
+        (),
+    ),
+)
+
+
+def _kernel(op: str, backend: str, platform: str) -> KernelSpec:
+    """Describe a kernel of torch.distributed, which calls gloo or NCCL depending on the group."""
+    return KernelSpec(
+        op=op,
+        backend=backend,
+        capability=Capability(
+            platforms=(platform,),
+            dtypes=("float32", "bfloat16", "float16"),
+            features=frozenset({"graph_safe"}),
+        ),
+        load=f"tokenspeed_kernels.reference.comm:{op}",
+        reference=backend == "torch",
+    )
+
+
+TORCH_COMM = tuple(_kernel(contract.name, "torch", "cpu") for contract in COMM)
+NCCL_COMM = tuple(_kernel(contract.name, "nccl", "cuda") for contract in COMM)
