@@ -1,14 +1,20 @@
 """How activations are sharded at module boundaries, and the collectives that follow from it.
 
-Layers annotate their inputs and outputs; no model calls a collective. `plan_collectives` compiles the annotations
-for given process groups. With one process per group the plan is empty. Imports no tensor library.
+Modules annotate their inputs and outputs; no model calls a collective. `compile_sharding` derives the collectives
+between adjacent modules and gives each one to the layer that passes the activation on. With one process there are
+none. Imports no tensor library.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
+
+from tokenspeed_core.api import BuildContext, Collective
+
+Bind = Callable[[Callable[[Any], Any]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,20 +27,23 @@ class Replicated:
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
-    """Every process of the group holds a slice along `axis`, such as "heads" or "vocab"."""
+    """Every process of a group holds a slice along `axis`, such as "heads" or "vocab"."""
 
     axis: str
+    group: str
 
     def __str__(self) -> str:
-        return f"sharded({self.axis})"
+        return f"sharded on {self.axis}"
 
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Every process of the group holds a summand; the tensor is their sum."""
+    """Every process of the groups holds a summand; the tensor is their sum."""
+
+    groups: tuple[str, ...]
 
     def __str__(self) -> str:
-        return "partial"
+        return "a partial sum"
 
 
 Sharding = Replicated | Sharded | Partial
@@ -42,90 +51,74 @@ Sharding = Replicated | Sharded | Partial
 
 @dataclass(frozen=True, slots=True)
 class ShardingSpec:
-    """The sharding of a module's input and output over a process group ("attn", "dense" or "moe")."""
+    """The sharding of a module's input and output.
+
+    `size` counts the output's values of a token on all processes. `bind` receives the kernel of the collective that the
+    output needs, if it needs one. `dtype` is that of the output, None for the model's.
+    """
 
     module: str
-    group: str
     input: Sharding
     output: Sharding
+    size: int
+    bind: Bind | None = None
+    dtype: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessGroups:
-    """The number of processes that share attention, dense layers and experts."""
-
-    attn: int = 1
-    dense: int = 1
-    moe: int = 1
-
-    def size(self, group: str) -> int:
-        """Return the size of a group. Raises ValueError for an unknown group."""
-        sizes = {"attn": self.attn, "dense": self.dense, "moe": self.moe}
-        if group not in sizes:
-            raise ValueError(f"unknown process group {group!r}; known: {', '.join(sizes)}")
-        return sizes[group]
+def bind_output(specs: Iterable[ShardingSpec], bind: Bind) -> Iterator[ShardingSpec]:
+    """Yield the specs of a block; `bind` receives the collective that the last module's output needs."""
+    *others, last = specs
+    yield from others
+    yield replace(last, bind=bind)
 
 
-@dataclass(frozen=True, slots=True)
-class Collective:
-    """A collective on the activation that flows from one module to the next."""
+def compile_sharding(build: BuildContext, specs: Iterable[ShardingSpec]) -> None:
+    """Bind the collectives that a chain of modules needs.
 
-    source: str
-    target: str
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class CollectivePlan:
-    """The collectives of a model, in order of computation."""
-
-    num_modules: int
-    collectives: tuple[Collective, ...]
-
-    def explain(self) -> str:
-        """Return the plan as text, one line per collective."""
-        if not self.collectives:
-            return f"collectives: none ({self.num_modules} modules)"
-        lines = (f"  {each.source} -> {each.target}: {each.name}" for each in self.collectives)
-        return "\n".join((f"collectives: {len(self.collectives)}", *lines))
-
-
-def plan_collectives(specs: Iterable[ShardingSpec], groups: ProcessGroups) -> CollectivePlan:
-    """Return the collectives that a chain of modules needs.
-
-    Raises ValueError if two adjacent modules use groups of different sizes (other than 1), or if no collective
-    converts the output of one into the input of the next.
+    Raises ValueError if no collective converts the output of a module into the input of the next, or if nothing
+    executes it there.
     """
-    chain = tuple(specs)
-    collectives = []
-    for source, target in pairwise(chain):
-        sizes = {groups.size(source.group), groups.size(target.group)} - {1}
-        if len(sizes) > 1:
-            raise ValueError(
-                f"{source.module} and {target.module} use process groups of different sizes: "
-                f"{sorted(sizes)}. Adjacent modules need groups of equal size, or of size 1."
-            )
-        output = source.output if groups.size(source.group) > 1 else Replicated()
-        needed = target.input if groups.size(target.group) > 1 else Replicated()
-        name = _collective(output, needed, f"{source.module} -> {target.module}")
-        if name is not None:
-            collectives.append(Collective(source.module, target.module, name))
-    return CollectivePlan(len(chain), tuple(collectives))
+    for source, target in pairwise(specs):
+        where = f"{source.module} -> {target.module}"
+        output, needed = _effective(build, source.output), _effective(build, target.input)
+        found = _collective(output, needed, where)
+        if found is None:
+            continue
+        op, group = found
+        if source.bind is None:
+            raise ValueError(f"{where}: the layer that calls {source.module} cannot execute {op}")
+        collective = Collective(
+            op,
+            group,
+            source.size,
+            source.dtype or str(build.dtype).removeprefix("torch."),
+            source.module,
+            target.module,
+            f"the output of {source.module} is {output}, and {target.module} needs it {needed}",
+        )
+        source.bind(build.comm(collective))
 
 
-def _collective(output: Sharding, needed: Sharding, where: str) -> str | None:
-    """Return the collective that converts one sharding into another, or None if they are equal."""
+def _effective(build: BuildContext, sharding: Sharding) -> Sharding:
+    """Return what a sharding is with the sizes of the groups: groups of one process do not shard."""
+    match sharding:
+        case Sharded(_, group) if build.group(group).size == 1:
+            return Replicated()
+        case Partial(groups):
+            sharing = tuple(name for name in groups if build.group(name).size > 1)
+            if len(sharing) > 1:  # together they are all processes
+                sharing = ("world",)
+            return Partial(sharing) if sharing else Replicated()
+    return sharding
+
+
+def _collective(output: Sharding, needed: Sharding, where: str) -> tuple[str, str] | None:
+    """Return the op that converts one sharding into another and its group, None if they are equal."""
+    if output == needed:
+        return None
     match output, needed:
-        case (Replicated(), Replicated()):
-            return None
-        case (Sharded(first), Sharded(second)) if first == second:
-            return None
-        case (Partial(), Replicated()):
-            return "all_reduce"
-        case (Partial(), Sharded(axis)):
-            return f"reduce_scatter({axis})"
-        case (Sharded(axis), Replicated()):
-            return f"all_gather({axis})"
-        case (Replicated(), Sharded(axis)):
-            return f"slice({axis})"
+        case (Partial((group,)), Replicated()):
+            return "all_reduce", group
+        case (Sharded(_, group), Replicated()):
+            return "all_gather", group
     raise ValueError(f"{where}: no collective converts {output} to {needed}")

@@ -16,6 +16,7 @@ from torch.nn import functional
 from tokenspeed_core.api import (
     ONE_PROCESS,
     AttentionCall,
+    Collective,
     LatentAttentionCall,
     LatentSizes,
     Model,
@@ -68,6 +69,10 @@ class DenseBuild:
     def fused(self, op: str, **problem: Any) -> Callable[..., Any] | None:
         """Return None: models use the separate ops instead."""
         return None
+
+    def comm(self, collective: Collective) -> Callable[[Tensor], Tensor]:
+        """Raise ValueError: this build runs one process."""
+        raise ValueError(f"DenseBuild has no kernel for {collective.op}")
 
     def attention(
         self,

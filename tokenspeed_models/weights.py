@@ -11,6 +11,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from tokenspeed_core.api import ONE_PROCESS, ProcessGroup
+
+Groups = Callable[[str], ProcessGroup]
+"""Returns a process group by its name, such as `BuildContext.group`."""
+
 _FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 # Old checkpoints store the rotary table, which models compute. Scales of an FP8 KV cache are read elsewhere, if
 # --kv-cache-dtype asks for that cache.
@@ -23,20 +28,103 @@ class Shard:
     """How a weight is sharded over a process group.
 
     `axis` is the axis of the checkpoint's tensor. If it consists of whole heads, `num_heads` is their number; with
-    fewer heads than processes, neighbouring processes hold copies of the same head.
+    fewer heads than processes, neighbouring processes hold copies of the same head. With `num_rows` the axis has that
+    size and is padded to a multiple of the processes: the last ones hold fewer rows.
     """
 
     axis: int
     group: str
     num_heads: int | None = None
+    num_rows: int | None = None
+
+    def _num_slices(self, group: ProcessGroup) -> int:
+        """Return the number of different slices."""
+        return group.size if self.num_heads is None else min(group.size, self.num_heads)
+
+    def local_size(self, name: str, size: int, groups: Groups) -> int:
+        """Return this process's part of an axis of `size`. Raises ValueError, naming the layer, if it is not whole."""
+        group = groups(self.group)
+        count = self._num_slices(group)
+        if self.num_rows is not None:
+            return -(-size // count)
+        units, what = (size, "features") if self.num_heads is None else (self.num_heads, "heads")
+        if units % count or group.size % count:
+            raise ValueError(
+                f"{name}: {units} {what} cannot be divided among the {group.size} processes of the group "
+                f"{self.group!r}. Choose a number of processes that divides them."
+            )
+        return size // count
+
+    def whole_size(self, size: int, groups: Groups) -> int:
+        """Return the size of the axis in a checkpoint for this process's `size`."""
+        return (
+            size * self._num_slices(groups(self.group)) if self.num_rows is None else self.num_rows
+        )
+
+    def take(self, tensor: torch.Tensor, groups: Groups) -> torch.Tensor:
+        """Return this process's slice of a checkpoint's tensor, a view."""
+        group = groups(self.group)
+        count = self._num_slices(group)
+        if count == 1:
+            return tensor
+        size = tensor.shape[self.axis]
+        step = -(-size // count)
+        start = min(size, group.rank * count // group.size * step)
+        return tensor.narrow(self.axis, start, min(step, size - start))
 
 
 @dataclass(frozen=True, slots=True)
 class StackedShard:
-    """The sharding of a tensor that stacks several weights along axis 0: the rows of each weight, and its own shard."""
+    """The sharding of a tensor that stacks several weights along an axis: the rows of each weight, and its own shard."""
 
     parts: tuple[tuple[int, Shard], ...]
     axis: int = 0
+
+    def local_size(self, name: str, size: int, groups: Groups) -> int:
+        """Return this process's part of the axis. Raises ValueError as `Shard.local_size` does."""
+        return sum(shard.local_size(name, rows, groups) for rows, shard in self.parts)
+
+    def whole_size(self, size: int, groups: Groups) -> int:
+        """Return the size of the axis in a checkpoint."""
+        return sum(rows for rows, _ in self.parts)
+
+    def take(self, tensor: torch.Tensor, groups: Groups) -> torch.Tensor:
+        """Return this process's slices of a checkpoint's tensor, one after another."""
+        if all(groups(shard.group).size == 1 for _, shard in self.parts):
+            return tensor
+        sizes = [rows for rows, _ in self.parts]
+        parts = tensor.split_with_sizes(sizes, dim=self.axis)
+        pairs = zip(self.parts, parts, strict=True)
+        return torch.cat(
+            [replace(shard, axis=self.axis).take(part, groups) for (_, shard), part in pairs],
+            dim=self.axis,
+        )
+
+
+Shards = Shard | StackedShard | tuple[Shard | StackedShard, ...] | None
+"""The sharding of a tensor: on one axis, on several, or not at all."""
+
+
+def each_shard(shards: Shards) -> tuple[Shard | StackedShard, ...]:
+    """Return the shard of each sharded axis."""
+    if shards is None:
+        return ()
+    return shards if isinstance(shards, tuple) else (shards,)
+
+
+def take_shards(shards: Shards, tensor: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """Return this process's part of a checkpoint's tensor."""
+    for shard in each_shard(shards):
+        tensor = shard.take(tensor, groups)
+    return tensor
+
+
+def whole_shape(shards: Shards, shape: torch.Size, groups: Groups) -> torch.Size:
+    """Return the shape of a checkpoint's tensor for the shape of this process's part."""
+    sizes = list(shape)
+    for shard in each_shard(shards):
+        sizes[shard.axis] = shard.whole_size(sizes[shard.axis], groups)
+    return torch.Size(sizes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,46 +132,52 @@ class OnlineQuantization:
     """Quantizes a weight while it is loaded: `store` takes it on the device, in `dtype`.
 
     A checkpoint may also hold the weight already quantized, in the dtype of the slot's target. Then it is copied, and
-    the tensor called `scale_name` is copied to `scale`.
+    the tensor called `scale_name` is copied to `scale`, of which `scale_shard` is the sharding.
     """
 
     dtype: torch.dtype
     store: Callable[[torch.Tensor], None]
     scale: torch.Tensor
     scale_name: str
+    scale_shard: Shards = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightSlot:
-    """One tensor of a checkpoint and the view of a parameter that it fills; both have the same shape.
+    """One tensor of a checkpoint and the view of a parameter that its part of this process fills.
 
     `shard` is None if every process holds the whole tensor. `kind` is "matrix", "bias", "norm", or "quantized" and
     "scale" for a weight that the checkpoint must hold quantized. A slot that `replaces` others holds the same weights
     in another form: a checkpoint has either that slot or the others. `on_load` takes the tensor instead of a copy to
     the target. `on_complete` is called after all tensors were read. A checkpoint may lack an `is_optional` tensor.
-    `make_dummy` makes contents for benchmarks without a checkpoint.
+    `make_dummy` makes contents of a shape for benchmarks without a checkpoint. All processes make the same.
     """
 
     name: str
     target: torch.Tensor
-    shard: Shard | StackedShard | None
+    shard: Shards
     kind: str = "matrix"
     replaces: tuple[str, ...] = ()
     quantization: OnlineQuantization | None = None
     on_load: Callable[[torch.Tensor], None] | None = None
     on_complete: Callable[[], None] | None = None
     is_optional: bool = False
-    make_dummy: Callable[[torch.Generator], torch.Tensor] | None = None
+    make_dummy: Callable[[torch.Size, torch.Generator], torch.Tensor] | None = None
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of an unquantized tensor for this slot."""
         return self.target.dtype if self.quantization is None else self.quantization.dtype
 
-    def fill(self, tensor: torch.Tensor) -> None:
-        """Store a tensor of the slot's shape, on any device and in any float dtype."""
+    def shape(self, groups: Groups) -> torch.Size:
+        """Return the shape of the checkpoint's tensor."""
+        return whole_shape(self.shard, self.target.shape, groups)
+
+    def fill(self, tensor: torch.Tensor, groups: Groups = ONE_PROCESS.group) -> None:
+        """Store this process's part of a checkpoint's tensor, on any device and in any float dtype."""
         if self.kind == "scale":
-            tensor = tensor.reshape(self.target.shape)
+            tensor = tensor.reshape(self.shape(groups))
+        tensor = take_shards(self.shard, tensor, groups)
         if self.on_load is not None:
             self.on_load(tensor)
         elif self.quantization is None or tensor.dtype == self.target.dtype:
@@ -91,12 +185,12 @@ class WeightSlot:
         else:
             self.quantization.store(tensor.to(self.target.device, self.quantization.dtype))
 
-    def mismatch(self, tensor: torch.Tensor) -> str:
+    def mismatch(self, tensor: torch.Tensor, groups: Groups = ONE_PROCESS.group) -> str:
         """Return why a tensor does not fit the slot, or "". Scales may have more or fewer axes of size 1."""
-        shape, expected = tensor.shape, self.target.shape
+        shape, expected = tensor.shape, self.shape(groups)
         is_same_scale = self.kind == "scale" and _sizes(shape) == _sizes(expected)
         if shape != expected and not is_same_scale:
-            return _wrong_shape(self.name, tensor, self.target)
+            return _wrong_shape(self.name, tensor, expected)
         if tensor.dtype == self.target.dtype:
             return ""
         if self.dtype not in _FLOATS:
@@ -112,8 +206,8 @@ def _sizes(shape: torch.Size) -> list[int]:
     return [size for size in shape if size != 1]
 
 
-def _wrong_shape(name: str, tensor: torch.Tensor, target: torch.Tensor) -> str:
-    return f"{name} has shape {list(tensor.shape)}, expected {list(target.shape)}"
+def _wrong_shape(name: str, tensor: torch.Tensor, expected: torch.Size) -> str:
+    return f"{name} has shape {list(tensor.shape)}, expected {list(expected)}"
 
 
 @dataclass(slots=True)
@@ -141,8 +235,8 @@ class _LoadErrors:
 class _Scales:
     """Checks that each weight that comes quantized has a scale, and that no other weight has one."""
 
-    def __init__(self, quantizations: Mapping[str, OnlineQuantization]) -> None:
-        self._quantizations = quantizations
+    def __init__(self, quantizations: Mapping[str, OnlineQuantization], groups: Groups) -> None:
+        self._quantizations, self._groups = quantizations, groups
         self._needed: dict[str, None] = {}
         self._given: dict[str, None] = {}
 
@@ -159,10 +253,12 @@ class _Scales:
             errors.repeated.append(name)
             return
         self._given[name] = None
-        target = self._quantizations[name].scale
-        is_flat = target.shape[1] == 1 and tensor.shape == target.shape[:1]
-        if tensor.shape != target.shape and not is_flat:
-            errors.mismatches.append(_wrong_shape(name, tensor, target))
+        quantization = self._quantizations[name]
+        target, shard = quantization.scale, quantization.scale_shard
+        expected = whole_shape(shard, target.shape, self._groups)
+        is_flat = expected[1] == 1 and tensor.shape == expected[:1]
+        if tensor.shape != expected and not is_flat:
+            errors.mismatches.append(_wrong_shape(name, tensor, expected))
         elif target.dtype not in _FLOATS and tensor.dtype != target.dtype:
             errors.mismatches.append(f"{name} is {tensor.dtype}, expected {target.dtype}")
         elif target.dtype in _FLOATS and tensor.dtype not in _FLOATS:
@@ -170,7 +266,7 @@ class _Scales:
                 f"{name} is {tensor.dtype}, expected a float of 16 or more bits"
             )
         else:
-            target.copy_(tensor.view(target.shape))
+            target.copy_(take_shards(shard, tensor.view(expected), self._groups))
 
     def missing(self) -> list[str]:
         """Return the scales that quantized weights lack."""
@@ -192,8 +288,9 @@ class WeightMap:
     """All slots of a model by checkpoint name.
 
     Tensors in `ignored` may occur in a checkpoint and are not read; a name that ends in a dot stands for all names
-    below it. `renames` maps parts of the slots' names to those that published checkpoints have instead. Both forms
-    load. Raises ValueError if two slots have one name.
+    below it, and so does that of an optional slot. `renames` maps parts of the slots' names to those that published
+    checkpoints have instead. Both forms load. `groups` are the process groups that share the model. Raises ValueError
+    if two slots have one name.
     """
 
     def __init__(
@@ -201,11 +298,17 @@ class WeightMap:
         slots: Iterable[WeightSlot],
         ignored: Iterable[str] = (),
         renames: Mapping[str, str] | None = None,
+        groups: Groups = ONE_PROCESS.group,
     ) -> None:
         self._slots: dict[str, WeightSlot] = {}
-        self._ignored = (*_IGNORED, *ignored)
-        self._renames = renames or {}
+        self._renames, self.groups = renames or {}, groups
+        names = (*_IGNORED, *ignored)
+        self._ignored = tuple(name for name in names if not name.endswith("."))
+        self._ignored_below = {name for name in names if name.endswith(".")}
         for slot in map(self._renamed, slots) if renames else slots:
+            if slot.name.endswith("."):
+                self._ignored_below.add(slot.name)
+                continue
             if slot.name in self._slots:
                 raise ValueError(f"the weight map has two slots for {slot.name}")
             self._slots[slot.name] = slot
@@ -220,10 +323,8 @@ class WeightMap:
         return (slot for slot in self._slots.values() if not slot.replaces and not slot.is_optional)
 
     def _is_ignored(self, name: str) -> bool:
-        return any(
-            name.startswith(known) if known.endswith(".") else f".{name}".endswith(f".{known}")
-            for known in self._ignored
-        )
+        is_below = any(name[: dot.end()] in self._ignored_below for dot in re.finditer(r"\.", name))
+        return is_below or any(f".{name}".endswith(f".{known}") for known in self._ignored)
 
     def _renamed(self, slot: WeightSlot) -> WeightSlot:
         quantization = slot.quantization
@@ -245,7 +346,8 @@ class WeightMap:
         dtype. The message names all of them.
         """
         pending = {slot.name: None for slot in self}
-        errors, seen, scales = _LoadErrors(), set(), _Scales(self._quantizations)
+        errors, seen = _LoadErrors(), set()
+        scales = _Scales(self._quantizations, self.groups)
         for given, tensor in weights:
             name = published_name(given, self._renames)
             slot = self._slots.get(name)
@@ -266,11 +368,11 @@ class WeightMap:
                 del pending[part]
             if slot.quantization is not None and tensor.dtype == slot.target.dtype:
                 scales.need(slot.quantization)
-            mismatch = slot.mismatch(tensor)
+            mismatch = slot.mismatch(tensor, self.groups)
             if mismatch:
                 errors.mismatches.append(mismatch)
             else:
-                slot.fill(tensor)
+                slot.fill(tensor, self.groups)
         errors.missing.extend([*pending, *scales.missing()])
         errors.unexpected.extend(scales.unexpected())
         message = errors.message()

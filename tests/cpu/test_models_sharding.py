@@ -1,23 +1,26 @@
-"""Sharding annotations: no collective in one process, the expected ones in several."""
+"""Sharding annotations: no collective in one process, the expected ones in several, and clear refusals."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from tokenspeed_models_olmo.model import Olmo2ForCausalLM
 
+from tokenspeed_core.api import Collective, ParallelLayout
 from tokenspeed_models.families.llama import LlamaForCausalLM
 from tokenspeed_models.families.qwen3_moe import Qwen3MoeForCausalLM
-from tokenspeed_models.layers import CausalLM
 from tokenspeed_models.sharding import (
     Partial,
-    ProcessGroups,
     Replicated,
     Sharded,
     ShardingSpec,
-    plan_collectives,
+    compile_sharding,
 )
 from tokenspeed_models.testing import DenseBuild
+from tokenspeed_models.weights import Shard, StackedShard
 
 SMALL: dict[str, Any] = {
     "vocab_size": 31,
@@ -34,75 +37,126 @@ SMALL: dict[str, Any] = {
 }
 
 
-@pytest.fixture(params=[LlamaForCausalLM, Qwen3MoeForCausalLM])
-def model(request: pytest.FixtureRequest) -> CausalLM:
-    built: CausalLM = request.param(SMALL, DenseBuild())
-    return built
+class PlanningBuild(DenseBuild):
+    """A build of one of several processes that records the collectives."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(layout=ParallelLayout.of(0, **sizes))
+        self.collectives: list[Collective] = []
+
+    def comm(self, collective: Collective) -> Callable[[torch.Tensor], torch.Tensor]:
+        self.collectives.append(collective)
+        return lambda x: x
+
+    def summary(self) -> list[tuple[str, str, int]]:
+        return [(each.source, each.op, each.size) for each in self.collectives]
 
 
-def test_one_process_needs_no_collective(model: CausalLM) -> None:
-    plan = plan_collectives(model.sharding(), ProcessGroups())
-    assert plan.collectives == ()
-    assert str(plan.num_modules) in plan.explain()
+def block_outputs(layer: int) -> list[tuple[str, str, int]]:
+    return [
+        (f"layers.{layer}.attention.out", "all_reduce", 16),
+        (f"layers.{layer}.mlp.experts", "all_reduce", 16),
+    ]
 
 
-def test_several_processes_reduce_after_each_block(model: CausalLM) -> None:
-    plan = plan_collectives(model.sharding(), ProcessGroups(attn=4, dense=4, moe=4))
-    names = [each.name for each in plan.collectives]
-    assert names == ["all_reduce"] * (1 + 2 * 2) + ["all_gather(vocab)"]
-    assert "head -> sampling: all_gather(vocab)" in plan.explain()
+def test_one_process_needs_no_collective() -> None:
+    build = PlanningBuild()
+    Qwen3MoeForCausalLM(SMALL, build)
+    assert build.collectives == []
 
 
-def test_attention_may_be_sharded_alone(model: CausalLM) -> None:
-    plan = plan_collectives(model.sharding(), ProcessGroups(attn=2))
-    names = [each.name for each in plan.collectives]
-    assert names == ["all_reduce"] * 3 + ["all_gather(vocab)"]
+def test_blocks_are_reduced_and_logits_gathered() -> None:
+    build = PlanningBuild(attn=2, dense=2, experts=2)
+    Qwen3MoeForCausalLM(SMALL, build)
+    assert build.summary() == [
+        ("embedding", "all_reduce", 16),
+        *block_outputs(0),
+        *block_outputs(1),
+        ("head", "all_gather", 32),
+    ]
+    groups = [each.group for each in build.collectives]
+    assert groups == ["attn", *2 * ("attn", "experts"), "attn"]
+
+
+def test_features_and_experts_are_reduced_together() -> None:
+    build = PlanningBuild(attn=4, dense=4, moe=2, experts=2)
+    Qwen3MoeForCausalLM({**SMALL, "num_key_value_heads": 1}, build)
+    assert build.collectives[2].group == "world"
+
+
+def test_attention_may_be_sharded_alone() -> None:
+    build = PlanningBuild(attn=2)
+    LlamaForCausalLM(SMALL, build)
+    sources = [each.source for each in build.collectives]
+    assert sources == ["embedding", "layers.0.attention.out", "layers.1.attention.out", "head"]
+
+
+def test_norms_over_all_heads_add_up_two_sums() -> None:
+    build = PlanningBuild(attn=2)
+    Olmo2ForCausalLM(SMALL, build)
+    sums = next(each for each in build.collectives if "squares" in each.source)
+    assert (sums.op, sums.size, sums.dtype) == ("all_reduce", 2, "float32")
 
 
 @pytest.mark.parametrize(
-    ("output", "needed", "name"),
+    ("sizes", "changes", "named"),
     [
-        (Partial(), Sharded("tokens"), "reduce_scatter(tokens)"),
-        (Sharded("tokens"), Replicated(), "all_gather(tokens)"),
-        (Replicated(), Sharded("tokens"), "slice(tokens)"),
+        ({"attn": 3}, {}, "4 attention heads"),
+        ({"attn": 4}, {"num_attention_heads": 12, "num_key_value_heads": 3}, "k_proj: 3 heads"),
+        ({"dense": 5}, {}, "gate_proj: 24 features"),
+        ({"experts": 4}, {}, "6 experts"),
+        ({"moe": 5}, {}, "12 features"),
     ],
 )
-def test_collective_follows_from_both_shardings(output: Any, needed: Any, name: str) -> None:
-    chain = [
-        ShardingSpec("a", "attn", Replicated(), output),
-        ShardingSpec("b", "attn", needed, Replicated()),
-    ]
-    plan = plan_collectives(chain, ProcessGroups(attn=2))
-    assert [each.name for each in plan.collectives] == [name]
+def test_sizes_that_cannot_be_divided_are_refused(
+    sizes: dict[str, int], changes: dict[str, int], named: str
+) -> None:
+    is_moe = "moe" in sizes or "experts" in sizes
+    family = Qwen3MoeForCausalLM if is_moe else LlamaForCausalLM
+    with pytest.raises(ValueError, match=named) as refused:
+        family({**SMALL, **changes}, PlanningBuild(**sizes))
+    assert "\n" not in str(refused.value)
 
 
-def test_impossible_sharding_is_refused_by_module_name() -> None:
+def test_sharding_without_a_collective_names_the_modules() -> None:
     chain = [
-        ShardingSpec("a", "attn", Replicated(), Sharded("heads")),
-        ShardingSpec("b", "attn", Partial(), Partial()),
+        ShardingSpec("a", Replicated(), Sharded("heads", "attn"), 8),
+        ShardingSpec("b", Partial(("attn",)), Replicated(), 8),
     ]
     with pytest.raises(ValueError, match="a -> b"):
-        plan_collectives(chain, ProcessGroups(attn=2))
+        compile_sharding(PlanningBuild(attn=2), chain)
 
 
-def test_unequal_or_unknown_groups_are_refused() -> None:
-    unequal = [
-        ShardingSpec("a", "attn", Replicated(), Partial()),
-        ShardingSpec("b", "moe", Replicated(), Partial()),
+def test_collective_that_no_layer_executes_is_refused() -> None:
+    chain = [
+        ShardingSpec("a", Replicated(), Partial(("attn",)), 8),
+        ShardingSpec("b", Replicated(), Replicated(), 8),
     ]
-    with pytest.raises(ValueError, match=r"\[2, 4\]"):
-        plan_collectives(unequal, ProcessGroups(attn=2, moe=4))
-    unknown = ShardingSpec("c", "all", Partial(), Partial())
-    with pytest.raises(ValueError, match="'all'"):
-        plan_collectives([*unequal, unknown], ProcessGroups())
+    compile_sharding(PlanningBuild(), chain)
+    with pytest.raises(ValueError, match="all_reduce"):
+        compile_sharding(PlanningBuild(attn=2), chain)
 
 
-def test_weight_map_has_the_shard_of_each_weight(model: CausalLM) -> None:
-    shards = {slot.name: slot.shard for slot in model.weight_map()}
-    key = shards["model.layers.0.self_attn.k_proj.weight"]
-    out = shards["model.layers.0.self_attn.o_proj.weight"]
-    assert key is not None
-    assert (key.axis, key.group, key.num_heads) == (0, "attn", 2)
-    assert out is not None
-    assert (out.axis, out.group) == (1, "attn")
-    assert shards["model.norm.weight"] is None
+def test_neighbours_hold_copies_of_key_heads() -> None:
+    rows = torch.arange(6).view(6, 1)
+    parts = [
+        Shard(0, "attn", num_heads=2).take(rows, ParallelLayout.of(rank, attn=4).group)
+        for rank in range(4)
+    ]
+    assert [part.flatten().tolist() for part in parts] == [[0, 1, 2]] * 2 + [[3, 4, 5]] * 2
+
+
+def test_stacked_weights_are_divided_one_by_one() -> None:
+    shard = StackedShard(((4, Shard(0, "attn")), (2, Shard(0, "attn"))))
+    parts = [
+        shard.take(torch.arange(6), ParallelLayout.of(rank, attn=2).group) for rank in range(2)
+    ]
+    assert [part.tolist() for part in parts] == [[0, 1, 4], [2, 3, 5]]
+
+
+def test_last_process_holds_fewer_rows_of_the_vocabulary() -> None:
+    shard = Shard(0, "attn", num_rows=5)
+    parts = [
+        shard.take(torch.arange(5), ParallelLayout.of(rank, attn=4).group) for rank in range(4)
+    ]
+    assert [part.tolist() for part in parts] == [[0, 1], [2, 3], [4], []]

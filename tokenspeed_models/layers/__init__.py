@@ -10,11 +10,11 @@ from tokenspeed_models.layers.attention import Attention
 from tokenspeed_models.layers.causal_lm import CausalLM
 from tokenspeed_models.layers.decoder import DecoderLayer, Layer, PostNormDecoderLayer
 from tokenspeed_models.layers.embedding import Embedding, OutputHead
-from tokenspeed_models.layers.experts import ExpertNames, Experts
+from tokenspeed_models.layers.experts import ExpertNames, Experts, LocalExperts
 from tokenspeed_models.layers.latent_attention import MultiHeadLatentAttention
-from tokenspeed_models.layers.linear import Linear, Projection
+from tokenspeed_models.layers.linear import Linear, Projection, bias_slot
 from tokenspeed_models.layers.mlp import MLP
-from tokenspeed_models.layers.moe import MoE, Router, SharedExperts
+from tokenspeed_models.layers.moe import MoE, Router, SharedExperts, expert_sharding
 from tokenspeed_models.layers.norm import RMSNorm
 from tokenspeed_models.layers.ops import dtype_name
 from tokenspeed_models.layers.qk_norm import AllHeadNorm, HeadNorm
@@ -34,6 +34,7 @@ __all__ = [
     "HeadNorm",
     "Layer",
     "Linear",
+    "LocalExperts",
     "MoE",
     "ModuleBuild",
     "MultiHeadLatentAttention",
@@ -45,7 +46,9 @@ __all__ = [
     "Router",
     "SharedExperts",
     "UnquantizedBuild",
+    "bias_slot",
     "dtype_name",
+    "expert_sharding",
     "inverse_frequencies",
     "rotary_table",
     "shared_scheme",

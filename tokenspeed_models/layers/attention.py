@@ -23,6 +23,8 @@ class Attention:
     rotation. `window` is the number of tokens that a query sees, itself included. `stacked_name` is the checkpoint's
     name of queries, keys and values if it stores them as one tensor. In a layer without a norm before its blocks
     `has_norm` is False. With `has_sinks` each query head has a learned score that joins its softmax.
+
+    The numbers of heads are those of all processes of the group "attn". Raises ValueError if they cannot be divided.
     """
 
     def __init__(
@@ -46,6 +48,9 @@ class Attention:
         has_sinks: bool = False,
     ) -> None:
         heads, kv_heads = Shard(0, "attn", num_heads), Shard(0, "attn", num_kv_heads)
+        self._heads_shard, self._hidden_size = heads, hidden_size
+        local_heads = local_num_heads(build, num_heads)
+        local_kv_heads = kv_heads.local_size("k_proj", num_kv_heads, build.group)
         self.qkv = Linear(
             build,
             hidden_size,
@@ -73,14 +78,16 @@ class Attention:
             () if qk_norm is None else qk_norm.operands
         )
         self._sinks = (
-            torch.empty(num_heads, dtype=torch.float32, device=build.device) if has_sinks else None
+            torch.empty(local_heads, dtype=torch.float32, device=build.device)
+            if has_sinks
+            else None
         )
-        self._split = [num_heads, num_kv_heads, num_kv_heads]
+        self._split = [local_heads, local_kv_heads, local_kv_heads]
         self._heads = (sum(self._split), head_size)
         self._attend = build.attention(
             layer=layer,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
+            num_heads=local_heads,
+            num_kv_heads=local_kv_heads,
             head_size=head_size,
             scale=head_size**-0.5 if scale is None else scale,
             window=window,
@@ -139,10 +146,23 @@ class Attention:
         if self._qk_norm is not None:
             yield from self._qk_norm.slots(prefix)
         if self._sinks is not None:
-            heads = Shard(0, "attn", self._split[0])
-            yield WeightSlot(f"{prefix}sinks", self._sinks, heads, "bias")
+            yield WeightSlot(f"{prefix}sinks", self._sinks, self._heads_shard, "bias")
 
     def sharding(self, prefix: str) -> Iterator[ShardingSpec]:
         """Heads are sharded over the attention group; the output is a partial sum."""
-        yield ShardingSpec(f"{prefix}qkv", "attn", Replicated(), Sharded("heads"))
-        yield ShardingSpec(f"{prefix}out", "attn", Sharded("heads"), Partial())
+        heads = Sharded("heads", "attn")
+        yield ShardingSpec(f"{prefix}qkv", Replicated(), heads, self.qkv.out_size)
+        if self._all_head_norm is not None:
+            yield from self._all_head_norm.sharding(prefix)
+        yield ShardingSpec(f"{prefix}out", heads, Partial(("attn",)), self._hidden_size)
+
+
+def local_num_heads(build: BuildContext, num_heads: int) -> int:
+    """Return this process's query heads. Raises ValueError if the processes cannot divide them."""
+    num_processes = build.group("attn").size
+    if num_heads % num_processes:
+        raise ValueError(
+            f"{num_heads} attention heads cannot be divided among the {num_processes} processes of the group 'attn'. "
+            "Choose a number of processes that divides them."
+        )
+    return num_heads // num_processes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -11,7 +11,7 @@ from tokenspeed_models.layers.decoder import Layer
 from tokenspeed_models.layers.embedding import Embedding, OutputHead
 from tokenspeed_models.layers.fusion import fuse_layers
 from tokenspeed_models.layers.norm import RMSNorm
-from tokenspeed_models.sharding import ShardingSpec
+from tokenspeed_models.sharding import ShardingSpec, bind_output, compile_sharding
 from tokenspeed_models.weights import WeightMap
 
 
@@ -38,6 +38,10 @@ class CausalLM:
         self.layers, self._num_draft_layers = tuple(layers), num_draft_layers
         self._fused_layers = fuse_layers(build, self.layers)
         self.embedding, self.norm, self.head = embedding, norm, head
+        self._embed: Callable[[torch.Tensor], torch.Tensor] = embedding
+        self._head: Callable[[torch.Tensor], torch.Tensor] = head
+        self._groups = build.group
+        compile_sharding(build, self.sharding())
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None
@@ -46,7 +50,7 @@ class CausalLM:
 
         token_ids and positions are int64 [T].
         """
-        x, residual = self.embedding(token_ids), None
+        x, residual = self._embed(token_ids), None
         for layer in self._fused_layers[:-1]:
             x, residual = layer.forward(x, residual, positions)
         x, residual = self._fused_layers[-1].forward(x, residual, positions, wanted)
@@ -54,7 +58,7 @@ class CausalLM:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [R, vocab], in the model's dtype, of hidden states [R, hidden]."""
-        return self.head(hidden)
+        return self._head(hidden)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy a checkpoint's weights. Raises ValueError naming each that is missing, unexpected or misshapen."""
@@ -79,12 +83,28 @@ class CausalLM:
         ]
         if self.head.is_tied:
             ignored.append("lm_head.weight")
-        return WeightMap(slots, ignored, self.renames)
+        return WeightMap(slots, ignored, self.renames, self._groups)
 
     def sharding(self) -> Iterator[ShardingSpec]:
         """List the sharding specs of all modules in order of computation."""
-        yield from self.embedding.sharding("embedding")
+        yield from bind_output(self.embedding.sharding("embedding"), self._bind_embedding)
         for index, layer in enumerate(self.layers):
             yield from layer.sharding(f"layers.{index}.")
-        yield from self.norm.sharding("norm", "attn")
-        yield from self.head.sharding("head")
+        yield from self.norm.sharding("norm")
+        head, sampling = self.head.sharding("head")
+        yield from bind_output((head,), self._bind_head)
+        yield sampling
+
+    def _bind_embedding(self, collective: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        def embed(token_ids: torch.Tensor) -> torch.Tensor:
+            return collective(self.embedding(token_ids))
+
+        self._embed = embed
+
+    def _bind_head(self, collective: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        size = self.head.vocab_size
+
+        def head(hidden: torch.Tensor) -> torch.Tensor:
+            return collective(self.head(hidden))[:, :size]
+
+        self._head = head

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import torch
 
@@ -12,8 +12,11 @@ from tokenspeed_models.layers.attention import Attention
 from tokenspeed_models.layers.latent_attention import MultiHeadLatentAttention
 from tokenspeed_models.layers.mlp import MLP
 from tokenspeed_models.layers.norm import RMSNorm
-from tokenspeed_models.sharding import ShardingSpec
+from tokenspeed_models.sharding import ShardingSpec, bind_output
 from tokenspeed_models.weights import WeightSlot
+
+Output = tuple[torch.Tensor, torch.Tensor]
+Kernel = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Layer(Protocol):
@@ -55,6 +58,41 @@ class FeedForward(Protocol):
         """List the sharding specs in order of computation."""
 
 
+class Blocks:
+    """The two blocks of a decoder layer as it calls them: followed by a collective if their output needs one."""
+
+    def __init__(self, attention: Attention | MultiHeadLatentAttention, mlp: FeedForward) -> None:
+        self._modules = attention, mlp
+        self.attention: Callable[..., Output] = attention
+        self.mlp: Callable[..., Output] = mlp
+
+    def attention_sharding(self, prefix: str) -> Iterator[ShardingSpec]:
+        """List the sharding specs of attention."""
+
+        def bind(collective: Kernel) -> None:
+            self.attention = _followed_by(self.attention, collective)
+
+        return bind_output(self._modules[0].sharding(prefix), bind)
+
+    def mlp_sharding(self, prefix: str) -> Iterator[ShardingSpec]:
+        """List the sharding specs of the MLP."""
+
+        def bind(collective: Kernel) -> None:
+            self.mlp = _followed_by(self.mlp, collective)
+
+        return bind_output(self._modules[1].sharding(prefix), bind)
+
+
+def _followed_by(block: Callable[..., Output], collective: Kernel) -> Callable[..., Output]:
+    """Return a block that passes its output, not the residual stream, through a collective."""
+
+    def run(*arguments: Any) -> Output:
+        x, residual = block(*arguments)
+        return collective(x), residual
+
+    return run
+
+
 class DecoderLayer:
     """Pre-norm attention and pre-norm MLP (or experts).
 
@@ -72,6 +110,7 @@ class DecoderLayer:
     ) -> None:
         self.input_norm, self.attention = RMSNorm(build, hidden_size, norm_eps), attention
         self.post_norm, self.mlp = RMSNorm(build, hidden_size, norm_eps), mlp
+        self._blocks = Blocks(attention, mlp)
 
     def forward(
         self,
@@ -81,8 +120,9 @@ class DecoderLayer:
         wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the MLP's output and the residual stream (see `Layer`)."""
-        x, residual = self.attention(self.input_norm, x, residual, positions, wanted)
-        return self.mlp(self.post_norm, x, residual)
+        blocks = self._blocks
+        x, residual = blocks.attention(self.input_norm, x, residual, positions, wanted)
+        return blocks.mlp(self.post_norm, x, residual)
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
         """List the weights by the names that checkpoints of these families share."""
@@ -93,10 +133,10 @@ class DecoderLayer:
 
     def sharding(self, prefix: str) -> Iterator[ShardingSpec]:
         """List the sharding specs in order of computation."""
-        yield from self.input_norm.sharding(f"{prefix}input_norm", "attn")
-        yield from self.attention.sharding(f"{prefix}attention.")
-        yield from self.post_norm.sharding(f"{prefix}post_norm", "attn")
-        yield from self.mlp.sharding(f"{prefix}mlp.")
+        yield from self.input_norm.sharding(f"{prefix}input_norm")
+        yield from self._blocks.attention_sharding(f"{prefix}attention.")
+        yield from self.post_norm.sharding(f"{prefix}post_norm")
+        yield from self._blocks.mlp_sharding(f"{prefix}mlp.")
 
 
 class PostNormDecoderLayer:
@@ -117,6 +157,7 @@ class PostNormDecoderLayer:
         pre_mlp_norm: RMSNorm | None = None,
     ) -> None:
         self.attention, self.mlp = attention, mlp
+        self._blocks = Blocks(attention, mlp)
         self.input_norm, self.post_attention_norm = input_norm, post_attention_norm
         self.pre_mlp_norm, self.post_mlp_norm = pre_mlp_norm, post_mlp_norm
 
@@ -128,8 +169,9 @@ class PostNormDecoderLayer:
         wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the MLP's normalised output and the residual stream (see `Layer`)."""
-        x, residual = self.attention(self.input_norm, x, residual, positions, wanted)
-        x, residual = self.mlp(self.pre_mlp_norm, self.post_attention_norm(x), residual)
+        blocks = self._blocks
+        x, residual = blocks.attention(self.input_norm, x, residual, positions, wanted)
+        x, residual = blocks.mlp(self.pre_mlp_norm, self.post_attention_norm(x), residual)
         return self.post_mlp_norm(x), residual
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
@@ -146,10 +188,10 @@ class PostNormDecoderLayer:
     def sharding(self, prefix: str) -> Iterator[ShardingSpec]:
         """List the sharding specs in order of computation."""
         if self.input_norm is not None:
-            yield from self.input_norm.sharding(f"{prefix}input_norm", "attn")
-        yield from self.attention.sharding(f"{prefix}attention.")
-        yield from self.post_attention_norm.sharding(f"{prefix}post_attention_norm", "attn")
+            yield from self.input_norm.sharding(f"{prefix}input_norm")
+        yield from self._blocks.attention_sharding(f"{prefix}attention.")
+        yield from self.post_attention_norm.sharding(f"{prefix}post_attention_norm")
         if self.pre_mlp_norm is not None:
-            yield from self.pre_mlp_norm.sharding(f"{prefix}pre_mlp_norm", "attn")
-        yield from self.mlp.sharding(f"{prefix}mlp.")
-        yield from self.post_mlp_norm.sharding(f"{prefix}post_mlp_norm", "attn")
+            yield from self.pre_mlp_norm.sharding(f"{prefix}pre_mlp_norm")
+        yield from self._blocks.mlp_sharding(f"{prefix}mlp.")
+        yield from self.post_mlp_norm.sharding(f"{prefix}post_mlp_norm")

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenspeed_core.api import BuildContext
+from tokenspeed_core.api import BuildContext, QuantizationScheme
 from tokenspeed_models.layers.ops import dtype_name
 from tokenspeed_models.layers.packed_weight import PackedWeight
 from tokenspeed_models.layers.quantized_weight import QuantizedWeight
 from tokenspeed_models.layers.scheme import shared_scheme
-from tokenspeed_models.weights import Shard, WeightSlot
+from tokenspeed_models.weights import Shard, StackedShard, WeightSlot
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,9 @@ class ExpertNames:
 class Experts:
     """Gated MLPs, of which each token uses some; the result is their weighted sum.
 
-    Raises ValueError if the experts are quantized by different schemes, or by one without an op for experts.
+    The processes of the group "experts" share the experts, and those of "moe" the features of each. The result is a
+    partial sum. Raises ValueError if the experts are quantized by different schemes, or by one without an op for
+    experts, or if the processes cannot divide them.
     """
 
     def __init__(
@@ -44,6 +46,9 @@ class Experts:
     ) -> None:
         self._names = names or ExpertNames()
         self.num_experts, self.hidden_size = num_experts, hidden_size
+        self.local, self._columns = LocalExperts(build, num_experts), Shard(0, "moe")
+        self._stacked = StackedShard((2 * ((intermediate_size, self._columns),)), 1)
+        intermediate_size = self._columns.local_size("experts", intermediate_size, build.group)
         self.intermediate_size = intermediate_size
         scheme = shared_scheme(build, self._layer_names())
         op = "moe_experts" if scheme is None else scheme.fused.get("moe_experts")
@@ -53,8 +58,9 @@ class Experts:
                 "another quantization."
             )
         assert op is not None, "unquantized experts have an op"
-        gate_up_shape = num_experts, 2 * intermediate_size, hidden_size
-        down_shape = num_experts, hidden_size, intermediate_size
+        _check_blocks_are_whole(build, scheme, intermediate_size)
+        gate_up_shape = self.local.num, 2 * intermediate_size, hidden_size
+        down_shape = self.local.num, hidden_size, intermediate_size
         self._quantized: tuple[QuantizedWeight | PackedWeight, ...] | None = None
         self._operands: tuple[torch.Tensor | None, ...]
         if scheme is None:
@@ -76,7 +82,7 @@ class Experts:
             self._operands = (*gate_up.operands, *down.operands)
         self._experts = build.op(
             op,
-            num_experts=num_experts,
+            num_experts=self.local.num,
             top_k=top_k,
             hidden_size=hidden_size,
             intermediate_size=intermediate_size,
@@ -85,26 +91,37 @@ class Experts:
         )
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Return the sum [T, hidden] of the experts `ids`, int32 [T, k], times `weights`, float32, for x [T, hidden]."""
+        """Return the sum [T, hidden] of the experts `ids`, int32 [T, k], times `weights`, float32, for x [T, hidden].
+
+        With several processes it has the terms of this one.
+        """
+        if not self.local.is_all:
+            weights, ids = self.local.choose(weights, ids)
         result: torch.Tensor = self._experts(x, *self._operands, weights, ids)
         return result
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
         """List the weights, both as one tensor per expert and as two stacked tensors."""
-        for expert in range(self.num_experts):
-            yield from self._expert_slots(prefix, expert)
+        layers = [f"{prefix}{name}" for name in self._layer_names()]
+        local = self.local.take(layers)
+        for name in layers if not self.local.is_all else ():
+            if name not in local:
+                yield WeightSlot(f"{name}.", self.gate_up, None, is_optional=True)
+        for expert in range(self.local.num):
+            yield from self._expert_slots(expert, *local[3 * expert : 3 * expert + 3])
+        weights = [f"{name}.weight" for name in local]
+        downs = weights[2::3]
+        gate_ups = [name for index, name in enumerate(weights) if index % 3 != 2]
         names = self._names
-        layers = [f"{prefix}{name}.weight" for name in self._layer_names()]
-        downs = layers[2::3]
-        gate_ups = [name for index, name in enumerate(layers) if index % 3 != 2]
         for index, weight, name, shard, replaces in (
-            (0, self.gate_up, f"{prefix}{names.stacked_gate_up}", Shard(1, "moe"), gate_ups),
+            (0, self.gate_up, f"{prefix}{names.stacked_gate_up}", self._stacked, gate_ups),
             (1, self.down, f"{prefix}{names.stacked_down}", Shard(2, "moe"), downs),
         ):
+            shards = (Shard(0, "experts"), shard)
             if self._quantized is None:
-                yield WeightSlot(name, weight, shard, replaces=tuple(replaces))
+                yield WeightSlot(name, weight, shards, replaces=tuple(replaces))
             else:
-                yield from self._quantized[index].stacked_slots(name, shard, tuple(replaces))
+                yield from self._quantized[index].stacked_slots(name, shards, tuple(replaces))
 
     def _layer_names(self) -> Iterator[str]:
         """Yield the names of the linear layers of all experts: gate, up and down of each."""
@@ -113,14 +130,11 @@ class Experts:
             for name in (names.gate, names.up, names.down):
                 yield name.format(expert)
 
-    def _expert_slots(self, prefix: str, expert: int) -> Iterator[WeightSlot]:
-        """List the three projections of one expert."""
-        size, names = self.intermediate_size, self._names
-        gate, up, down = (
-            f"{prefix}{name.format(expert)}" for name in (names.gate, names.up, names.down)
-        )
+    def _expert_slots(self, expert: int, gate: str, up: str, down: str) -> Iterator[WeightSlot]:
+        """List the three projections, called `gate`, `up` and `down`, of one of this process's experts."""
+        size = self.intermediate_size
         first, second, whole = slice(0, size), slice(size, 2 * size), slice(0, self.hidden_size)
-        columns, rows = Shard(0, "moe"), Shard(1, "moe")
+        columns, rows = self._columns, Shard(1, "moe")
         if self._quantized is None:
             yield WeightSlot(f"{gate}.weight", self.gate_up[expert, first], columns)
             yield WeightSlot(f"{up}.weight", self.gate_up[expert, second], columns)
@@ -130,3 +144,48 @@ class Experts:
             yield from gate_up_weight.slots(gate, first, columns, 0, expert)
             yield from gate_up_weight.slots(up, second, columns, 1, expert)
             yield from down_weight.slots(down, whole, rows, 0, expert)
+
+
+class LocalExperts:
+    """The `num` experts of this process, and the choice of them among those of a token.
+
+    Raises ValueError if the processes of the group "experts" cannot divide the experts.
+    """
+
+    def __init__(self, build: BuildContext, num_experts: int) -> None:
+        group = build.group("experts")
+        if num_experts % group.size:
+            raise ValueError(
+                f"{num_experts} experts cannot be divided among the {group.size} processes of the group 'experts'. "
+                "Choose a number of processes that divides them."
+            )
+        self.num, self.is_all = num_experts // group.size, group.size == 1
+        self._rank, self._num_processes = group.rank, group.size
+
+    def take(self, layers: list[str]) -> list[str]:
+        """Return this process's part of names in the order of the experts."""
+        size = len(layers) // self._num_processes
+        return layers[self._rank * size : (self._rank + 1) * size]
+
+    def choose(self, weights: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weights and ids [T, k] counted from this process's first expert.
+
+        Experts of other processes become experts of this one with a weight of zero.
+        """
+        owners = ids.div(self.num, rounding_mode="floor")
+        return weights.masked_fill(owners != self._rank, 0.0), ids.remainder(self.num)
+
+
+def _check_blocks_are_whole(
+    build: BuildContext, scheme: QuantizationScheme | None, intermediate_size: int
+) -> None:
+    """Raise ValueError if a block of values that shares a scale is divided between processes."""
+    num_processes = build.group("moe").size
+    if scheme is None or scheme.scale_block is None or num_processes == 1:
+        return
+    block = max(scheme.scale_block)
+    if intermediate_size % block:
+        raise ValueError(
+            f"quantization {scheme.name}: experts have {intermediate_size} features per process of the group 'moe', "
+            f"and blocks of {block} share a scale. Use fewer processes for that group, and more for 'experts'."
+        )

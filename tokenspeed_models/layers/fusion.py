@@ -131,8 +131,11 @@ def fuse_layers(build: BuildContext, layers: Sequence[Layer]) -> tuple[Layer | F
 def _find_block(build: BuildContext, layer: Layer, next_layer: Layer) -> FusedBlock | None:
     """Return the fused block between two layers, or None if they do not fit the pattern or no kernel fits them.
 
-    The fused ops take no biases, no quantized weights and no experts, SiLU only, and one epsilon for both norms.
+    The fused ops take no biases, no quantized weights and no experts, SiLU only, and one epsilon for both norms. No
+    collective can run inside of them.
     """
+    if build.group("attn").size > 1 or build.group("dense").size > 1:
+        return None
     if not _is_plain(layer) or not _is_plain(next_layer):
         return None
     out, mlp, qkv = layer.attention.out, layer.mlp, next_layer.attention.qkv

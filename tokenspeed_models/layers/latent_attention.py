@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from tokenspeed_core.api import BuildContext, LatentSizes
+from tokenspeed_models.layers.attention import local_num_heads
 from tokenspeed_models.layers.linear import Linear, Projection
 from tokenspeed_models.layers.norm import NormedLinear, RMSNorm
 from tokenspeed_models.sharding import Partial, Replicated, Sharded, ShardingSpec
@@ -21,7 +23,8 @@ class MultiHeadLatentAttention:
 
     `query_rank` is the size of the queries' own latent; None projects queries in one step. `cos_sin` is a table of
     `rotary_table`. `bias` adds biases to the projections to latents and to the output projection. A quantized
-    expansion of latents is dequantized when it is loaded.
+    expansion of latents is dequantized when it is loaded. The heads of `sizes` are those of all processes of the group
+    "attn", which all keep the latents. Raises ValueError if the heads cannot be divided.
     """
 
     def __init__(
@@ -39,7 +42,9 @@ class MultiHeadLatentAttention:
     ) -> None:
         if bias and query_rank is None:
             raise ValueError("config.json: attention_bias needs q_lora_rank")
-        heads, self.sizes, self.query_rank = sizes.num_heads, sizes, query_rank
+        heads, self.query_rank, self._hidden_size = sizes.num_heads, query_rank, hidden_size
+        local_heads = local_num_heads(build, heads)
+        self.sizes = replace(sizes, num_heads=local_heads)
         head_size, entry_size = (
             sizes.nope_size + sizes.rope_size,
             sizes.latent_size + sizes.rope_size,
@@ -55,7 +60,7 @@ class MultiHeadLatentAttention:
             bias=bias,
         )
         self._normed_down = NormedLinear(build, self.down)
-        self._split = [query.size, entry_size]
+        self._split = self.down.sizes
         self.query_norm: RMSNorm | None = None
         if query_rank is not None:
             self.query_norm = RMSNorm(build, query_rank, LATENT_EPS)
@@ -69,7 +74,7 @@ class MultiHeadLatentAttention:
         self._up = Projection("kv_b_proj", heads * up_size, columns)
         # [H, N + V, L]
         self._kv_up = torch.empty(
-            heads, up_size, sizes.latent_size, dtype=build.dtype, device=build.device
+            local_heads, up_size, sizes.latent_size, dtype=build.dtype, device=build.device
         )
         is_quantized = build.scheme(self._up.name) is not None
         self._quantized_up = Linear(build, sizes.latent_size, (self._up,)) if is_quantized else None
@@ -80,8 +85,8 @@ class MultiHeadLatentAttention:
             bias=bias,
         )
         self.cos_sin, self._is_interleaved = cos_sin, is_interleaved
-        self._heads = (heads, head_size)
-        self._attend = build.latent_attention(layer=layer, sizes=sizes, scale=scale)
+        self._heads = (local_heads, head_size)
+        self._attend = build.latent_attention(layer=layer, sizes=self.sizes, scale=scale)
 
     def __call__(
         self,
@@ -150,6 +155,7 @@ class MultiHeadLatentAttention:
 
     def sharding(self, prefix: str) -> Iterator[ShardingSpec]:
         """Heads are sharded over the attention group; the output is a partial sum."""
-        yield ShardingSpec(f"{prefix}down", "attn", Replicated(), Replicated())
-        yield ShardingSpec(f"{prefix}heads", "attn", Replicated(), Sharded("heads"))
-        yield ShardingSpec(f"{prefix}out", "attn", Sharded("heads"), Partial())
+        heads = Sharded("heads", "attn")
+        yield ShardingSpec(f"{prefix}down", Replicated(), Replicated(), self.down.out_size)
+        yield ShardingSpec(f"{prefix}heads", Replicated(), heads, self.out.in_size)
+        yield ShardingSpec(f"{prefix}out", heads, Partial(("attn",)), self._hidden_size)

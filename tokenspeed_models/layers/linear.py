@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from tokenspeed_models.layers.ops import dtype_name
 from tokenspeed_models.layers.packed_weight import PackedWeight
 from tokenspeed_models.layers.quantized_weight import QuantizedWeight
 from tokenspeed_models.layers.scheme import shared_scheme
-from tokenspeed_models.weights import Shard, StackedShard, WeightSlot
+from tokenspeed_models.weights import Groups, Shard, StackedShard, WeightSlot
 
 Activation = torch.Tensor | tuple[torch.Tensor, ...]
 """The input of a linear layer: x [T, in], or the quantized x with its scales."""
@@ -21,7 +22,7 @@ Activation = torch.Tensor | tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """One linear layer of a checkpoint: its name there, its output size and how its weight is sharded."""
+    """One linear layer of a checkpoint: its name there, its output size of all processes, and its sharding."""
 
     name: str
     size: int
@@ -41,8 +42,10 @@ def stacked(
 class Linear:
     """Computes `x @ weight.T + bias` for the stacked weights of one or more projections.
 
-    `scheme` is how the checkpoint or the user quantizes them, None for unquantized weights. Raises ValueError if the
-    projections have different ones, or if one starts inside a block of rows that shares a scale.
+    The arguments count the features of all processes, and `in_size`, `out_size` and `sizes` those of this one. If the
+    input features are sharded, the output is a partial sum, to which the first process adds the bias. `scheme` is how
+    the checkpoint or the user quantizes the weights, None for unquantized ones. Raises ValueError if the projections
+    have different ones, if one starts inside a block of rows that shares a scale, or if features cannot be divided.
     """
 
     def __init__(
@@ -53,9 +56,12 @@ class Linear:
         *,
         bias: bool = False,
     ) -> None:
-        out_size = sum(projection.size for projection in projections)
+        self._groups = build.group
+        sizes = [_local_size(build, each.size, each, axis=0) for each in projections]
+        in_size, out_size = _local_size(build, in_size, projections[0], axis=1), sum(sizes)
         problem = {"in_size": in_size, "out_size": out_size, "dtype": dtype_name(build.dtype)}
-        self.in_size, self.out_size, self.projections = in_size, out_size, projections
+        self.in_size, self.out_size = in_size, out_size
+        self.projections, self.sizes = projections, sizes
         self.scheme = scheme = shared_scheme(build, (each.name for each in projections))
         self.bias = torch.empty(out_size, dtype=build.dtype, device=build.device) if bias else None
         self.scale: torch.Tensor | None = None
@@ -79,8 +85,9 @@ class Linear:
             self.weight, self._operands = packed.weight, packed.operands
             self.quantized_weight, self._input_operands = packed, packed.input_operands
         else:
-            block_rows = scheme.scale_block[0] if scheme.scale_block else 1
-            _check_block_alignment(scheme.name, block_rows, projections)
+            block_rows, block_features = scheme.scale_block or (1, 1)
+            _check_block_alignment(scheme.name, block_rows, projections, sizes)
+            _check_blocks_are_whole(build, scheme.name, block_rows, block_features, self)
             self.quantized_weight = QuantizedWeight(
                 build, scheme, out_size, in_size, num_projections=len(projections)
             )
@@ -121,8 +128,7 @@ class Linear:
             result = self._linear(*operands, self.bias)
             return result
         result = self._linear(*operands, None)
-        sizes = [projection.size for projection in self.projections]
-        outputs = result.split_with_sizes(sizes, dim=1)
+        outputs = result.split_with_sizes(self.sizes, dim=1)
         for output, ratio in zip(outputs, scales.ratios[0], strict=True):
             output.mul_(ratio)
         return result if self.bias is None else result.add_(self.bias)
@@ -130,9 +136,9 @@ class Linear:
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
         """List the weight and bias of each projection. A bias is sharded like the weight's output axis."""
         start = 0
-        for index, projection in enumerate(self.projections):
-            rows, shard = slice(start, start + projection.size), projection.shard
-            start += projection.size
+        for index, (projection, size) in enumerate(zip(self.projections, self.sizes, strict=True)):
+            rows, shard = slice(start, start + size), projection.shard
+            start += size
             if self.quantized_weight is None:
                 yield WeightSlot(f"{prefix}{projection.name}.weight", self.weight[rows], shard)
             else:
@@ -140,23 +146,65 @@ class Linear:
                     f"{prefix}{projection.name}", rows, shard, index
                 )
             if self.bias is not None:
-                bias_shard = shard if shard is not None and shard.axis == 0 else None
-                yield WeightSlot(
-                    f"{prefix}{projection.name}.bias", self.bias[rows], bias_shard, "bias"
+                yield bias_slot(
+                    f"{prefix}{projection.name}.bias", self.bias[rows], shard, self._groups
                 )
 
 
+def bias_slot(
+    name: str, bias: torch.Tensor, shard: Shard | StackedShard | None, groups: Groups
+) -> WeightSlot:
+    """Return the slot of a bias [O] of a weight [O, I] with the given sharding.
+
+    If the input features are sharded, the outputs are added up, and all processes but the first have a bias of zero.
+    """
+    if shard is None or shard.axis == 0:
+        return WeightSlot(name, bias, shard, "bias")
+    is_first = not isinstance(shard, Shard) or groups(shard.group).rank == 0
+    clear = None if is_first else partial(_clear, bias)
+    return WeightSlot(name, bias, None, "bias", on_load=clear)
+
+
+def _clear(bias: torch.Tensor, tensor: torch.Tensor) -> None:
+    bias.zero_()
+
+
+def _local_size(build: BuildContext, size: int, projection: Projection, axis: int) -> int:
+    """Return this process's part of an axis of a projection's weight [out, in]."""
+    shard = projection.shard
+    if shard is None or shard.axis != axis:
+        return size
+    return shard.local_size(projection.name, size, build.group)
+
+
+def _check_blocks_are_whole(
+    build: BuildContext, method: str, block_rows: int, block_features: int, linear: Linear
+) -> None:
+    """Raise ValueError if a block of values that shares a scale is divided between processes."""
+    for projection, size in zip(linear.projections, linear.sizes, strict=True):
+        shard = projection.shard
+        if not isinstance(shard, Shard) or build.group(shard.group).size == 1:
+            continue
+        block, part = (block_rows, size) if shard.axis == 0 else (block_features, linear.in_size)
+        if part % block:
+            raise ValueError(
+                f"quantization {method}: {projection.name} has {part} features per process of the group "
+                f"{shard.group!r}, and blocks of {block} share a scale. Use fewer processes for that group."
+            )
+
+
 def _check_block_alignment(
-    method: str, block_rows: int, projections: tuple[Projection, ...]
+    method: str, block_rows: int, projections: tuple[Projection, ...], local_sizes: list[int]
 ) -> None:
     """Raise ValueError if a projection starts at a row that is not a multiple of `block_rows`."""
     start = 0
-    for projection in projections:
+    for projection, size in zip(projections, local_sizes, strict=True):
         if start % block_rows:
-            sizes = " + ".join(f"{each.name} {each.size}" for each in projections)
+            pairs = zip(projections, local_sizes, strict=True)
+            sizes = " + ".join(f"{each.name} {rows}" for each, rows in pairs)
             raise ValueError(
                 f"--quantization {method}: {projection.name} starts at row {start} of the stacked weight ({sizes}), "
                 f"which is not a multiple of {block_rows}, the rows that share a scale. Use an unquantized checkpoint, "
                 "or a method with per-channel scales such as --quantization fp8."
             )
-        start += projection.size
+        start += size

@@ -18,7 +18,8 @@ class MLP:
     """Computes `down(activation(gate(x)) * up(x))`, with gate and up in one GEMM.
 
     `activation` is "silu" or "gelu_tanh". `stacked_name` is the checkpoint's name of gate and up if it stores them as
-    one tensor. In a layer without a norm before its blocks `has_norm` is False.
+    one tensor. In a layer without a norm before its blocks `has_norm` is False. `intermediate_size` is that of all
+    processes of the group "dense".
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class MLP:
         has_norm: bool = True,
     ) -> None:
         columns, rows = Shard(0, "dense"), Shard(1, "dense")
-        self.activation = activation
+        self.activation, self._hidden_size = activation, hidden_size
         self.gate_up = Linear(
             build,
             hidden_size,
@@ -53,7 +54,7 @@ class MLP:
         fused = {} if self.down.scheme is None else self.down.scheme.fused
         whole = fused.get("add_rms_norm_mlp") if self.gate_up.scheme == self.down.scheme else None
         self._norm_mlp = (
-            build.op(whole, hidden_size=hidden_size, size=intermediate_size, dtype=dtype)
+            build.op(whole, hidden_size=hidden_size, size=self.down.in_size, dtype=dtype)
             if whole is not None and activation == "silu" and has_norm
             else None
         )
@@ -69,7 +70,7 @@ class MLP:
             if is_gate_fused
             else build.op(
                 fused.get(f"{activation}_mul", f"{activation}_mul"),
-                size=intermediate_size,
+                size=self.down.in_size,
                 dtype=dtype,
             )
         )
@@ -99,5 +100,6 @@ class MLP:
 
     def sharding(self, prefix: str) -> Iterator[ShardingSpec]:
         """Intermediate features are sharded over the dense group; the output is a partial sum."""
-        yield ShardingSpec(f"{prefix}gate_up", "dense", Replicated(), Sharded("features"))
-        yield ShardingSpec(f"{prefix}down", "dense", Sharded("features"), Partial())
+        features = Sharded("features", "dense")
+        yield ShardingSpec(f"{prefix}gate_up", Replicated(), features, self.gate_up.out_size)
+        yield ShardingSpec(f"{prefix}down", features, Partial(("dense",)), self._hidden_size)

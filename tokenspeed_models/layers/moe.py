@@ -90,13 +90,18 @@ class Router:
 
 
 class SharedExperts:
-    """A gated MLP that every token uses. With `is_gated` its output is multiplied by the sigmoid of a linear layer."""
+    """A gated MLP that every token uses. With `is_gated` its output is multiplied by the sigmoid of a linear layer.
+
+    All processes that share the layer's experts share its features.
+    """
 
     def __init__(
         self, build: BuildContext, hidden_size: int, intermediate_size: int, *, is_gated: bool
     ) -> None:
         module = ModuleBuild(build, "shared_experts")
-        columns, rows = Shard(0, "moe"), Shard(1, "moe")
+        is_shared = build.group("moe").size * build.group("experts").size > 1
+        group = "world" if is_shared else "moe"
+        columns, rows = Shard(0, group), Shard(1, group)
         self.gate_up = Linear(
             module,
             hidden_size,
@@ -109,7 +114,7 @@ class SharedExperts:
         silu_mul = "silu_mul"
         if self.down.scheme is not None:
             silu_mul = self.down.scheme.fused.get(silu_mul, silu_mul)
-        self._silu_mul = build.op(silu_mul, size=intermediate_size, dtype=dtype_name(build.dtype))
+        self._silu_mul = build.op(silu_mul, size=self.down.in_size, dtype=dtype_name(build.dtype))
         self.output_gate = (
             Linear(
                 UnquantizedBuild(build),
@@ -185,5 +190,11 @@ class MoE:
 
     def sharding(self, prefix: str) -> Iterator[ShardingSpec]:
         """Routing is replicated; the experts' output is a partial sum."""
-        yield ShardingSpec(f"{prefix}gate", "moe", Replicated(), Replicated())
-        yield ShardingSpec(f"{prefix}experts", "moe", Replicated(), Partial())
+        yield from expert_sharding(prefix, self.experts.num_experts, self.experts.hidden_size)
+
+
+def expert_sharding(prefix: str, num_experts: int, hidden_size: int) -> Iterator[ShardingSpec]:
+    """List the sharding specs of a router and experts, whole or in part on each process."""
+    yield ShardingSpec(f"{prefix}gate", Replicated(), Replicated(), num_experts)
+    partial_sum = Partial(("moe", "experts"))
+    yield ShardingSpec(f"{prefix}experts", Replicated(), partial_sum, hidden_size)

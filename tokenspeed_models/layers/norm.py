@@ -47,9 +47,9 @@ class RMSNorm:
         """List the weight."""
         yield norm_slot(f"{name}.weight", self.weight, self._weight_offset)
 
-    def sharding(self, name: str, group: str) -> Iterator[ShardingSpec]:
+    def sharding(self, name: str) -> Iterator[ShardingSpec]:
         """Input and output are replicated, since a row is normalised as a whole."""
-        yield ShardingSpec(name, group, Replicated(), Replicated())
+        yield ShardingSpec(name, Replicated(), Replicated(), self.weight.shape[0])
 
 
 def make_norm_weight(build: BuildContext, size: int, weight_offset: float) -> torch.Tensor:

@@ -84,8 +84,10 @@ class PackedWeight:
         needed = {each.name for each in self._packing.stored if each.is_needed}
         pending: dict[str, torch.Tensor] = {}
 
-        def add(stored: str, tensor: torch.Tensor) -> None:
-            pending[stored] = tensor
+        def add(stored: StoredTensor, tensor: torch.Tensor) -> None:
+            if stored.kind == "index":
+                tensor = self._local_groups(f"{name}.{stored.name}", tensor, shard)
+            pending[stored.name] = tensor
             if pending.keys() == needed:
                 self._store(name, rows, expert or 0, pending)
                 pending.clear()
@@ -101,13 +103,13 @@ class PackedWeight:
                 target,
                 _shard(each, shard),
                 each.kind,
-                on_load=partial(add, each.name),
+                on_load=partial(add, each),
                 is_optional=not each.is_needed,
-                make_dummy=partial(self._make_dummy, each, target),
+                make_dummy=partial(self._make_dummy, each, target.dtype),
             )
 
     def stacked_slots(
-        self, name: str, shard: Shard, replaces: tuple[str, ...]
+        self, name: str, shards: tuple[Shard | StackedShard, ...], replaces: tuple[str, ...]
     ) -> Iterator[WeightSlot]:
         """Return no slots: checkpoints with these schemes store each expert by itself."""
         yield from ()
@@ -150,27 +152,45 @@ class PackedWeight:
         dtype: torch.dtype = getattr(torch, tensor.dtype)
         return dtype
 
+    def _local_groups(
+        self, name: str, groups: torch.Tensor, shard: Shard | StackedShard | None
+    ) -> torch.Tensor:
+        """Return the group of each input feature of this process, counted from its first group.
+
+        Raises ValueError if its features have groups of other processes.
+        """
+        if not isinstance(shard, Shard) or shard.axis == 0:
+            return groups
+        num_groups = self._in_size // self._problem["group_size"]
+        local = groups - self._build.group(shard.group).rank * num_groups
+        if local.numel() and (int(local.min()) < 0 or int(local.max()) >= num_groups):
+            raise ValueError(
+                f"{name} orders the input features across processes (desc_act). Use a checkpoint without it, or one "
+                f"process for the group {shard.group!r}."
+            )
+        return local
+
     def _make_dummy(
-        self, stored: StoredTensor, target: torch.Tensor, generator: torch.Generator
+        self,
+        stored: StoredTensor,
+        dtype: torch.dtype,
+        shape: torch.Size,
+        generator: torch.Generator,
     ) -> torch.Tensor:
         """Return random values, a scale of typical size, or groups in their order."""
+        device = self._build.device
         if stored.kind == "scale":
-            return torch.full_like(target, stored.typical)
+            return torch.full(shape, stored.typical, dtype=dtype, device=device)
         if stored.kind == "index":
-            features = torch.arange(self._in_size, device=target.device)
-            return (features // self._problem["group_size"]).to(target.dtype)
-        if target.is_floating_point():
-            values = torch.empty(target.shape, dtype=torch.float32, device=target.device)
+            features = torch.arange(shape[0], device=device)
+            return (features // self._problem["group_size"]).to(dtype)
+        if dtype.is_floating_point:
+            values = torch.empty(shape, dtype=torch.float32, device=device)
             values.normal_(0.0, _FP8_DEVIATION, generator=generator)
-            return values.clamp_(-_FP8_MAX, _FP8_MAX).to(target.dtype)
-        bounds = torch.iinfo(target.dtype)
+            return values.clamp_(-_FP8_MAX, _FP8_MAX).to(dtype)
+        bounds = torch.iinfo(dtype)
         return torch.randint(
-            bounds.min,
-            bounds.max,
-            target.shape,
-            dtype=target.dtype,
-            device=target.device,
-            generator=generator,
+            bounds.min, bounds.max, shape, dtype=dtype, device=device, generator=generator
         )
 
 

@@ -34,6 +34,7 @@ class QuantizedWeight:
         """
         *experts, rows, features = shape
         self._block_rows, block_features = method.scale_block or (1, features)
+        self._has_row_scales = method.scale_block is None
         self._dtype, self._scale_name = build.dtype, method.scale_name
         self.values = torch.empty(
             *experts,
@@ -81,29 +82,47 @@ class QuantizedWeight:
             values, scale = values[expert], scale[expert]
         values = values[rows]
         scale = scale[rows.start // self._block_rows : -(-rows.stop // self._block_rows)]
-        scale_name = f"{name}.{self._scale_name}"
+        scale_name, scale_shard = f"{name}.{self._scale_name}", self._scale_shard(shard, 0)
         if self.tensor_scales is None:
-            online = OnlineQuantization(
-                self._dtype, partial(self._store, values, scale), scale, scale_name
-            )
+            store = partial(self._store, values, scale)
+            online = OnlineQuantization(self._dtype, store, scale, scale_name, scale_shard)
             yield WeightSlot(f"{name}.weight", values, shard, quantization=online)
         else:
             yield WeightSlot(f"{name}.weight", values, shard, "quantized")
             yield WeightSlot(
                 f"{name}.weight_packed", values, shard, "quantized", replaces=(f"{name}.weight",)
             )
-            yield WeightSlot(scale_name, scale, shard, "scale")
+            yield WeightSlot(scale_name, scale, scale_shard, "scale")
             yield from self.tensor_scales.slots(name, expert or 0, projection)
 
     def stacked_slots(
-        self, name: str, shard: Shard, replaces: tuple[str, ...]
+        self, name: str, shards: tuple[Shard | StackedShard, ...], replaces: tuple[str, ...]
     ) -> Iterator[WeightSlot]:
         """List the slot of the one tensor that holds the unquantized weights of all experts in newer checkpoints."""
         if self.tensor_scales is None:
-            online = OnlineQuantization(
-                self._dtype, self._store_experts, self.scale, f"{name}_scale"
+            scale_shards = tuple(
+                scale_shard
+                for shard in shards
+                if (scale_shard := self._scale_shard(shard, 1)) is not None
             )
-            yield WeightSlot(name, self.values, shard, replaces=replaces, quantization=online)
+            online = OnlineQuantization(
+                self._dtype, self._store_experts, self.scale, f"{name}_scale", scale_shards
+            )
+            yield WeightSlot(name, self.values, shards, replaces=replaces, quantization=online)
+
+    def _scale_shard(
+        self, shard: Shard | StackedShard | None, row_axis: int
+    ) -> Shard | StackedShard | None:
+        """Return the sharding of the scales, given that of the weight, whose rows are on `row_axis`.
+
+        The scale of a whole row belongs to all slices of its input features.
+        """
+        if shard is None or (shard.axis > row_axis and self._has_row_scales):
+            return None
+        if isinstance(shard, StackedShard):
+            parts = tuple((rows // self._block_rows, part) for rows, part in shard.parts)
+            return StackedShard(parts, shard.axis)
+        return shard
 
     def _store_experts(self, weights: torch.Tensor) -> None:
         """Quantize the weights [E, O, I] of all experts into this weight, one expert at a time."""

@@ -74,8 +74,7 @@ def _qk_norm(c: DecoderConfig, build: BuildContext) -> HeadNorm | AllHeadNorm | 
         return None
     if not c.is_qk_norm_joint:
         return HeadNorm(build, c.head_size, c.norm_eps)
-    q_size, k_size = c.num_heads * c.head_size, c.num_kv_heads * c.head_size
-    return AllHeadNorm(build, q_size, k_size, c.norm_eps)
+    return AllHeadNorm(build, c.num_heads, c.num_kv_heads, c.head_size, c.norm_eps)
 
 
 def _mlp(

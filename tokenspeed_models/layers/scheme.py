@@ -10,6 +10,7 @@ import torch
 from tokenspeed_core.api import (
     AttentionCall,
     BuildContext,
+    Collective,
     LatentAttentionCall,
     ProcessGroup,
     QuantizationScheme,
@@ -50,6 +51,10 @@ class ModuleBuild:
     def fused(self, op: str, **problem: Any) -> Callable[..., Any] | None:
         """Return the selected kernel of a fused op, or None."""
         return self._build.fused(op, **problem)
+
+    def comm(self, collective: Collective) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return the kernel of a collective."""
+        return self._build.comm(collective)
 
     def attention(self, **layer: Any) -> AttentionCall:
         """Register a layer's attention."""

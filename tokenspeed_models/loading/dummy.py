@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from zlib import crc32
 
 import torch
 
 from tokenspeed_core.api import Model
 from tokenspeed_models.weights import WeightMap, WeightSlot
 
-_SEED = 0
 _DEVIATION = 0.02  # a usual initialisation; keeps the activations of deep models finite in float16
 # Random e2m1 values have a deviation of about 3, so that this per-tensor scale gives weights of _DEVIATION.
 _TENSOR_SCALE = 0.007
@@ -27,38 +27,33 @@ def read_dummy(
         raise ValueError(
             f"--load-format dummy: {type(model).__name__} has no weight_map(). Use another load format."
         )
-    slots = list(weight_map())
+    weights = weight_map()
+    slots = list(weights)
     done, total = 0, sum(slot.target.nbytes for slot in slots)
     generators: dict[torch.device, torch.Generator] = {}
     for slot in slots:
         device = slot.target.device
         if device not in generators:
-            generators[device] = torch.Generator(device).manual_seed(_SEED)
-        yield slot.name, _fill(slot, generators[device])
+            generators[device] = torch.Generator(device)
+        # Processes that hold different experts make the same contents for the weights that they share.
+        generators[device].manual_seed(crc32(slot.name.encode()))
+        yield slot.name, _fill(slot, slot.shape(weights.groups), generators[device])
         done += slot.target.nbytes
         report(done, total)
 
 
-def _fill(slot: WeightSlot, generator: torch.Generator) -> torch.Tensor:
-    """Return a new tensor of the slot's shape, device and dtype."""
+def _fill(slot: WeightSlot, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    """Return a new tensor of a shape for a slot, on its device and of its dtype."""
+    target, dtype = slot.target, slot.target.dtype
     if slot.make_dummy is not None:
-        return slot.make_dummy(generator)
+        return slot.make_dummy(shape, generator)
     if slot.kind == "norm":
-        return torch.ones_like(slot.target)
+        return target.new_ones(shape)
     if slot.kind == "bias":
-        return torch.zeros_like(slot.target)
+        return target.new_zeros(shape)
     if slot.kind == "scale":
-        return torch.full_like(
-            slot.target, _TENSOR_SCALE if slot.target.dtype == torch.float32 else 1.0
-        )
+        return target.new_full(shape, _TENSOR_SCALE if dtype == torch.float32 else 1.0)
     if slot.kind == "quantized":
-        return torch.randint(
-            0,
-            256,
-            slot.target.shape,
-            dtype=slot.target.dtype,
-            device=slot.target.device,
-            generator=generator,
-        )
-    weight = torch.empty(slot.target.shape, dtype=slot.dtype, device=slot.target.device)
+        return torch.randint(0, 256, shape, dtype=dtype, device=target.device, generator=generator)
+    weight = torch.empty(shape, dtype=slot.dtype, device=target.device)
     return weight.normal_(0.0, _DEVIATION, generator=generator)

@@ -53,7 +53,6 @@ class OlmoModel(CausalLM):
 def _layer(
     d: DecoderConfig, build: BuildContext, layer: int, cos_sin: torch.Tensor
 ) -> PostNormDecoderLayer:
-    q_size, k_size = d.num_heads * d.head_size, d.num_kv_heads * d.head_size
     attention = Attention(
         ModuleBuild(build, f"model.layers.{layer}.self_attn"),
         layer=layer,
@@ -64,7 +63,7 @@ def _layer(
         cos_sin=cos_sin,
         qkv_bias=d.qkv_bias,
         out_bias=d.out_bias,
-        qk_norm=AllHeadNorm(build, q_size, k_size, d.norm_eps),
+        qk_norm=AllHeadNorm(build, d.num_heads, d.num_kv_heads, d.head_size, d.norm_eps),
         window=d.windows[layer],
         has_norm=False,
     )

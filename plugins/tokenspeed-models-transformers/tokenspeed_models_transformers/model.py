@@ -32,6 +32,12 @@ class TransformersModel:
     """Runs the decoder of a causal language model on flat tokens, and its head on the wanted rows."""
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext) -> None:
+        num_processes = build.group("world").size
+        if num_processes > 1:
+            raise ValueError(
+                f"models of transformers run in one process, not in {num_processes}. Choose a tensor and expert parallel "
+                "size of 1, or install a family that supports this architecture."
+            )
         trusts_code = REMOTE_CODE in config
         if trusts_code:
             log.warning("running code from the model's repository: %s", config[REMOTE_CODE])

@@ -1,0 +1,145 @@
+"""Processes that compute together: each one runs the same function in the same process groups.
+
+They are started once, from a server that has imported torch already.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+from tokenspeed_core.api import Collective, CommGroup, ParallelLayout
+from tokenspeed_kernels.reference import comm
+from tokenspeed_models.testing import DenseBuild
+
+_TIMEOUT = 60.0  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The sizes of the process groups."""
+
+    attn: int = 1
+    dense: int = 1
+    moe: int = 1
+    experts: int = 1
+
+    def layout(self, rank: int) -> ParallelLayout:
+        return ParallelLayout.of(
+            rank, attn=self.attn, dense=self.dense, moe=self.moe, experts=self.experts
+        )
+
+    def __str__(self) -> str:
+        return f"attn{self.attn}-dense{self.dense}-moe{self.moe}-experts{self.experts}"
+
+
+def tensor_parallel(size: int) -> Sizes:
+    """Return the groups of `--tp SIZE`."""
+    return Sizes(attn=size, dense=size, moe=size)
+
+
+class Handles:
+    """The torch.distributed groups of one process, by their ranks. All processes of the pool ask for the same."""
+
+    def __init__(self, rank: int, num_processes: int) -> None:
+        self._rank, self._num_processes = rank, num_processes
+        self._made: dict[tuple[int, ...], Any] = {}
+
+    def of(self, sizes: Sizes) -> tuple[ParallelLayout, Mapping[str, Any]] | None:
+        """Return the layout of this process and its handles, None if it takes no part."""
+        world_size = sizes.layout(0).world_size
+        layouts = [sizes.layout(rank) for rank in range(world_size)]
+        for name in layouts[0].groups:
+            for ranks in dict.fromkeys(layout.group(name).ranks for layout in layouts):
+                if ranks not in self._made:
+                    self._made[ranks] = distributed.new_group(list(ranks))
+        if self._rank >= world_size:
+            return None
+        layout = layouts[self._rank]
+        return layout, {name: self._made[each.ranks] for name, each in layout.groups.items()}
+
+
+class RankBuild(DenseBuild):
+    """A build of one of several processes. `collectives` records what the model was given."""
+
+    def __init__(self, layout: ParallelLayout, handles: Mapping[str, Any]) -> None:
+        super().__init__(layout=layout)
+        self._handles = handles
+        self.collectives: list[Collective] = []
+
+    def comm(self, collective: Collective) -> Callable[[torch.Tensor], torch.Tensor]:
+        self.collectives.append(collective)
+        group = self.group(collective.group)
+        make = {"all_reduce": comm.all_reduce, "all_gather": comm.all_gather}[collective.op]
+        problem = {
+            "num_processes": group.size,
+            "size": collective.size,
+            "dtype": collective.dtype,
+        }
+        return make(problem, CommGroup(group, self._handles[group.name]))
+
+
+class ProcessPool:
+    """Processes of a gloo world. `run` may use the first ones only."""
+
+    def __init__(self, num_processes: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "tokenspeed_models.testing"])
+        self._folder = tempfile.TemporaryDirectory()
+        store = Path(self._folder.name) / "store"
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(num_processes):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, num_processes, str(store), theirs), daemon=True
+            )
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], sizes: Sizes, *arguments: Any) -> Sequence[Any]:
+        """Return `function(build, *arguments)` of each process that takes part."""
+        for pipe in self._pipes:
+            pipe.send((function, sizes, arguments))
+        results = [pipe.recv() if pipe.poll(_TIMEOUT) else "no answer" for pipe in self._pipes]
+        errors = [each for each in results if isinstance(each, str)]
+        assert not errors, errors[0]
+        return [each[0] for each in results if each]
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self._processes:
+            process.join(_TIMEOUT)
+        self._folder.cleanup()
+
+
+def _serve(rank: int, num_processes: int, store: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=num_processes,
+        timeout=timedelta(seconds=_TIMEOUT),
+    )
+    handles = Handles(rank, num_processes)
+    while (task := pipe.recv()) is not None:
+        function, sizes, arguments = task
+        try:
+            found = handles.of(sizes)
+            pipe.send(() if found is None else (function(RankBuild(*found), *arguments),))
+        except Exception:
+            pipe.send(traceback.format_exc())
+    distributed.destroy_process_group()
