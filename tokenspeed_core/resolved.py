@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tokenspeed_core.api.grammars import GrammarSpec
+from tokenspeed_core.api.models import KVScale
 from tokenspeed_core.api.parallel import ONE_PROCESS, ParallelLayout
 from tokenspeed_core.api.policy import Policy
 from tokenspeed_core.checkpoint.quantization import ResolvedQuantization
@@ -24,7 +25,7 @@ class Resolved:
     limits: SchedulerLimits  # a smaller KV cache may lower them
     quantization: ResolvedQuantization | None
     overrides: tuple[Override, ...]
-    kv_scales: tuple[float, ...]  # divisor of each layer's keys and values in the cache; empty: 1
+    kv_scales: tuple[KVScale, ...]  # of each layer; empty: 1
     policy: Policy
     # Threads on a CPU; None leaves torch's default. Every op ends in a barrier, so one thread too many
     # costs far more than one too few when other processes keep cores busy.

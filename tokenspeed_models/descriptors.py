@@ -29,6 +29,7 @@ SAFETENSORS = LoadFormat(
     name="safetensors",
     load="tokenspeed_models.loading.safetensors:read_safetensors",
     detect=("*.safetensors", "*.safetensors.index.json"),
+    kv_scales="tokenspeed_models.loading.kv_scales:read_kv_scales",
 )
 # These files are pickles. They are read with weights_only=True, and only if the user names the format.
 PT = LoadFormat(

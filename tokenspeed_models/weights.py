@@ -19,7 +19,14 @@ Groups = Callable[[str], ProcessGroup]
 _FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 # Old checkpoints store the rotary table, which models compute. Scales of an FP8 KV cache are read elsewhere, if
 # --kv-cache-dtype asks for that cache.
-_IGNORED = ("rotary_emb.inv_freq", "k_scale", "v_scale")
+_IGNORED = (
+    "rotary_emb.inv_freq",
+    "k_scale",
+    "v_scale",
+    "kv_scale",
+    "k_proj.output_scale",
+    "v_proj.output_scale",
+)
 _MAX_NAMES = 12  # longer lists are grouped into patterns in error messages
 
 

@@ -73,13 +73,23 @@ class LoadFormat:
 
     `load` is "module:function" with the signature of `WeightReader`. `detect` are glob patterns of its weight files;
     `--load-format auto` chooses the format if one matches. Formats without a pattern must be named, and so must those
-    whose files can contain code (`by_name_only`).
+    whose files can contain code (`by_name_only`). `kv_scales` is "module:function", which returns the scales of an FP8
+    KV cache in a checkpoint directory, a `Mapping[int, KVScale]` by layer; it imports no tensor library.
     """
 
     name: str
     load: str
     detect: tuple[str, ...]
     by_name_only: bool = False
+    kv_scales: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KVScale:
+    """The divisors of a layer's keys and values in the KV cache. A latent cache (MLA) uses that of the keys."""
+
+    key: float = 1.0
+    value: float = 1.0
 
 
 class WeightReader(Protocol):

@@ -111,7 +111,7 @@ class Config(ParallelSettings, ServerSettings):
     quantization_param_path: str | None = setting(
         None,
         "device",
-        "JSON file with per-layer scales of an FP8 KV cache; default: scale 1.",
+        "JSON file with per-layer scales of an FP8 KV cache; default: those of the checkpoint, else 1.",
         min_length=1,
     )
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenspeed_core import logs
 from tokenspeed_core.api.step import Runner
-from tokenspeed_core.checkpoint.kv_scales import read_kv_scales
+from tokenspeed_core.checkpoint.kv_scales import find_kv_scales
 from tokenspeed_core.checkpoint.quantization import find_quantization
 from tokenspeed_core.checkpoint.resolve import resolve_checkpoint
 from tokenspeed_core.config import Config
@@ -154,7 +154,7 @@ def resolve(
         limits=limits,
         quantization=find_quantization(config.quantization, checkpoint, catalog),
         overrides=read_overrides(config),
-        kv_scales=read_kv_scales(config.quantization_param_path, info.num_layers),
+        kv_scales=find_kv_scales(config, checkpoint, catalog),
         policy=find_policy(config.schedule_policy, catalog),
         num_threads=num_threads,
         grammars=find_backend(config.grammar_backend, catalog),

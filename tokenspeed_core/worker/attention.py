@@ -14,13 +14,16 @@ from torch import Tensor
 from tokenspeed_core.api.attention import AttentionKernel, AttentionProblem, AttentionStep
 from tokenspeed_core.api.cache_groups import CacheGroupSpec
 from tokenspeed_core.api.kernels import KernelSpec
-from tokenspeed_core.api.models import Rotation
+from tokenspeed_core.api.models import KVScale, Rotation
 from tokenspeed_core.kernels.select import Choice
 from tokenspeed_core.kv_cache.page_layout import PageLayout
 from tokenspeed_core.worker.inputs import GroupInputs
 
 Batch = tuple[str, AttentionStep, slice | None]
 """A phase, its step, and its query tokens (None: all)."""
+
+
+UNSCALED = KVScale()
 
 
 class AttentionGroup:
@@ -73,7 +76,7 @@ class AttentionGroup:
 class AttentionLayer:
     """One layer's attention, as the model calls it. Bound once all layers are known and memory is sized.
 
-    The cache holds keys and values divided by `kv_scale`; queries and results are multiplied by it.
+    The cache holds keys and values divided by `kv_scale`; queries and results are multiplied by its two numbers.
     """
 
     group: AttentionGroup
@@ -85,7 +88,7 @@ class AttentionLayer:
     scale: float
     window: int | None
     rotation: Rotation | None
-    kv_scale: float = 1.0
+    kv_scale: KVScale = UNSCALED
     soft_cap: float | None = None
     sinks: Tensor | None = None  # float32 [H], a parameter of the model
     choices: dict[str, Choice] = field(default_factory=dict)  # by phase
@@ -105,7 +108,7 @@ class AttentionLayer:
         self.write_kv(q, k, v, *self.caches, self.group.kv_slots, *rotation)
         out = q.new_empty(q.shape)
         self.group.attend(lambda batch: self._attend(batch, q, out))
-        return out if self.kv_scale == 1.0 else out.mul_(self.kv_scale)
+        return out if self.kv_scale.value == 1.0 else out.mul_(self.kv_scale.value)
 
     def _attend(self, batch: Batch, q: Tensor, out: Tensor) -> None:
         phase, _, tokens = batch
@@ -116,7 +119,7 @@ class AttentionLayer:
 
 
 def make_write_kv(
-    rotate: Callable[..., None] | None, write: Callable[..., None], scale: float
+    rotate: Callable[..., None] | None, write: Callable[..., None], scale: KVScale
 ) -> Callable[..., None]:
     """Return an `AttentionLayer.write_kv` of separate kernels. It rotates and scales q in place."""
 
@@ -131,9 +134,9 @@ def make_write_kv(
     ) -> None:
         if rotate is not None:
             rotate(q, k, *rotation)
-        if scale != 1.0:
-            q.mul_(scale)
-            k, v = k / scale, v / scale
+        if scale != UNSCALED:
+            q.mul_(scale.key)
+            k, v = k / scale.key, v / scale.value
         write(k, v, k_cache, v_cache, slots)
 
     return write_separately

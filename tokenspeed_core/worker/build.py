@@ -26,6 +26,7 @@ from tokenspeed_core.kernels.plan import KernelPlan, NothingFitsError, PlannedOp
 from tokenspeed_core.kernels.select import Choice, Selector
 from tokenspeed_core.resolved import Resolved
 from tokenspeed_core.worker.attention import (
+    UNSCALED,
     AttentionGroup,
     AttentionLayer,
     CachedLayer,
@@ -182,7 +183,7 @@ class ModelBuild:
             scale,
             window,
             rotation,
-            self._kv_scales[layer] if self._kv_scales else 1.0,
+            self._kv_scales[layer] if self._kv_scales else UNSCALED,
             soft_cap,
             sinks,
         )
@@ -195,7 +196,7 @@ class ModelBuild:
         """Register a layer's latent attention. Raises CheckpointError as `attention` does."""
         width = sizes.latent_size + sizes.rope_size
         index = self._next_index(layer, group, (CachePart("latent", (width,)),))
-        kv_scale = self._kv_scales[layer] if self._kv_scales else 1.0
+        kv_scale = self._kv_scales[layer].key if self._kv_scales else 1.0
         call = LatentLayer(
             self.groups[group], index, layer, sizes, scale, self._max_expanded, kv_scale
         )
@@ -291,7 +292,7 @@ class ModelBuild:
                 (layer.rotation.op, *ops),
                 {**axes, "rotary_size": layer.rotation.rotary_size},
             )
-        chains = (ops,) if layer.kv_scale == 1.0 else tuple((op,) for op in ops)
+        chains = (ops,) if layer.kv_scale == UNSCALED else tuple((op,) for op in ops)
         choices = [
             each
             for chain in chains

@@ -8,9 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tokenspeed_core.api import Model
-from tokenspeed_models.loading.shards import FileKind, find_shards
-
-_FILES = FileKind("model.safetensors", ("*.safetensors",))
+from tokenspeed_models.loading.shards import SAFETENSORS, find_shards
 
 
 def read_safetensors(
@@ -20,7 +18,7 @@ def read_safetensors(
 
     Raises ValueError if a shard is missing, truncated or not a safetensors file.
     """
-    files = find_shards(path, _FILES)
+    files = find_shards(path, SAFETENSORS)
     done, total = 0, sum(file.stat().st_size for file in files)
     report(done, total)
     for file in files:

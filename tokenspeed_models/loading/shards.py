@@ -18,6 +18,9 @@ class FileKind:
     patterns: tuple[str, ...]
 
 
+SAFETENSORS = FileKind("model.safetensors", ("*.safetensors",))
+
+
 def find_shards(path: str, kind: FileKind) -> tuple[Path, ...]:
     """Return a checkpoint's weight files, in order.
 
