@@ -68,6 +68,7 @@ from tokenspeed_core.api.models import (
 from tokenspeed_core.api.ops import DOTS, EXACT, OpContract, OpReference, Problem, Tolerance
 from tokenspeed_core.api.parallel import (
     ONE_PROCESS,
+    SAMPLING,
     Collective,
     CommGroup,
     ParallelLayout,
@@ -98,6 +99,7 @@ __all__ = [
     "EXACT",
     "MAX_WHITESPACE",
     "ONE_PROCESS",
+    "SAMPLING",
     "AttentionCall",
     "AttentionFactory",
     "AttentionKernel",

@@ -88,6 +88,10 @@ class CommGroup:
     handle: Any
 
 
+SAMPLING = "sampling"
+"""The module that takes the logits, which only the last tokens of sequences have."""
+
+
 @dataclass(frozen=True, slots=True)
 class Collective:
     """A collective on the activation that flows from one module to the next."""

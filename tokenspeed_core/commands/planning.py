@@ -6,7 +6,7 @@ from tokenspeed_core.config.describe import as_written
 from tokenspeed_core.config.schema import setting_names
 from tokenspeed_core.engine.planning import StartPlan, plan_kernels, plan_start
 from tokenspeed_core.kernels.plan import KernelPlan, NothingFitsError, PlannedOp, Verdict
-from tokenspeed_core.kernels.table import kernel_table
+from tokenspeed_core.kernels.table import describe_collectives, kernel_table
 
 __all__ = [
     "KernelPlan",
@@ -15,6 +15,7 @@ __all__ = [
     "StartPlan",
     "Verdict",
     "as_written",
+    "describe_collectives",
     "kernel_table",
     "plan_kernels",
     "plan_start",

@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tokenspeed_core.api.parallel import Collective
 from tokenspeed_core.errors import SelectionError
 from tokenspeed_core.kernels.overrides import as_typed
 
@@ -74,11 +75,35 @@ class PlannedOp:
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedCollective:
+    """A collective of a step, and the number of processes in its group."""
+
+    collective: Collective
+    num_processes: int
+
+    @property
+    def bytes_per_token(self) -> int:
+        """The bytes of its result for a token."""
+        return self.collective.size * (4 if self.collective.dtype == "float32" else 2)
+
+    @property
+    def sent_bytes_per_token(self) -> int:
+        """The bytes that each process sends for a token, if the processes form a ring."""
+        num_rounds = 2 if self.collective.op == "all_reduce" else 1
+        others = self.num_processes - 1
+        return num_rounds * self.bytes_per_token * others // self.num_processes
+
+
+@dataclass(frozen=True, slots=True)
 class KernelPlan:
-    """All kernel decisions of a model. The start-up table, `plugins why` and the JSON report show it."""
+    """All kernel decisions of a model. The start-up table, `plugins why` and the JSON report show it.
+
+    `collectives` are in the order of a step.
+    """
 
     platform: str
     ops: tuple[PlannedOp, ...]
+    collectives: tuple[PlannedCollective, ...] = ()
 
     def find(self, op: str, layer: int | None = None) -> tuple[PlannedOp, ...]:
         """Return the decisions for an op or family, of one layer if given."""

@@ -13,12 +13,14 @@ from pydantic import BaseModel
 from tokenspeed_core.api.attention import AttentionProblem
 from tokenspeed_core.api.kernels import InstalledKernel, KernelSpec, PlatformInfo, Ranking
 from tokenspeed_core.api.ops import OpContract, Problem, common_ops
+from tokenspeed_core.api.parallel import Collective
 from tokenspeed_core.errors import SelectionError, describe_error
 from tokenspeed_core.kernels.options import describe_options, read_options
 from tokenspeed_core.kernels.overrides import Override, as_typed, flag_for
 from tokenspeed_core.kernels.plan import (
     KernelPlan,
     NothingFitsError,
+    PlannedCollective,
     PlannedOp,
     Reason,
     Verdict,
@@ -67,6 +69,7 @@ class Selector:
         default_factory=dict, init=False
     )
     _layers: dict[Hashable, set[int]] = field(default_factory=dict, init=False)
+    _collectives: list[PlannedCollective] = field(default_factory=list, init=False)
 
     def select(self, op: str, problem: Problem, *, layer: int | None = None) -> Choice:
         """Return the kernel for an op and problem; equal problems get the same Choice object.
@@ -108,6 +111,16 @@ class Selector:
             raise self._nothing_fits(planned, layer)
         return None
 
+    def select_collective(self, collective: Collective, num_processes: int) -> Choice:
+        """Return the kernel of a collective and add it to the plan; raises as `select` does."""
+        self._collectives.append(PlannedCollective(collective, num_processes))
+        problem = {
+            "num_processes": num_processes,
+            "size": collective.size,
+            "dtype": collective.dtype,
+        }
+        return self.select(collective.op, problem)
+
     def select_attention(self, problem: AttentionProblem, *, layer: int | None = None) -> Choice:
         """Return the attention backend for a layer's problem; raises as `select` does."""
         return self.select("attention", asdict(problem), layer=layer)
@@ -118,7 +131,8 @@ class Selector:
             replace(planned, layers=tuple(sorted(self._layers.get(key, ()))))
             for key, (_, planned) in self._decided.items()
         )
-        return KernelPlan(self.platform.name or self.platform.kind, tuple(ops))
+        platform = self.platform.name or self.platform.kind
+        return KernelPlan(platform, tuple(ops), tuple(self._collectives))
 
     def chosen(self) -> list[tuple[Choice, PlannedOp]]:
         """Return the kernels chosen so far, each with its decision."""

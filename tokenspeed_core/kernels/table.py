@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from textwrap import wrap
 
-from tokenspeed_core.kernels.plan import KernelPlan, PlannedOp
+from tokenspeed_core.api.parallel import SAMPLING
+from tokenspeed_core.kernels.plan import KernelPlan, PlannedCollective, PlannedOp
 
 _WIDTH = 80  # columns
 _HEIGHT = 24  # lines
@@ -36,7 +38,30 @@ def kernel_table(plan: KernelPlan) -> str:
     if len(reasons) > room:
         op = reasons[room][1][0]
         lines.append(f"  and {len(reasons) - room} more. For one op: tokenspeed plugins why {op}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *describe_collectives(plan.collectives)])
+
+
+def describe_collectives(collectives: Iterable[PlannedCollective]) -> Iterator[str]:
+    """Yield the bytes of a token in each collective and its reason, equal layers in one line, and the sums."""
+    counts: dict[tuple[str, ...], int] = {}
+    sent = {True: 0, False: 0}  # to sampling, and to other modules
+    for planned in collectives:
+        each = planned.collective
+        size = f"{planned.bytes_per_token:,} B a token"
+        where = f"{each.group}, {planned.num_processes} processes"
+        key = (f"{each.op} ({where}): {size}", re.sub(r"\.\d+\.", ".*.", each.reason))
+        counts[key] = counts.get(key, 0) + 1
+        sent[each.target == SAMPLING] += planned.sent_bytes_per_token
+    if not counts:
+        yield "collectives: none"
+        return
+    yield (
+        f"collectives: each process sends {sent[False]:,} B for a token, and {sent[True]:,} B more for one that is "
+        "sampled from"
+    )
+    for (what, reason), count in counts.items():
+        yield f"  {count} x {what}"
+        yield f"      {reason}"
 
 
 def _aligned(rows: list[tuple[str, str, str, str]]) -> Iterable[str]:

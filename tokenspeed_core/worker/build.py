@@ -62,7 +62,6 @@ class ModelBuild:
         self.schemes: dict[str, QuantizationScheme | None] = {}
         self._quantization = resolved.quantization
         self._parallel, self._handles = resolved.parallel, handles or {}
-        self.collectives: list[Collective] = []
         self.selector = selector
         self.layers: list[AttentionLayer] = []
         self.latent_layers: list[LatentLayer] = []
@@ -115,15 +114,9 @@ class ModelBuild:
         return None if choice is None else self._load(choice)
 
     def comm(self, collective: Collective) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return the selected kernel of a collective; `collectives` records it."""
-        self.collectives.append(collective)
+        """Return the selected kernel of a collective."""
         group = self.group(collective.group)
-        problem = {
-            "num_processes": group.size,
-            "size": collective.size,
-            "dtype": collective.dtype,
-        }
-        choice = self.selector.select(collective.op, problem)
+        choice = self.selector.select_collective(collective, group.size)
         return self._load(choice, CommGroup(group, self._handles.get(group.name)))
 
     def _load(self, choice: Choice, *group: CommGroup) -> Callable[..., Any]:

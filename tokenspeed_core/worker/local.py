@@ -85,7 +85,8 @@ def plan_only(
     device = resolve_device(config.device)
     assembly = assemble(resolved, catalog, device, only_plan=True)
     num_parameters = resolved.checkpoint.info.num_parameters
-    weights = None if resolved.quantization else num_parameters * assembly.build.dtype.itemsize
+    is_known = resolved.quantization is None and resolved.parallel.world_size == 1
+    weights = num_parameters * assembly.build.dtype.itemsize if is_known else None
     is_cpu = device.type == "cpu"
     plan = assembly.selector.plan()
     _log_kernel_notices(plan, device)

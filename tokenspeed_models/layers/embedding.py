@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional
 
-from tokenspeed_core.api import BuildContext
+from tokenspeed_core.api import SAMPLING, BuildContext
 from tokenspeed_models.layers.ops import dtype_name
 from tokenspeed_models.sharding import Partial, Replicated, Sharded, ShardingSpec
 from tokenspeed_models.weights import Shard, WeightSlot
@@ -109,4 +109,4 @@ class OutputHead:
         """The output is sharded on the vocabulary; sampling needs it replicated."""
         vocab, size = Sharded("vocab", "attn"), self.vocab.padded_size
         yield ShardingSpec(name, Replicated(), vocab, size)
-        yield ShardingSpec("sampling", Replicated(), Replicated(), size)
+        yield ShardingSpec(SAMPLING, Replicated(), Replicated(), size)

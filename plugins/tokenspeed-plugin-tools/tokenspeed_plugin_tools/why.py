@@ -18,6 +18,7 @@ from tokenspeed_core.commands.planning import (
     NothingFitsError,
     PlannedOp,
     Verdict,
+    describe_collectives,
     plan_kernels,
 )
 from tokenspeed_core.commands.settings import ConfigFile, ModelArgument, configure, with_settings
@@ -79,10 +80,16 @@ def _why(
     if not found:
         raise ToolsError(_not_in(plan, op, layer))
     outside = _outside(catalog, {planned.family for planned in found})
+    ops = {planned.op for planned in found}
+    collectives = [each for each in plan.collectives if each.collective.op in ops]
     if as_json:
-        print(json.dumps(_record(plan.platform, found, outside), indent=2, ensure_ascii=False))
+        record = _record(plan.platform, found, outside)
+        record["collectives"] = [asdict(each) for each in collectives]
+        print(json.dumps(record, indent=2, ensure_ascii=False))
     else:
         print(printable("\n".join(_lines(plan.platform, found, outside))))
+        if collectives:
+            print("\n".join(("", *describe_collectives(collectives))))
     return 0
 
 

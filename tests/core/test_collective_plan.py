@@ -1,0 +1,34 @@
+"""What a kernel plan says about collectives."""
+
+from __future__ import annotations
+
+from tokenspeed_core.api import SAMPLING, Collective
+from tokenspeed_core.kernels.plan import PlannedCollective
+from tokenspeed_core.kernels.table import describe_collectives
+
+
+def planned(op: str, source: str, target: str, size: int) -> PlannedCollective:
+    reason = f"{source} is partial, and {target} needs it replicated"
+    return PlannedCollective(Collective(op, "attn", size, "bfloat16", source, target, reason), 4)
+
+
+def test_a_ring_sends_each_part_once_or_twice() -> None:
+    assert planned("all_reduce", "a", "b", 100).bytes_per_token == 200
+    assert planned("all_reduce", "a", "b", 100).sent_bytes_per_token == 300
+    assert planned("all_gather", "a", "b", 100).sent_bytes_per_token == 150
+
+
+def test_equal_layers_share_a_line() -> None:
+    collectives = [
+        *(planned("all_reduce", f"layers.{each}.out", "norm", 100) for each in range(3)),
+        planned("all_gather", "head", SAMPLING, 1000),
+    ]
+    total, line, reason, *_ = describe_collectives(collectives)
+    assert "900 B" in total
+    assert "1,500 B more" in total
+    assert line.strip().startswith("3 x all_reduce (attn, 4 processes): 200 B")
+    assert "layers.*.out is partial" in reason
+
+
+def test_one_process_has_none() -> None:
+    assert list(describe_collectives(())) == ["collectives: none"]
