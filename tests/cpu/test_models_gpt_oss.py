@@ -148,6 +148,11 @@ def test_mxfp4_checkpoint_is_served(tmp_path: Path) -> None:
             r"down_proj_blocks has shape \[6, 64, 2, 8\], expected \[6, 64, 1, 16\]",
         ),
         ({"down_proj_scales": torch.zeros(6, 64, 1)}, r"down_proj_scales is torch\.float32"),
+        (
+            {"down_proj_blocks": torch.zeros(5, 64, 1, 16, dtype=torch.uint8)},
+            r"down_proj_blocks has shape \[5, 64, 1, 16\], expected \[6, 64, 1, 16\]",
+        ),
+        ({"../router.weight": torch.zeros(5, 64)}, r"router.weight has shape \[5, 64\]"),
     ],
 )
 def test_bad_expert_is_named(
@@ -156,7 +161,7 @@ def test_bad_expert_is_named(
     save_mxfp4(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     for name, tensor in change.items():
-        full_name = f"model.layers.1.mlp.experts.{name}"
+        full_name = f"model.layers.1.mlp.experts.{name}".replace("experts.../", "")
         del tensors[full_name]
         tensors |= {} if tensor is None else {full_name: tensor}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
