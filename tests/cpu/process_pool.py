@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,18 @@ from typing import Any
 import torch
 from torch import distributed
 
-from tokenspeed_core.api import Collective, CommGroup, ParallelLayout
+from tokenspeed_core.api import (
+    ONE_PROCESS,
+    Collective,
+    CommGroup,
+    LayerSchemes,
+    OpContract,
+    ParallelLayout,
+    QuantizationScheme,
+)
+from tokenspeed_core.kernels.installed import installed_ops
+from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.plugins.entry import load_target
 from tokenspeed_kernels.reference import comm
 from tokenspeed_models.testing import DenseBuild
 
@@ -70,15 +82,26 @@ class Handles:
 
 
 class RankBuild(DenseBuild):
-    """A build of one of several processes. `collectives` records what the model was given."""
+    """A build of one of several processes. `schemes` says how linear layers are quantized."""
 
-    def __init__(self, layout: ParallelLayout, handles: Mapping[str, Any]) -> None:
+    def __init__(
+        self, layout: ParallelLayout = ONE_PROCESS, handles: Mapping[str, Any] | None = None
+    ) -> None:
         super().__init__(layout=layout)
-        self._handles = handles
-        self.collectives: list[Collective] = []
+        self._handles = handles or {}
+        self.schemes: LayerSchemes = lambda layer: None
+
+    def scheme(self, layer: str) -> QuantizationScheme | None:
+        return self.schemes(layer)
+
+    def op(self, op: str, **problem: Any) -> Callable[..., Any]:
+        try:
+            return super().op(op, **problem)
+        except KeyError:
+            kernel: Callable[..., Any] = load_target(_installed_ops()[op].reference)(problem)
+            return kernel
 
     def comm(self, collective: Collective) -> Callable[[torch.Tensor], torch.Tensor]:
-        self.collectives.append(collective)
         group = self.group(collective.group)
         make = {"all_reduce": comm.all_reduce, "all_gather": comm.all_gather}[collective.op]
         problem = {
@@ -87,6 +110,11 @@ class RankBuild(DenseBuild):
             "dtype": collective.dtype,
         }
         return make(problem, CommGroup(group, self._handles[group.name]))
+
+
+@cache
+def _installed_ops() -> Mapping[str, OpContract]:
+    return installed_ops(Catalog.discover())
 
 
 class ProcessPool:

@@ -86,8 +86,8 @@ class Linear:
             self.quantized_weight, self._input_operands = packed, packed.input_operands
         else:
             block_rows, block_features = scheme.scale_block or (1, 1)
-            _check_block_alignment(scheme.name, block_rows, projections, sizes)
             _check_blocks_are_whole(build, scheme.name, block_rows, block_features, self)
+            _check_block_alignment(scheme.name, block_rows, projections, sizes)
             self.quantized_weight = QuantizedWeight(
                 build, scheme, out_size, in_size, num_projections=len(projections)
             )

@@ -1,0 +1,189 @@
+"""Quantized checkpoints give the same logits on several processes as on one, up to the rounding of activations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from zlib import crc32
+
+import pytest
+import torch
+from process_pool import ProcessPool, RankBuild, Sizes, tensor_parallel
+from tiny_families import SMALL
+
+from tokenspeed_core.api import LayerSchemes
+from tokenspeed_core.checkpoint.quantization import find_quantization
+from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_models.families.qwen3_moe import Qwen3MoeForCausalLM
+from tokenspeed_models.layers import Linear, Projection
+from tokenspeed_models.loading.dummy import read_dummy
+from tokenspeed_models.testing import sequence_logits
+from tokenspeed_models.weights import Shard
+
+TOKENS = [3, 100, 7, 45, 0, 91, 12, 13]
+SIZES: dict[str, Any] = {
+    **SMALL,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "head_dim": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "mlp_only_layers": [0],
+}
+BLOCKS = {"head_dim": 128, "intermediate_size": 256, "moe_intermediate_size": 256}
+INT4 = {"bits": 4, "group_size": 32}
+FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
+
+
+def compressed(form: str, weights: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+        "config_groups": {"group_0": group},
+    }
+
+
+FORMS: dict[str, tuple[dict[str, Any], dict[str, int], float]] = {
+    "awq": (
+        {"quant_method": "awq", **INT4, "zero_point": True, "version": "gemm"},
+        {},
+        1e-4,
+    ),
+    "gptq": ({"quant_method": "gptq", **INT4, "desc_act": True, "sym": False}, {}, 1e-4),
+    "fp8 per channel": (
+        compressed(
+            "float-quantized",
+            {**FP8, "strategy": "channel", "dynamic": False},
+            {**FP8, "strategy": "token", "dynamic": True},
+        ),
+        {},
+        0.06,  # each process scales its features of a token by their largest
+    ),
+    "fp8 blocks": (
+        {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+        },
+        BLOCKS,
+        1e-4,
+    ),
+    "mxfp8": (
+        {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head"]},
+        {},
+        1e-4,
+    ),
+    "nvfp4": (
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "ignore": ["lm_head"],
+            "config_groups": {
+                "group_0": {
+                    "input_activations": {"dynamic": False, "num_bits": 4, "group_size": 16},
+                    "weights": {"dynamic": False, "num_bits": 4, "group_size": 16},
+                    "targets": ["Linear"],
+                }
+            },
+        },
+        {},
+        0.02,  # the experts of a process share the largest of their input scales
+    ),
+}
+PARALLEL = {
+    "tp2": tensor_parallel(2),
+    "tp2+ep2": Sizes(attn=2, dense=2, experts=2),
+}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ProcessPool]:
+    processes = ProcessPool(2)
+    yield processes
+    processes.close()
+
+
+def varied(name: str, scale: torch.Tensor) -> torch.Tensor:
+    """Return scales that differ: times 0.5 to 1.5, or with exponents that are larger by 0 or 1."""
+    generator = torch.Generator().manual_seed(crc32(name.encode()))
+    if scale.dtype == torch.uint8:
+        return scale + torch.randint(2, scale.shape, dtype=torch.uint8, generator=generator)
+    return (scale.float() * (0.5 + torch.rand(scale.shape, generator=generator))).to(scale.dtype)
+
+
+def scheme_of(settings: dict[str, Any]) -> LayerSchemes:
+    checkpoint: Any = SimpleNamespace(
+        name="tiny", path="tiny", config={"quantization_config": settings}
+    )
+    method = find_quantization(None, checkpoint, Catalog.discover())
+    assert method is not None
+    return method.scheme_of
+
+
+def make(build: RankBuild, config: dict[str, Any]) -> Qwen3MoeForCausalLM:
+    """Return a model whose `quantization_config` applies."""
+    build.schemes = scheme_of(config["quantization_config"])
+    return Qwen3MoeForCausalLM(config, build)
+
+
+def both_logits(build: RankBuild, config: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logits of one of several processes, and those of a single process."""
+    whole = RankBuild()
+    alone, model = make(whole, config), make(build, config)
+    kinds = {slot.name: slot.kind for slot in alone.weight_map()}
+    weights = {
+        name: varied(name, tensor) if kinds[name] == "scale" else tensor
+        for name, tensor in read_dummy("", alone, lambda done, total: None)
+    }
+    alone.load_weights(weights.items())
+    for slot in alone.weight_map():
+        if slot.quantization is not None:
+            weights[slot.name] = slot.target.clone()
+            weights[slot.quantization.scale_name] = slot.quantization.scale.clone()
+    model.load_weights(weights.items())
+    with torch.inference_mode():
+        return sequence_logits(model, build, TOKENS), sequence_logits(alone, whole, TOKENS)
+
+
+@pytest.mark.parametrize("parallelism", PARALLEL)
+@pytest.mark.parametrize("form", FORMS)
+def test_quantized_logits_of_several_processes_equal_one(
+    form: str, parallelism: str, pool: ProcessPool
+) -> None:
+    settings, changes, tolerance = FORMS[form]
+    config = {**SIZES, **changes, "quantization_config": settings}
+    for sharded, whole in pool.run(both_logits, PARALLEL[parallelism], config):
+        assert float(whole.norm()) > 0
+        assert float((sharded - whole).norm() / whole.norm()) < tolerance
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes", "named"),
+    [
+        (Sizes(dense=2), {"intermediate_size": 384}, "gate_proj has 192 features per process"),
+        (Sizes(moe=2), {"moe_intermediate_size": 384}, "experts have 192 features per process"),
+    ],
+)
+def test_divided_scale_blocks_are_refused(
+    sizes: Sizes, changes: dict[str, int], named: str
+) -> None:
+    config = {**SIZES, **BLOCKS, **changes, "quantization_config": FORMS["fp8 blocks"][0]}
+    with pytest.raises(ValueError, match=named):
+        make(RankBuild(sizes.layout(0)), config)
+
+
+def test_ordering_across_processes_is_refused() -> None:
+    build = RankBuild(Sizes(dense=2).layout(0))
+    scheme = scheme_of(FORMS["gptq"][0])("model.layers.0.mlp.down_proj")
+    build.schemes = lambda layer: scheme
+    linear = Linear(build, 128, (Projection("down_proj", 8, Shard(1, "dense")),))
+    slot = next(each for each in linear.slots("") if each.kind == "index")
+    slot.fill(torch.arange(128) // 32, build.group)
+    with pytest.raises(ValueError, match="desc_act"):
+        slot.fill(torch.arange(128).flip(0) // 32, build.group)
