@@ -17,6 +17,7 @@ from tokenspeed_models_transformers.model import TransformersModel
 from tokenspeed_models_transformers.modules import find_gated_mlp
 from tokenspeed_models_transformers.projections import RotaryLayout, find_usual_attention
 from tokenspeed_models_transformers.recording import RECORD, record
+from tokenspeed_models_transformers.residual import passed_arguments
 from transformers import GemmaConfig, LlamaConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.gemma.modeling_gemma import GemmaMLP, GemmaRMSNorm
@@ -38,6 +39,27 @@ def test_mlp_with_another_activation_is_left(activation: str, matches: bool) -> 
     llama = LlamaMLP(LlamaConfig(**small, hidden_act=activation))
     assert (find_gated_mlp(llama) is not None) is matches
     assert find_gated_mlp(GemmaMLP(GemmaConfig(**small, hidden_act="gelu"))) is None
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "num_found"),
+    [
+        ("llama", {}, 2),
+        ("olmoe", {}, 2),
+        ("granite", {"residual_multiplier": 0.7}, 0),
+        ("glm4", {}, 0),  # norms after its blocks
+        ("olmo2", {}, 0),
+        ("phi", {}, 0),  # attention and MLP of the same norm
+    ],
+)
+def test_layer_with_other_residual_additions_is_left(
+    model_type: str, changes: dict[str, Any], num_found: int
+) -> None:
+    config = CONFIG_MAPPING[model_type](**{**SMALL, **ALL[model_type], **changes}).to_dict()
+    device = torch.device("meta")
+    model = make_model(read_config(config), torch.float32, device, SERVE, trusts_code=False)
+    found = [passed_arguments(module) for module in model.modules()]
+    assert len([each for each in found if each is not None]) == num_found
 
 
 HALVES = RotaryLayout(is_adjacent=False, interleaved=False)
@@ -77,6 +99,7 @@ def test_kernels_get_the_shapes_of_the_model(tmp_path: Path) -> None:
     TransformersModel(json.loads((tmp_path / "config.json").read_text()), build)
     ops = [op for op, _ in build.problems]
     assert ops.count("attention") == ops.count("moe_experts") == 2
+    assert ops.count("add_rms_norm") == 2
     problems = [problem for op, problem in build.problems if op == "moe_experts"]
     assert problems[0] == {
         "num_experts": 6,

@@ -39,6 +39,7 @@ from tokenspeed_models_transformers.projections import (
     RotaryTables,
     UsualAttention,
 )
+from tokenspeed_models_transformers.residual import FusedResidual, passed_arguments
 from tokenspeed_models_transformers.stacked import QUANTIZED, Stacked, plain_gemm, stack
 from tokenspeed_models_transformers.weights import expert_names
 
@@ -167,6 +168,11 @@ class Replacer:
             return  # replaced together with the module around it
         dtypes = {parameter.dtype for parameter in module.parameters()}
         fits = dtypes == {self._build.dtype}  # a router, for example, may be float32
+        if (passed := passed_arguments(module)) is not None:
+            size = len(module.post_attention_layernorm.weight)
+            add_norm = self._op("add_rms_norm", size=size)
+            self._set(module, "residual additions", FusedResidual.of(module, add_norm, passed))
+            return
         if fits and type(module) is nn.Linear:
             self._linear(name, module)
         elif fits and (eps := rms_norm_eps(module)) is not None:
