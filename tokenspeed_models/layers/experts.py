@@ -170,10 +170,12 @@ class LocalExperts:
     def choose(self, weights: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the weights and ids [T, k] counted from this process's first expert.
 
-        Experts of other processes become experts of this one with a weight of zero.
+        Experts of other processes become the first one of this process with a weight of zero, so that their tokens
+        read the weights of one expert at most.
         """
-        owners = ids.div(self.num, rounding_mode="floor")
-        return weights.masked_fill(owners != self._rank, 0.0), ids.remainder(self.num)
+        local = ids - self._rank * self.num
+        is_elsewhere = (local < 0) | (local >= self.num)
+        return weights.masked_fill(is_elsewhere, 0.0), local.masked_fill_(is_elsewhere, 0)
 
 
 def _check_blocks_are_whole(
