@@ -87,13 +87,15 @@ def _suites_of(entry: Entry, catalog: Catalog) -> Iterator[tuple[str, object]]:
     value = catalog.load(entry, object)
     subject = f"{entry.kind} {entry.name}"
     if entry.kind.startswith(KERNELS_PREFIX):
+        from tokenspeed_testing.comm import CommConformance
         from tokenspeed_testing.kernel import KernelConformance
 
         # The distribution's suite reports specs of unknown ops.
         ops = installed_ops(catalog)
         for spec in value if isinstance(value, tuple) else (value,):
             if isinstance(spec, KernelSpec) and spec.op in ops:
-                yield f"{subject}: {spec.op}", _suite(KernelConformance, spec=spec)
+                kit = CommConformance if ops[spec.op].family == "comm" else KernelConformance
+                yield f"{subject}: {spec.op}", _suite(kit, spec=spec)
     elif entry.kind == "policies" and callable(value):
         from tokenspeed_testing.policy import PolicyConformance
 

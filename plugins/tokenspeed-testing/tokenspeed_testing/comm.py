@@ -1,0 +1,120 @@
+"""Conformance of a collective's kernel, as a class to inherit: set `spec = MINE`.
+
+Two processes run it, on a CPU or on two GPUs. Each makes the inputs of both, and so knows the result.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from queue import Empty
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, distributed
+
+from tokenspeed_core.api.kernels import KernelSpec
+from tokenspeed_core.api.ops import OpContract
+from tokenspeed_core.api.parallel import CommGroup, ProcessGroup
+from tokenspeed_core.kernels.select import has_module
+from tokenspeed_testing.cases import NotRun
+from tokenspeed_testing.shapes import contract_of
+
+_NUM_PROCESSES = 2
+_ROWS = (1, 7, 300)
+_SIZE = 192
+_TIMEOUT = 120.0  # seconds
+
+
+class CommConformance:
+    """Checks of a kernel of the family "comm"."""
+
+    spec: ClassVar[KernelSpec]
+
+    def test_two_processes_compute_the_contract(self) -> None:
+        """One and many rows, strided inputs, each declared dtype."""
+        platform = self.spec.capability.platforms[0]
+        missing = [module for module in self.spec.requires if not has_module(module)]
+        if missing:
+            raise NotRun(len(_ROWS), f"the modules {', '.join(missing)}")
+        if platform == "cuda" and torch.cuda.device_count() < _NUM_PROCESSES:
+            raise NotRun(len(_ROWS), f"{_NUM_PROCESSES} GPUs")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "tokenspeed_testing.shapes"])
+        reports: Any = context.Queue()
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = self.spec, contract_of(self.spec), platform, str(Path(folder) / "store")
+            processes = [
+                context.Process(target=_report, args=(reports, rank, *arguments))
+                for rank in range(_NUM_PROCESSES)
+            ]
+            for process in processes:
+                process.start()
+            try:
+                errors = [reports.get(timeout=_TIMEOUT) for _ in processes]
+            except Empty as error:
+                raise AssertionError("a process gave no result") from error
+            finally:
+                for process in processes:
+                    process.kill()
+                    process.join()
+        assert not any(errors), next(filter(None, errors))
+
+
+def _report(reports: Any, rank: int, *arguments: Any) -> None:
+    """Put the error of a process, or "", into a queue."""
+    try:
+        _check(rank, *arguments)
+        reports.put("")
+    except Exception as error:
+        reports.put(f"process {rank}: {type(error).__name__}: {error}")
+
+
+def _check(rank: int, spec: KernelSpec, contract: OpContract, platform: str, store: str) -> None:
+    device = torch.device(platform, rank) if platform == "cuda" else torch.device(platform)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    distributed.init_process_group(
+        "nccl" if platform == "cuda" else "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=_NUM_PROCESSES,
+        timeout=timedelta(seconds=_TIMEOUT),
+    )
+    members = ProcessGroup("world", rank, tuple(range(_NUM_PROCESSES)))
+    group = CommGroup(members, distributed.group.WORLD)
+    is_gather = contract.name == "all_gather"
+    for dtype in spec.capability.dtypes:
+        size = _SIZE * _NUM_PROCESSES if is_gather else _SIZE
+        problem = {"num_processes": _NUM_PROCESSES, "size": size, "dtype": dtype}
+        kernel = spec.factory()(problem, group)
+        tolerance = contract.tolerance(dtype)
+        for num_rows in _ROWS:
+            inputs = [_input(num_rows, each, dtype, device) for each in range(_NUM_PROCESSES)]
+            expected = _EXPECTED[contract.name](inputs)
+            found = kernel(inputs[rank])
+            torch.testing.assert_close(
+                found.float(), expected, rtol=tolerance.relative, atol=tolerance.absolute
+            )
+    distributed.destroy_process_group()
+
+
+def _input(num_rows: int, rank: int, dtype: str, device: torch.device) -> Tensor:
+    """Return the rows of a process, strided on the first axis."""
+    generator = torch.Generator().manual_seed(rank)
+    wide = torch.randn(num_rows, 2 * _SIZE, generator=generator)
+    return wide.to(device, getattr(torch, dtype))[:, :_SIZE]
+
+
+def _sum(inputs: list[Tensor]) -> Tensor:
+    return torch.stack([each.float() for each in inputs]).sum(0)
+
+
+def _joined(inputs: list[Tensor]) -> Tensor:
+    return torch.cat([each.float() for each in inputs], dim=1)
+
+
+_EXPECTED: Mapping[str, Any] = {"all_reduce": _sum, "all_gather": _joined}
