@@ -106,8 +106,8 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
     ) -> AsyncIterator[RequestOutput]:
         """Generate from a text or `{"prompt_token_ids": [...]}`; yield outputs as tokens come.
 
-        As with vLLM, each output has all text and tokens so far; with `delta`, only what is new. The last one is
-        `finished`. Leaving the loop, or cancelling the task, aborts the request.
+        As with vLLM, each output has all text and tokens so far; with `delta`, only those since the previous output. The
+        last output is `finished`. Leaving the loop, or cancelling the task, aborts the request.
 
         Raises BadRequestError for an invalid prompt or parameter or a `request_id` in use, RequestFailedError if
         the engine rejects or cannot finish the request, and EngineDeadError if it died.
@@ -222,7 +222,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
             raise BadRequestError(f"request_id {request_id!r} is in use", "request_id")
         if params.stop and self.tokenizer is None:
             raise BadRequestError(
-                "stop strings need a tokenizer, and this model has none; use stop_token_ids", "stop"
+                "stop strings need a tokenizer, but none is loaded; use stop_token_ids", "stop"
             )
         if priority and not self._has_priorities:
             raise BadRequestError("priority needs schedule_policy='priority'", "priority")

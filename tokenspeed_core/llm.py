@@ -167,7 +167,7 @@ class LLM(AbstractContextManager["LLM"]):
     def _build_submit(self, prompt: EncodedPrompt, params: SamplingParams) -> Submit:
         if params.stop and self.tokenizer is None:
             raise BadRequestError(
-                "stop strings need a tokenizer, and this LLM has none; use stop_token_ids", "stop"
+                "stop strings need a tokenizer, but none is loaded; use stop_token_ids", "stop"
             )
         request_id = self._next_id
         self._next_id += params.n

@@ -284,9 +284,9 @@ _ROUTING = {
     "score": "softmax or sigmoid of the logits, or top_k_softmax: the logits, with a softmax over the chosen k",
     "renormalize": "whether the weights of a token are divided by their sum",
     "scale": "factor of the weights",
-    "num_groups": "groups of consecutive experts, all of one size",
-    "top_groups": "groups that a token chooses its experts from",
-    "group_score": "what groups are ranked by: max, or top_2_sum, the sum of the two largest",
+    "num_groups": "groups of consecutive experts of equal size",
+    "top_groups": "groups from which a token may choose experts",
+    "group_score": "score of a group: max, or top_2_sum (the sum of its two largest scores)",
     "has_bias": "whether a bias is added to the scores for the choice",
 }
 _SOFTMAX = {

@@ -29,7 +29,7 @@ ANY_OBJECT = '{"type": "object"}'  # the schema of any JSON object
 
 
 class GrammarError(ValueError):
-    """A grammar that is invalid, or uses what the backend does not support."""
+    """A grammar that is invalid, or that the backend does not support."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,7 +90,7 @@ class CallGrammar:
 
     @property
     def trigger(self) -> str:
-        """The mark at the start of calls, such as <tool_call>; empty if the template has none."""
+        """The marker at the start of calls, such as <tool_call>; empty if calls have no marker."""
         found = _MARK.match(self.template.begin + self.template.call_begin)
         return found[0] if found else ""
 

@@ -98,7 +98,7 @@ class WeightReader(Protocol):
     def __call__(
         self, path: str, model: Model, report: Callable[[int, int], None]
     ) -> Iterable[tuple[str, torch.Tensor]]:
-        """Yield weights; call `report(bytes_done, bytes_total)` as they are read."""
+        """Yield weights; call `report(bytes_done, bytes_total)` while reading."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ class OpContract:
             )
 
     def tolerance(self, dtype: str) -> Tolerance:
-        """Return the tolerance for a dtype; raises KeyError if the contract has none."""
+        """Return the tolerance for a dtype. Raises KeyError if the contract does not list the dtype."""
         for tolerance in self.tolerances:
             if tolerance.dtype == dtype:
                 return tolerance

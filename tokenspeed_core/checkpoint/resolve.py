@@ -95,7 +95,7 @@ def resolve_checkpoint(
 
 
 def check_cache_groups(info: ModelInfo) -> None:
-    """Raise CheckpointError unless each cache group has a name of its own and keeps values for each token."""
+    """Raise CheckpointError unless cache groups have different names and keep values for each token."""
     if not info.cache_groups:
         raise CheckpointError(
             f"{info.architecture}: `describe` declares no cache group. Declare at least one, such as FullAttention."
@@ -104,7 +104,7 @@ def check_cache_groups(info: ModelInfo) -> None:
     for group in info.cache_groups:
         what = f"{info.architecture}: cache group {group.name!r}"
         if group.name in names:
-            raise CheckpointError(f"{what} is declared twice. Give each group a name of its own.")
+            raise CheckpointError(f"{what} is declared twice. Give each group a different name.")
         names.add(group.name)
         parts = getattr(group, "parts", ())  # a plugin's class may be of another kind
         if group.num_layers < 1 or not parts or min(prod(part.shape) for part in parts) < 1:
@@ -118,7 +118,7 @@ def locate(
     name: str, config: Config, catalog: Catalog, with_weights: bool
 ) -> tuple[Path, tuple[str, ...]]:
     """Return the directory of a checkpoint and its files. A name is a path, a bundled checkpoint, or a hub id."""
-    # pathlib's own expanduser raises for an unknown user.
+    # Path.expanduser raises for an unknown user.
     folder = Path(os.path.expanduser(name))
     if folder.is_dir():
         _refuse_hub_settings(config, f"{name} is a local directory")

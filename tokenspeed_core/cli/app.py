@@ -165,7 +165,7 @@ def _plugin_command(catalog: Catalog, entry: Entry) -> Callable[[typer.Context],
 
 
 def _explain_usage(error: Any, command: str | None, words: Sequence[str]) -> str:
-    """Return what was mistyped, and the nearest existing name."""
+    """Return a message about a usage error, with the nearest existing name."""
     option = getattr(error, "option_name", None)
     context = getattr(error, "ctx", None)
     message = str(error.format_message())

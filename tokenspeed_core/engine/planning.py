@@ -41,7 +41,7 @@ class StartPlan:
 
 
 def plan_start(config: Config) -> StartPlan:
-    """Decide everything that a start decides. Raises what a start raises before it loads weights."""
+    """Make the decisions of a start. Raises the errors of a start up to the loading of weights."""
     catalog = discover(config)
     adjusted = Hooks.load(catalog).adjust_config(config)
     resolved = resolve(

@@ -55,7 +55,7 @@ class PromptEncoder:
             )
         if self._tokenizer is None:
             raise BadRequestError(
-                "a text prompt needs a tokenizer, and this model has none; pass prompt_token_ids",
+                "a text prompt needs a tokenizer, but none is loaded; pass prompt_token_ids",
                 "prompt",
             )
         check_text_fits(self._tokenizer, text, self._limits)

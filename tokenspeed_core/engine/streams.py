@@ -28,7 +28,7 @@ class RequestStream:
         *,
         is_delta: bool,
     ) -> None:
-        """With `is_delta`, every output has only what is new since the one before."""
+        """With `is_delta`, an output has only the tokens since the previous output."""
         self.sequences = [SequenceStream(self, params, tokenizer) for _ in range(params.n)]
         self._request_id = request_id
         self._prompt = prompt

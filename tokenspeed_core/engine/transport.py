@@ -31,7 +31,7 @@ def send(socket: Socket, message: Any) -> None:
 
 
 def send_outputs(sockets: Sequence[Socket], outputs: Outputs) -> None:
-    """Send each API worker the rows of its own sequences, in one message."""
+    """Send each API worker the rows of its sequences, in one message."""
     if len(sockets) > 1:
         for worker, part in split(outputs):
             send(sockets[worker], part)

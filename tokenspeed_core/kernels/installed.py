@@ -113,7 +113,7 @@ def installed_rankings(catalog: Catalog) -> tuple[Ranking, ...]:
 
 
 def _auto_distributions(catalog: Catalog) -> frozenset[str]:
-    """Return the distributions whose kernels `auto` may choose without a measured ranking."""
+    """Return the distributions from which `auto` may choose kernels without a measured ranking."""
     declared = (each for each in _rankings_entries(catalog) if isinstance(each, AutoDistribution))
     return DEFAULTS.union(each.name for each in declared)
 

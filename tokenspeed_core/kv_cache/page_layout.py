@@ -133,7 +133,7 @@ def blocks_of_pages(
 ) -> int:
     """Return the blocks of the longest sequence that fits into `num_pages`.
 
-    It is at most what the group with the smallest blocks can hold alone, even if every group has a window.
+    It is at most the capacity for the group with the smallest blocks, even if every group has a window.
     """
 
     def needed(num_blocks: int) -> int:

@@ -1,4 +1,4 @@
-"""The catalog of installed plugins. It is read from metadata and imports only what is requested."""
+"""The catalog of installed plugins. It reads metadata, and imports a plugin only when it is requested."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ class _Threads:
 
     def _take(self) -> Compile | None:
         with self._lock:
-            # Once the main thread has ended, nothing will launch what is still queued.
+            # After the main thread ended, no queued kernel will be launched.
             if self._waiting and threading.main_thread().is_alive():
                 return heappop(self._waiting)[2]
             self._num_threads -= 1

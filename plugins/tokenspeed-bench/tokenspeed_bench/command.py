@@ -1,4 +1,4 @@
-"""The subcommands of `tokenspeed bench` and what they print."""
+"""The subcommands of `tokenspeed bench` and their output."""
 
 from __future__ import annotations
 

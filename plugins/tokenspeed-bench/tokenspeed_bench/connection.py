@@ -32,7 +32,7 @@ MAX_OF_A_REFUSAL = 2000
 
 
 class RequestFailed(Exception):
-    """A request without an answer. The message says what the server did."""
+    """A request without an answer. The message describes the server's reaction."""
 
 
 @dataclass(frozen=True, slots=True)

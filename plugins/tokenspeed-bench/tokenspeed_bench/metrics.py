@@ -93,7 +93,7 @@ def of_records(
 
 
 def meets(record: Record, goals: Mapping[str, float]) -> bool:
-    """Return whether a request met all goals in milliseconds. "itl" is the p99 of its own gaps."""
+    """Return whether a request met all goals in milliseconds. "itl" is the p99 of the request's gaps."""
     if not record.events:
         return False
     gaps = sorted(record.gaps())

@@ -19,7 +19,7 @@ from tokenspeed_core import BadRequestError, SamplingParams
 if TYPE_CHECKING:
     from tokenspeed_core import RequestOutput
 
-FIRST_LEN = 128  # tokens of the prompts whose first token is timed
+FIRST_LEN = 128  # prompt tokens of the requests that time the first token
 NUM_FIRST = 9  # of them: one that comes first, and the rest for the median
 WARM_UP = ([17] * 64, 8)
 END_IDS = (END_ID, 30_000, 1_500, 200)  # tried in turn, until the model takes all ids below

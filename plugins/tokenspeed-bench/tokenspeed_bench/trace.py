@@ -47,9 +47,7 @@ class Timeline:
     busy: float
     num_works: int
     num_launches: int
-    gaps: Sequence[
-        tuple[float, float, str, str]
-    ]  # begin, length, what was before and what came after
+    gaps: Sequence[tuple[float, float, str, str]]  # begin, length, event before and event after
     inside: float  # of the gaps, the sum of those between kernels of one launch
     between: Sequence[float]  # the others, each
 

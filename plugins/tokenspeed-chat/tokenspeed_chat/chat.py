@@ -83,7 +83,7 @@ def _check(url: str, file: str | None, flags: dict[str, Any]) -> Config:
 
 @contextmanager
 def _server(url: str | None, settings: Config, screen: Screen) -> Iterator[ChatClient]:
-    """Yield a client of the server at `url`, of one that runs already, or of one started here."""
+    """Yield a client of the server at `url`, of a running server, or of a server that this command starts."""
     if url is not None:
         yield ChatClient(url, settings.api_key)
         return

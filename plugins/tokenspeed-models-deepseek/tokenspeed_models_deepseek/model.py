@@ -27,7 +27,7 @@ _TEXT = "language_model."  # begins the names of the language model's weights in
 
 
 class DeepseekModel(CausalLM):
-    """A model of either generation. `prefix` is what the names of its linear layers begin with in the checkpoint."""
+    """A model of either generation. `prefix` is the prefix of linear layers' names in the checkpoint."""
 
     def __init__(self, c: DeepseekConfig, build: BuildContext, prefix: str = "") -> None:
         cos_sin = rotary_table(c.rope, build.device, build.max_model_len)

@@ -37,7 +37,7 @@ Json = Mapping[str, Any]
 
 
 class GemmaModel(CausalLM):
-    """A model of either generation. `prefix` is what the names of its linear layers begin with in the checkpoint."""
+    """A model of either generation. `prefix` is the prefix of linear layers' names in the checkpoint."""
 
     def __init__(self, c: GemmaConfig, build: BuildContext, prefix: str = "model.") -> None:
         d = c.decoder

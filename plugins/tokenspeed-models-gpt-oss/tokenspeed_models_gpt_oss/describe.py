@@ -18,7 +18,7 @@ from tokenspeed_models.moe_config import MoeConfig, RoutingConfig
 
 Json = Mapping[str, Any]
 
-# For keys that a config.json lacks, as in transformers. The published ones lack a dtype: what is not in MXFP4 is bfloat16.
+# For keys that a config.json lacks, as in transformers. The published ones have no dtype; tensors that are not in MXFP4 are bfloat16.
 _DEFAULTS = {
     "head_dim": 64,
     "num_key_value_heads": 8,
@@ -39,7 +39,7 @@ _YARN = {
 
 @dataclass(frozen=True, slots=True)
 class GptOssConfig:
-    """A decoder with experts in every layer, whose SwiGLU has the factor `alpha` and the bound `limit`."""
+    """A decoder with experts in every layer. Their SwiGLU has the factor `alpha` and the bound `limit`."""
 
     decoder: DecoderConfig
     moe: MoeConfig

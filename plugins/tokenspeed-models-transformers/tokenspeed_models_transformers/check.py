@@ -79,7 +79,7 @@ def check_against_transformers(
 
 @contextmanager
 def _dense(attention: Sequence[Attention], sinks: Mapping[str, Tensor]) -> Iterator[None]:
-    """Let the layers attend to what they saw since, without the KV cache of the engine."""
+    """Let the layers attend to the tokens seen since, without the engine's KV cache."""
     calls = [each.attend for each in attention]
     for each in attention:
         path = each.recorded.sinks

@@ -100,7 +100,7 @@ def _ranked(catalog: Catalog) -> list[str]:
 
 
 def read_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_ids: tuple[int, ...]) -> Vocabulary:
-    """Return the tokens of a model, whose vocabulary may be larger or smaller than its tokenizer's."""
+    """Return the tokens of a model. Its vocabulary may be larger or smaller than the tokenizer's."""
     return Vocabulary(
         tokens=tuple(tokenizer.token_bytes(i) for i in range(vocab_size)),
         special_ids=frozenset(i for i in tokenizer.special_ids if i < vocab_size),

@@ -1,4 +1,4 @@
-"""Fills the masks of a step, and leaves grammars behind that take too long."""
+"""Fills the masks of a step, and gives up on grammars that take too long."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class _Worker:
         self._jobs.put(None)
 
     def _begin_group(self, index: int, group: list[int]) -> bool:
-        """Note what the thread does now. Returns False if it has to end instead."""
+        """Record which group the thread starts. Returns False if the thread must end."""
         with self._lock:
             if not self._is_ended:
                 self._began_at, self._num_rows, self.group = _now(), len(group), index

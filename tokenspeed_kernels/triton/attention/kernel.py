@@ -180,7 +180,7 @@ def _merge_group(
         acc, lse = _merge_parts(
             partial_ptr, lse_ptr, origin, BLOCK_M, num_parts, member, BLOCK_D, PARTS
         )
-        tl.debug_barrier()  # wait until all threads have read what is overwritten next
+        tl.debug_barrier()  # all threads must have read the buffer before it is overwritten
         cells = (
             partial_ptr
             + origin * BLOCK_D

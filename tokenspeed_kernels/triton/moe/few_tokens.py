@@ -86,7 +86,7 @@ def _down(
 ):
     """y [T, N] = the sum over a token's experts of weight * down @ hidden. Grid (tiles of N, T).
 
-    The tile of weights is [experts, rows, features]. Products are rounded as they are for many tokens.
+    The tile of weights is [experts, rows, features]. Products are rounded as in the kernels for many tokens.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
