@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 from zlib import crc32
 
@@ -96,3 +97,19 @@ def test_several_processes_compute_the_logits_of_one(
     for sharded, whole in results:
         torch.testing.assert_close(sharded, whole, rtol=1e-4, atol=1e-4 * float(whole.abs().max()))
         assert torch.equal(sharded, results[0][0])
+
+
+def test_documentation_lists_the_tested_combinations() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "parallelism.md").read_text()
+    rows = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("| ")]
+    tables = iter(rows)
+    header = next(row for row in tables if row[0].strip() == "family")
+    names = [cell.strip().lower().replace(" ", "") for cell in header[1:]]
+    listed = [
+        (row[0].strip(), name)
+        for row in tables
+        if row[0].strip() in FAMILIES
+        for name, cell in zip(names, row[1:], strict=True)
+        if cell.strip() == "equal"
+    ]
+    assert listed == TABLE
