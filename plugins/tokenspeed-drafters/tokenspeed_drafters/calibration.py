@@ -1,0 +1,62 @@
+"""Estimates the probability that a draft token is right, from how often such tokens were right before."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+_NUM_LENGTHS, _NUM_SHARES = 7, 4
+_PRIOR_WEIGHT = 6.0  # observations that the prior counts for
+_MAX_WEIGHT = 200.0  # older observations fade beyond
+
+
+class Source(IntEnum):
+    """Where a continuation was found."""
+
+    OWN = 0  # in the sequence, after the same tokens
+    LOCAL = 1  # in the sequence, shortly behind a place that it followed until it deviated
+    ANSWERS = 2  # in an earlier answer to the same tenant
+
+
+# By length of the context: 0, 1, 2, 3 to 4, 5 to 8, 9 to 16, and more tokens.
+_PRIORS = {
+    Source.OWN: (0.05, 0.3, 0.5, 0.65, 0.8, 0.9, 0.95),
+    Source.LOCAL: (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.95),
+    Source.ANSWERS: (0.05, 0.2, 0.4, 0.55, 0.7, 0.8, 0.9),
+}
+_SHARES = (0.4, 0.6, 0.8, 1.0)  # prior factor of each bucket of a token's share of the votes
+
+
+_BUCKETS = [0, *(min(_NUM_LENGTHS - 1, (i - 1).bit_length() + 1) for i in range(1, 18))]
+
+
+def cell_of(source: Source, context_length: int, share: float) -> int:
+    """Return the index of the tokens that count as alike.
+
+    `context_length` is how many tokens before it match, and `share` the share of the votes for it.
+    """
+    length = _BUCKETS[context_length] if context_length < 17 else _NUM_LENGTHS - 1
+    bucket = 3 if share > 0.999 else 2 if share >= 0.75 else 1 if share >= 0.5 else 0
+    return (source * _NUM_LENGTHS + length) * _NUM_SHARES + bucket
+
+
+class Calibration:
+    """The share of right tokens of each cell."""
+
+    __slots__ = ("_rights", "_totals", "probabilities")
+
+    def __init__(self) -> None:
+        """Start with the priors."""
+        self.probabilities = [
+            prior * factor for source in Source for prior in _PRIORS[source] for factor in _SHARES
+        ]
+        self._rights = [_PRIOR_WEIGHT * each for each in self.probabilities]
+        self._totals = [_PRIOR_WEIGHT] * len(self.probabilities)
+
+    def observe(self, cell: int, *, is_right: bool) -> None:
+        """Record whether a token of a cell was right, given that all draft tokens before it were."""
+        if self._totals[cell] >= _MAX_WEIGHT:
+            self._totals[cell] /= 2
+            self._rights[cell] /= 2
+        self._totals[cell] += 1.0
+        self._rights[cell] += is_right
+        self.probabilities[cell] = self._rights[cell] / self._totals[cell]

@@ -1,0 +1,352 @@
+"""Continues the longest earlier match of a sequence's last tokens, in the sequence itself or in earlier answers.
+
+Earlier answers are shared by the requests of one tenant only. Each occurrence of the last tokens votes for the token
+that followed it, with the length of its match as weight. A draft ends where its estimated probability gets too low.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tokenspeed_core.api.drafters import DrafterContext, Drafts
+from tokenspeed_core.api.step import I32
+from tokenspeed_drafters.calibration import Calibration, Source, cell_of
+from tokenspeed_drafters.match_index import (
+    BYTES_PER_TOKEN,
+    MAX_CONTEXT,
+    SEPARATOR,
+    MatchIndex,
+    Occurrence,
+)
+from tokenspeed_drafters.options import take_integers
+
+MAX_INDEXED_TOKENS = 131_072  # of a sequence, the newest
+MIN_PROBABILITY = 0.02  # that all tokens of a draft are right
+_DEFAULTS = {
+    "suffix_answers_per_key": 262_144,  # tokens
+    "suffix_answers": 1_048_576,  # tokens, of all tenants
+}
+_MIN_ANSWERS, _MAX_ANSWERS = 256, 2**27
+_NUM_LEADING = 8  # prompt tokens kept before an answer, so that its first tokens can be found
+_LOCAL_WINDOW = 32  # tokens behind a deviation where the sequence may be followed again
+_LOCAL_LENGTH = 2  # matches elsewhere must be longer to be preferred to a local one
+_EXACT_LENGTH = 8  # a match of this length is followed without new searches
+
+
+def read_options(options: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the maximum tokens of earlier answers, per tenant and in all. Raises ValueError."""
+    found = take_integers(options, _DEFAULTS, _MIN_ANSWERS, _MAX_ANSWERS)
+    per_key, in_all = found["suffix_answers_per_key"], found["suffix_answers"]
+    if "suffix_answers_per_key" not in options:
+        per_key = min(per_key, in_all)
+    if per_key > in_all:
+        raise ValueError(
+            f"suffix_answers_per_key is {per_key}; it must be at most suffix_answers, which is {in_all}"
+        )
+    return per_key, in_all
+
+
+def check(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for wrong options."""
+    read_options(options)
+
+
+class EarlierAnswers:
+    """What was learned from one tenant's sequences."""
+
+    def __init__(self, max_tokens: int) -> None:
+        """Start empty."""
+        self.index = MatchIndex(1 << (max_tokens.bit_length() - 1))
+        self.calibration = Calibration()
+
+    def add(self, token_ids: I32) -> None:
+        """Add an answer with the tokens before it."""
+        self.index.append_all(np.append(token_ids, np.int32(SEPARATOR)))
+
+
+class Tenants:
+    """The earlier answers of each tenant. The tenant that was idle the longest is dropped when memory is full."""
+
+    def __init__(self, max_per_tenant: int, max_tokens: int) -> None:
+        """Start without tenants. Both limits are in tokens."""
+        self._max_per_tenant = max_per_tenant
+        self._max_tokens = max_tokens
+        self._answers: OrderedDict[str, EarlierAnswers] = OrderedDict()
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the indexes."""
+        return BYTES_PER_TOKEN * self._capacity
+
+    @property
+    def _capacity(self) -> int:
+        return sum(each.index.capacity for each in self._answers.values())
+
+    def of(self, tenant: str) -> EarlierAnswers:
+        """Return the answers of a tenant, which becomes the newest."""
+        found = self._answers.get(tenant)
+        if found is None:
+            found = self._answers[tenant] = EarlierAnswers(self._max_per_tenant)
+        self._answers.move_to_end(tenant)
+        self._evict()
+        return found
+
+    def add(self, tenant: str, token_ids: I32) -> None:
+        """Add an answer."""
+        self.of(tenant).add(token_ids)
+        self._evict()
+
+    def _evict(self) -> None:
+        while len(self._answers) > 1 and self._capacity > self._max_tokens:
+            self._answers.popitem(last=False)
+
+
+class Deviation(NamedTuple):
+    """A sequence left an occurrence at a position of the index, and has `num_behind` tokens from there on."""
+
+    position: int
+    num_behind: int
+
+
+@dataclass(slots=True)
+class Trail:
+    """Occurrences that a sequence follows in one index."""
+
+    index: MatchIndex
+    source: Source
+    occurrences: list[Occurrence] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        """Length of the longest match."""
+        return max((each.length for each in self.occurrences), default=0)
+
+    def follow(self, new_tokens: list[int]) -> Deviation | None:
+        """Advance over new tokens; drop occurrences that continued otherwise.
+
+        Returns where the best occurrence deviated, if all did.
+        """
+        num_new, index = len(new_tokens), self.index
+        kept: list[Occurrence] = []
+        best, best_length = None, -1
+        for position, length in self.occurrences:
+            found = index.continuation(position, num_new)
+            if found == new_tokens:
+                kept.append(Occurrence(position + num_new, min(MAX_CONTEXT, length + num_new)))
+            elif not kept and found:
+                num_equal = _num_equal(found, new_tokens)
+                if length + num_equal > best_length:
+                    best = Deviation(position + num_equal, num_new - num_equal)
+                    best_length = length + num_equal
+        self.occurrences = kept
+        return None if kept else best
+
+
+@dataclass(slots=True)
+class Draft:
+    """A proposed continuation. `cells` are those of the calibration."""
+
+    token_ids: list[int]
+    probabilities: list[float]
+    cells: list[int]
+    num_expected: float  # right tokens
+
+
+_NO_DRAFT = Draft([], [], [], 0.0)
+
+
+def vote(trail: Trail, calibration: Calibration, limit: int) -> Draft:
+    """Return the continuation that most occurrences of a trail agree on."""
+    continuations: list[tuple[int, list[int]]] = []  # with their votes
+    longest = 0
+    for position, length in trail.occurrences:
+        tokens = trail.index.continuation(position, limit)
+        if tokens:
+            continuations.append((length + 1, tokens))
+            longest = max(longest, length)
+    token_ids: list[int] = []
+    cells: list[int] = []
+    probabilities: list[float] = []
+    num_expected, probability = 0.0, 1.0
+    for i in range(limit if continuations else 0):
+        token, share = _most_voted(continuations, i)
+        if token == SEPARATOR:
+            break
+        if share < 1.0:
+            continuations = [each for each in continuations if each[1][i : i + 1] == [token]]
+        cell = cell_of(trail.source, longest + i, share)
+        estimate = calibration.probabilities[cell]
+        probability *= estimate
+        if probability < MIN_PROBABILITY:
+            break
+        token_ids.append(token)
+        cells.append(cell)
+        probabilities.append(estimate)
+        num_expected += probability
+    return Draft(token_ids, probabilities, cells, num_expected)
+
+
+def _most_voted(continuations: list[tuple[int, list[int]]], i: int) -> tuple[int, float]:
+    """Return token i with the most votes, and its share of them. SEPARATOR: none goes on."""
+    if len(continuations) == 1:
+        tokens = continuations[0][1]
+        return (tokens[i] if i < len(tokens) else SEPARATOR), 1.0
+    votes: dict[int, int] = {}
+    for weight, tokens in continuations:
+        if i < len(tokens):
+            votes[tokens[i]] = votes.get(tokens[i], 0) + weight
+    if not votes:
+        return SEPARATOR, 1.0
+    token = max(votes, key=votes.__getitem__)  # of equal ones, the newest occurrence's
+    return token, votes[token] / sum(votes.values())
+
+
+class SuffixSequence:
+    """One running sequence: its index, and what it follows in it and in earlier answers."""
+
+    def __init__(
+        self, token_ids: I32, num_prompt_tokens: int, tenant: str, answers: EarlierAnswers
+    ) -> None:
+        """Index the tokens of a sequence."""
+        self.tenant = tenant
+        self._calibration = answers.calibration
+        self._num_prompt = num_prompt_tokens
+        self._num_tokens = len(token_ids)
+        index = MatchIndex(MAX_INDEXED_TOKENS)
+        index.append_all(token_ids)
+        self._own = Trail(index, Source.OWN)
+        self._answers = Trail(answers.index, Source.ANSWERS)
+        self._new_tokens: list[int] = []  # since the last proposal
+        self._draft = _NO_DRAFT
+        self._anchors: list[Deviation] = []  # the newest first
+
+    def extend(self, token_ids: list[int]) -> None:
+        """Add generated tokens."""
+        self._own.index.extend(token_ids)
+        self._num_tokens += len(token_ids)
+        self._new_tokens += token_ids
+
+    def propose(self, limit: int) -> Draft:
+        """Return a draft of at most `limit` tokens; it may be empty."""
+        self._learn()
+        self._follow()
+        own = vote(self._own, self._calibration, limit)
+        answers = vote(self._answers, self._calibration, limit)
+        self._draft = answers if answers.num_expected > own.num_expected else own
+        return self._draft
+
+    def answer(self) -> I32:
+        """Return the generated tokens, with some prompt tokens before them."""
+        num_tokens = self._num_tokens - self._num_prompt + _NUM_LEADING
+        return np.asarray(self._own.index.last(num_tokens), np.int32)
+
+    def _learn(self) -> None:
+        """Compare the last draft with the tokens that came."""
+        observe = self._calibration.observe
+        for cell, token, new in zip(
+            self._draft.cells, self._draft.token_ids, self._new_tokens, strict=False
+        ):
+            observe(cell, is_right=token == new)
+            if token != new:
+                break
+        self._draft = _NO_DRAFT
+
+    def _follow(self) -> None:
+        """Advance both trails over the new tokens, and search again where that may find more."""
+        new_tokens, own, answers = self._new_tokens, self._own, self._answers
+        context = own.index.last(MAX_CONTEXT)
+        self._new_tokens = []
+        if new_tokens:
+            self._anchors = [
+                Deviation(each.position, each.num_behind + len(new_tokens))
+                for each in self._anchors
+            ]
+            deviation = own.follow(new_tokens)
+            if deviation is not None:
+                self._anchors = [deviation, *self._anchors[:1]]
+            answers.follow(new_tokens)
+        if answers.length < _EXACT_LENGTH:
+            answers.occurrences = answers.index.find(own.index.hashes, context)
+        if own.length >= _EXACT_LENGTH:
+            return
+        found = own.index.find(own.index.hashes, context)
+        if found and found[0].length > max(own.length, _LOCAL_LENGTH):
+            own.occurrences, own.source = found, Source.OWN
+        elif not own.occurrences:
+            behind = self._behind_anchors(context[-1])
+            own.occurrences = behind or found
+            own.source = Source.LOCAL if behind else Source.OWN
+
+    def _behind_anchors(self, last: int) -> list[Occurrence]:
+        """Return where the last token occurs shortly behind places at which the sequence deviated before.
+
+        Otherwise the last tokens may have replaced as many at the newest of these places.
+        """
+        index = self._own.index
+        found: list[Occurrence] = []
+        for anchor in self._anchors:
+            behind = index.continuation(anchor.position, self._num_behind(anchor))
+            if last in behind:
+                found.append(Occurrence(anchor.position + behind.index(last) + 1, 1))
+        for anchor in self._anchors[:1]:
+            if not found and anchor.num_behind < self._num_behind(anchor):
+                found.append(Occurrence(anchor.position + anchor.num_behind, 0))
+        return found
+
+    def _num_behind(self, anchor: Deviation) -> int:
+        """Return the length of the window behind a deviation, without the tokens that came since."""
+        index = self._own.index
+        is_in_prompt = anchor.position < self._num_prompt
+        end = self._num_prompt if is_in_prompt else index.num_tokens - anchor.num_behind
+        return max(0, min(_LOCAL_WINDOW, end - anchor.position))
+
+
+def _num_equal(one: list[int], other: list[int]) -> int:
+    """Return the number of equal tokens at the start."""
+    for i, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return i
+    return min(len(one), len(other))
+
+
+class SuffixDrafter:
+    """Drafts for all running sequences."""
+
+    def __init__(self, context: DrafterContext) -> None:
+        """Start without sequences. Raises ValueError for wrong options."""
+        self._tenants = Tenants(*read_options(context.options))
+        self._sequences: dict[int, SuffixSequence] = {}
+
+    def begin(self, slot: int, token_ids: I32, num_prompt_tokens: int, tenant: str) -> None:
+        """Start a sequence."""
+        answers = self._tenants.of(tenant)
+        self._sequences[slot] = SuffixSequence(token_ids, num_prompt_tokens, tenant, answers)
+
+    def extend(self, slots: I32, counts: I32, token_ids: I32) -> None:
+        """Add generated tokens."""
+        tokens, start = token_ids.tolist(), 0
+        for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
+            self._sequences[slot].extend(tokens[start : start + count])
+            start += count
+
+    def propose(self, slots: I32, max_drafts: I32) -> Drafts:
+        """Return the most probable continuation of each sequence."""
+        drafts = [
+            self._sequences[slot].propose(limit)
+            for slot, limit in zip(slots.tolist(), max_drafts.tolist(), strict=True)
+        ]
+        return Drafts(
+            np.asarray([len(each.token_ids) for each in drafts], np.int32),
+            np.asarray([token for each in drafts for token in each.token_ids], np.int32),
+            np.asarray([value for each in drafts for value in each.probabilities], np.float32),
+        )
+
+    def end(self, slot: int) -> None:
+        """Forget a sequence, and keep its answer for later ones of the same tenant."""
+        sequence = self._sequences.pop(slot)
+        self._tenants.add(sequence.tenant, sequence.answer())
