@@ -21,6 +21,8 @@ from tokenspeed_core.worker.local import LocalRunner, build
 
 sys.path.insert(0, str(Path(__file__).parent))  # helper modules
 
+from process_pool import ProcessPool
+
 TINY = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -39,6 +41,14 @@ TINY = {
     "bos_token_id": 1,
     "torch_dtype": "float32",
 }
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[ProcessPool]:
+    """Four processes that compute together."""
+    processes = ProcessPool(4)
+    yield processes
+    processes.close()
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from tiny_families import FAMILIES, SMALL
 from tokenspeed_core.api import ModelSpec
 from tokenspeed_core.plugins import Catalog, Selection
 from tokenspeed_core.plugins.entry import load_target
+from tokenspeed_models.loading.dummy import read_dummy
 from tokenspeed_models.testing import DenseBuild, sequence_logits
 from tokenspeed_models.weights import WeightSlot
 
@@ -43,13 +44,6 @@ TABLE = [
 ]
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ProcessPool]:
-    processes = ProcessPool(4)
-    yield processes
-    processes.close()
-
-
 @cache
 def specs() -> Mapping[str, ModelSpec]:
     catalog = Catalog.discover(Selection())
@@ -72,14 +66,39 @@ def random_weight(slot: WeightSlot) -> torch.Tensor:
     return values / (10 if slot.kind == "bias" else math.sqrt(slot.target.shape[-1]))
 
 
-def both_logits(build: RankBuild, load: str, config: dict[str, Any]) -> list[torch.Tensor]:
+def stacked(weights: Mapping[str, torch.Tensor], num_experts: int) -> dict[str, torch.Tensor]:
+    """Return the weights with those of all experts of a layer in two tensors."""
+    found = {name: tensor for name, tensor in weights.items() if ".experts." not in name}
+    layers = dict.fromkeys(name.partition("experts.")[0] for name in weights.keys() - found.keys())
+    for layer in layers:
+        for target, names in (
+            ("gate_up_proj", ("gate_proj", "up_proj")),
+            ("down_proj", ("down_proj",)),
+        ):
+            experts = [
+                torch.cat([weights[f"{layer}experts.{expert}.{name}.weight"] for name in names])
+                for expert in range(num_experts)
+            ]
+            found[f"{layer}experts.{target}"] = torch.stack(experts)
+    return found
+
+
+def both_logits(
+    build: RankBuild, load: str, config: dict[str, Any], form: str = "random"
+) -> list[torch.Tensor]:
     """Return the logits of one of several processes, and those of a single process."""
     whole = DenseBuild()
     alone = load_target(load)(config, whole)
     weights = {slot.name: random_weight(slot) for slot in alone.weight_map()}
-    alone.load_weights(weights.items())
     model = load_target(load)(config, build)
-    model.load_weights(weights.items())
+    if form == "dummy":
+        for each in (alone, model):
+            each.load_weights(read_dummy("", each, lambda done, total: None))
+    else:
+        alone.load_weights(weights.items())
+        if form == "stacked":
+            weights = stacked(weights, num_experts=8)
+        model.load_weights(weights.items())
     with torch.inference_mode():
         return [
             sequence_logits(each, context, TOKENS, chunk=7)
@@ -97,6 +116,13 @@ def test_several_processes_compute_the_logits_of_one(
     for sharded, whole in results:
         torch.testing.assert_close(sharded, whole, rtol=1e-4, atol=1e-4 * float(whole.abs().max()))
         assert torch.equal(sharded, results[0][0])
+
+
+@pytest.mark.parametrize("form", ["stacked", "dummy"])
+def test_other_forms_of_experts_are_divided(form: str, pool: ProcessPool) -> None:
+    load, config = specs()["Qwen3MoeForCausalLM"].load, config_of("Qwen3Moe")
+    for sharded, whole in pool.run(both_logits, PARALLEL["tp4+ep2"], load, config, form):
+        torch.testing.assert_close(sharded, whole, rtol=1e-4, atol=1e-4 * float(whole.abs().max()))
 
 
 def test_documentation_lists_the_tested_combinations() -> None:

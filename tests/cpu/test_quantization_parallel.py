@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from zlib import crc32
@@ -15,8 +14,9 @@ from tiny_families import SMALL
 from tokenspeed_core.api import LayerSchemes
 from tokenspeed_core.checkpoint.quantization import find_quantization
 from tokenspeed_core.plugins.catalog import Catalog
-from tokenspeed_models.families.qwen3_moe import Qwen3MoeForCausalLM
-from tokenspeed_models.layers import Linear, Projection
+from tokenspeed_core.plugins.entry import load_target
+from tokenspeed_models.descriptors import QWEN3_MOE
+from tokenspeed_models.layers import CausalLM, Linear, Projection
 from tokenspeed_models.loading.dummy import read_dummy
 from tokenspeed_models.testing import sequence_logits
 from tokenspeed_models.weights import Shard
@@ -96,17 +96,55 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, int], float]] = {
         0.02,  # the experts of a process share the largest of their input scales
     ),
 }
+DEEPSEEK: dict[str, Any] = {
+    **SIZES,
+    **BLOCKS,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "rms_norm_eps": 1e-6,
+}
+GPT_OSS = {**SIZES, "num_local_experts": 4, "sliding_window": 8}
+# Layers of other kinds: the expansion of latents, experts with biases, and stacked projections.
+FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
+    "DeepseekV3": (
+        "tokenspeed_models_deepseek.model:DeepseekV3ForCausalLM",
+        DEEPSEEK,
+        FORMS["fp8 blocks"][0],
+        1e-4,
+    ),
+    "GptOss": (
+        "tokenspeed_models_gpt_oss.model:GptOssForCausalLM",
+        GPT_OSS,
+        {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
+        },
+        1e-4,
+    ),
+    "Phi3": (
+        "tokenspeed_models_phi.model:Phi3ForCausalLM",
+        {**SIZES, "original_max_position_embeddings": 128},
+        FORMS["fp8 per channel"][0],
+        0.06,
+    ),
+}
 PARALLEL = {
     "tp2": tensor_parallel(2),
     "tp2+ep2": Sizes(attn=2, dense=2, experts=2),
 }
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ProcessPool]:
-    processes = ProcessPool(2)
-    yield processes
-    processes.close()
 
 
 def varied(name: str, scale: torch.Tensor) -> torch.Tensor:
@@ -126,24 +164,29 @@ def scheme_of(settings: dict[str, Any]) -> LayerSchemes:
     return method.scheme_of
 
 
-def make(build: RankBuild, config: dict[str, Any]) -> Qwen3MoeForCausalLM:
+def make(build: RankBuild, config: dict[str, Any], load: str = QWEN3_MOE.load) -> CausalLM:
     """Return a model whose `quantization_config` applies."""
     build.schemes = scheme_of(config["quantization_config"])
-    return Qwen3MoeForCausalLM(config, build)
+    model: CausalLM = load_target(load)(config, build)
+    return model
 
 
-def both_logits(build: RankBuild, config: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def both_logits(
+    build: RankBuild, config: dict[str, Any], load: str = QWEN3_MOE.load
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logits of one of several processes, and those of a single process."""
     whole = RankBuild()
-    alone, model = make(whole, config), make(build, config)
-    kinds = {slot.name: slot.kind for slot in alone.weight_map()}
+    alone, model = make(whole, config, load), make(build, config, load)
+    slots = list(alone.weight_map())
+    kinds = {slot.name: slot.kind for slot in slots}
     weights = {
         name: varied(name, tensor) if kinds[name] == "scale" else tensor
         for name, tensor in read_dummy("", alone, lambda done, total: None)
     }
     alone.load_weights(weights.items())
-    for slot in alone.weight_map():
-        if slot.quantization is not None:
+    for slot in slots:
+        # The expansion of latents is dequantized and freed.
+        if slot.quantization is not None and slot.target.untyped_storage().size():
             weights[slot.name] = slot.target.clone()
             weights[slot.quantization.scale_name] = slot.quantization.scale.clone()
     model.load_weights(weights.items())
@@ -159,6 +202,15 @@ def test_quantized_logits_of_several_processes_equal_one(
     settings, changes, tolerance = FORMS[form]
     config = {**SIZES, **changes, "quantization_config": settings}
     for sharded, whole in pool.run(both_logits, PARALLEL[parallelism], config):
+        assert float(whole.norm()) > 0
+        assert float((sharded - whole).norm() / whole.norm()) < tolerance
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_quantized_layers_are_divided(family: str, pool: ProcessPool) -> None:
+    load, sizes, settings, tolerance = FAMILIES[family]
+    config = {**sizes, "quantization_config": settings}
+    for sharded, whole in pool.run(both_logits, tensor_parallel(2), config, load):
         assert float(whole.norm()) > 0
         assert float((sharded - whole).norm() / whole.norm()) < tolerance
 
