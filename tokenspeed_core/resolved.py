@@ -11,6 +11,7 @@ from tokenspeed_core.api.policy import Policy
 from tokenspeed_core.checkpoint.quantization import ResolvedQuantization
 from tokenspeed_core.checkpoint.resolve import ResolvedCheckpoint
 from tokenspeed_core.config import Config
+from tokenspeed_core.engine.drafting import DrafterChoice
 from tokenspeed_core.kernels.overrides import Override
 from tokenspeed_core.plugins.entry import Entry
 from tokenspeed_core.scheduler.limits import SchedulerLimits
@@ -32,6 +33,7 @@ class Resolved:
     num_threads: int | None
     grammars: tuple[Entry, GrammarSpec] | None = None  # the backend of structured output
     parallel: ParallelLayout = ONE_PROCESS
+    drafter: DrafterChoice | None = None  # None: no speculative decoding
 
     @property
     def kv_dtype(self) -> str:

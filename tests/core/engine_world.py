@@ -9,6 +9,7 @@ import pytest
 from tokenspeed_testing.fake_model import FakeModel, FakeRunner
 
 from tokenspeed_core.api.cache_groups import CacheGroupSpec, FullAttention, SlidingWindow
+from tokenspeed_core.api.drafters import Drafts
 from tokenspeed_core.api.policy import Policy
 from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.api.step import I32, LateInputs, StepFailed, StepPlan, StepResult
@@ -17,6 +18,7 @@ from tokenspeed_core.engine.messages import Outputs, Submit
 from tokenspeed_core.engine.wire import Codec, pack
 from tokenspeed_core.kv_cache.manager import KVManager
 from tokenspeed_core.kv_cache.pool import PageCounts, PagePool
+from tokenspeed_core.scheduler.drafts import FixedDepth, HostDrafts
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.scheduler.policy import POLICIES
 from tokenspeed_core.scheduler.scheduler import Scheduler
@@ -87,13 +89,58 @@ class Masks:
 
     def late(self, plan: StepPlan) -> LateInputs:
         assert len(self.scheduler.in_flight) == 1, "earlier steps must be collected first"
-        indices = self._rows(plan)
-        bits = np.zeros((len(indices), MODEL.vocab_size), np.bool_)
-        for i, row in enumerate(indices):
+        indices, bits = [], []
+        num_drafts = plan.num_query_tokens - 1
+        num_drafts[plan.num_decodes :] = 0
+        ends = np.cumsum(num_drafts)
+        for row in self._rows(plan):
             last = int(self.scheduler.columns.known(int(plan.slots[row]))[-1])
-            bits[i] = [allowed(last, token) for token in range(MODEL.vocab_size)]
-        words = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
-        return LateInputs(np.asarray(indices, np.int32), 1, words.ravel())
+            drafts: list[int] = []
+            if num_drafts[row]:
+                assert plan.draft_token_ids is not None
+                drafts = plan.draft_token_ids[ends[row] - num_drafts[row] : ends[row]].tolist()
+            for token in (last, *drafts):
+                indices.append(row)
+                bits.append([allowed(token, following) for following in range(MODEL.vocab_size)])
+        words = np.packbits(np.asarray(bits), axis=1, bitorder="little").view(np.int32)
+        return LateInputs(np.asarray(indices, np.int32), words.ravel())
+
+
+class Oracle:
+    """A drafter that knows the model: it proposes right tokens, wrong ones, and right ones after a wrong one.
+
+    It checks that it sees every token of a sequence, once.
+    """
+
+    def __init__(self, model: FakeModel) -> None:
+        self.model = model
+        self.tokens: dict[int, list[int]] = {}
+        self.finished: list[list[int]] = []
+        self.rng = np.random.default_rng(0)
+
+    def begin(self, slot: int, token_ids: I32, num_prompt_tokens: int, tenant: str) -> None:
+        assert slot not in self.tokens
+        assert len(token_ids) > num_prompt_tokens
+        self.tokens[slot] = token_ids.tolist()
+
+    def extend(self, slots: I32, counts: I32, token_ids: I32) -> None:
+        assert counts.min() > 0
+        assert counts.sum() == len(token_ids)
+        for slot, part in zip(slots, np.split(token_ids, np.cumsum(counts)[:-1]), strict=True):
+            self.tokens[int(slot)] += part.tolist()
+
+    def propose(self, slots: I32, max_drafts: I32) -> Drafts:
+        counts, ids = [], []
+        for slot, most in zip(slots.tolist(), max_drafts.tolist(), strict=True):
+            counts.append(int(self.rng.integers(0, most + 1)))
+            tokens = self.model.expected(self.tokens[slot], counts[-1])
+            if counts[-1] and self.rng.random() < 0.6:
+                tokens[self.rng.integers(len(tokens))] = int(self.rng.integers(MODEL.vocab_size))
+            ids += tokens
+        return Drafts(np.asarray(counts, np.int32), np.asarray(ids, np.int32))
+
+    def end(self, slot: int) -> None:
+        self.finished.append(self.tokens.pop(slot))
 
 
 @dataclass
@@ -135,16 +182,23 @@ class World:
             16,
             self.max_queued,
             MODEL.vocab_size,
+            max_drafts=self.num_drafts,
         )
         policy = POLICIES[self.policy] if isinstance(self.policy, str) else self.policy
         self.model = FakeModel(reads_all=FULL in self.groups)
-        self.rng = np.random.default_rng(0)
-        self.scheduler = Scheduler(
-            limits,
-            kv,
-            policy,
-            count_drafts=self._drafts if self.num_drafts else None,
-        )
+        self.scheduler = Scheduler(limits, kv, policy)
+        if self.num_drafts:
+            self.drafter = Oracle(self.model)
+            self.scheduler.use_drafts(
+                HostDrafts(
+                    self.drafter,
+                    "oracle",
+                    FixedDepth(self.num_drafts),
+                    limits,
+                    self.scheduler.columns,
+                    self.scheduler.sequences,
+                )
+            )
         runners = [
             FakeRunner(
                 self.model,
@@ -154,7 +208,6 @@ class World:
                 self.max_num_seqs,
                 self.max_model_len,
                 blocks_per_page=self.blocks_per_page,
-                seed=1,
                 fail_at=self.fail_at,
             )
             for _ in range(2)
@@ -165,14 +218,6 @@ class World:
             Replayed(*runners),
             depth=self.depth,
             late_source=Masks(self.scheduler),
-        )
-
-    def _drafts(self, slots: I32, room: I32) -> I32:
-        drafts = np.minimum(self.rng.integers(0, self.num_drafts + 1, len(slots)), room).astype(
-            np.int32
-        )
-        return np.where(self.scheduler.columns.priority[slots] == MASKED, 0, drafts).astype(
-            np.int32
         )
 
     def submit(self, submit: Submit) -> None:

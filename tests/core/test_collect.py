@@ -108,8 +108,8 @@ def collected(
 
 @given(st.lists(any_row(), min_size=1, max_size=MAX_SEQS))
 def test_sequence_gets_tokens_up_to_its_end(plan_rows: list[Row]) -> None:
-    rows, outcome, _ = collected(plan_rows)
-    out = make_outputs([outcome.tokens], None)
+    rows, outcome, result = collected(plan_rows)
+    out = make_outputs([outcome.tokens], result)
     alive = [i for i, row in enumerate(plan_rows) if row.has_slot and row.max_new_tokens]
     expected = [plan_rows[i].expected() for i in alive]
     assert out.sequence_ids.tolist() == [i + 100 for i in alive]
@@ -176,12 +176,12 @@ def late(row: int, sequence_id: int, tokens: list[int], finish: FinishReason) ->
 
 
 def test_late_tokens_follow_the_others() -> None:
-    _, outcome, _ = collected(
+    _, outcome, result = collected(
         [Row(tokens=[5]), Row(tokens=[6], has_slot=False), Row(tokens=[-1], has_slot=False)]
     )
     one = late(1, 101, [6], FinishReason.LENGTH)
     other = late(2, 102, [], FinishReason.ERROR)
-    out = make_outputs([outcome.tokens, one, other], None)
+    out = make_outputs([outcome.tokens, one, other], result)
     assert out.sequence_ids.tolist() == [100, 101, 102]
     assert out.num_tokens.tolist() == [1, 1, 0]
     assert out.token_ids.tolist() == [5, 6]
@@ -207,7 +207,7 @@ def test_logprobs_follow_their_sequences(is_late: bool) -> None:
     parts = [outcome.tokens]
     if is_late:
         parts.append(late(2, 102, [7], FinishReason.NOT))
-    out = make_outputs(parts, result.logprobs)
+    out = make_outputs(parts, result)
     selected = out.logprobs
     assert selected is not None
     kept = [1, 2, 4] if is_late else [1, 4]

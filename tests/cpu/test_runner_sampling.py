@@ -192,7 +192,7 @@ def test_late_mask_limits_only_its_row(runner: LocalRunner, temperature: float) 
     plan = maker.plan(chunks={"free": 6, "bound": 6, "single": 6})
     runner.forward(plan)
     mask = np.concatenate((pack_mask([31, 63, 95, 96]), pack_mask([64])))
-    runner.sample(plan.step_id, LateInputs(np.array([1, 2], np.int32), 1, mask))
+    runner.sample(plan.step_id, LateInputs(np.array([1, 2], np.int32), mask))
     maker.take(plan, runner.collect(plan.step_id))
     assert maker.sequences["free"].output == plain
     assert maker.sequences["bound"].output[0] in (31, 63, 95, 96)

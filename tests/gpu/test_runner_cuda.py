@@ -153,7 +153,7 @@ def test_masked_graph_is_equal_to_eager(
     graphs: LocalRunner, eager: LocalRunner, params: list[dict[str, Any]]
 ) -> None:
     words = np.random.default_rng(1).integers(-(2**31), 2**31, (2, 32)).astype(np.int32)
-    late = LateInputs(np.array([1, 3], np.int32), 1, words.reshape(-1))
+    late = LateInputs(np.array([1, 3], np.int32), words.reshape(-1))
     outputs: list[list[list[int]]] = []
     for runner in (graphs, eager):
         maker = PlanMaker(runner.block_size)
@@ -271,7 +271,7 @@ def test_launching_a_step_does_not_synchronize(graphs: LocalRunner) -> None:
     maker = PlanMaker(graphs.block_size)
     names = start(maker, 6, PARAMS)
     words = -(-1000 // 32)
-    late = LateInputs(np.array([0], np.int32), 1, np.full(words, -1, np.int32))
+    late = LateInputs(np.array([0], np.int32), np.full(words, -1, np.int32))
     kinds: list[tuple[list[str], dict[str, int], LateInputs | None]] = [
         ([], {name: maker.sequences[name].num_prompt for name in names[:5]}, None),
         (names[:5], {names[5]: maker.sequences[names[5]].num_prompt}, None),

@@ -83,8 +83,15 @@ class PromptTargets:
 class StepPlan:
     """One step of S rows: decodes first, then chunks of prompts.
 
-    The query tokens of a decode row are on the device: the last token of its slot, then its draft tokens. The query
-    tokens of chunk rows are in `token_ids`, concatenated in row order.
+    The first query token of a decode row is the last token of its slot, which is on the device. Its draft tokens
+    follow. The query tokens of chunk rows are in `token_ids`, concatenated in row order.
+
+    The runner verifies the draft tokens. At each query token of a decode row it chooses the next token as it would
+    without drafts: with the same kernel, the slot's seed, and the random number of that position. The row keeps its
+    draft tokens up to the first that differs from the chosen one, and the token that was chosen there. So every output
+    is what it would be without drafts, greedy or sampled. A draft token x is a fixed guess, accepted with the
+    probability p(x) that the model gives it: as often as by rejection sampling, which accepts with probability
+    min(1, p(x) / q(x)), where q(x) = 1 for a fixed guess (Leviathan et al., 2023, arXiv:2211.17192).
     """
 
     step_id: int
@@ -100,6 +107,9 @@ class StepPlan:
     block_deltas: tuple[BlockDelta, ...]  # one per cache group
     slot_inits: SlotInits | None  # None: no sequence takes a slot
     prompt_targets: PromptTargets | None = None
+    num_draft_tokens: int = 0  # of all decode rows
+    # [num_draft_tokens] the draft tokens in row order; None: none, or the device has them
+    draft_token_ids: I32 | None = None
 
     @property
     def num_rows(self) -> int:
@@ -116,12 +126,12 @@ class StepPlan:
 class LateInputs:
     """Inputs of the sampling launch that may depend on the result of the previous step.
 
-    `mask` has one bit per vocabulary entry (1: allowed) for each row of `rows` and each draft position, as flat int32
-    words `[len(rows) * num_positions * words]`. It may be written again once the step was collected.
+    `mask` has one bit per vocabulary entry (1: allowed) for each of `rows`, as flat int32 words `[len(rows) * words]`.
+    The rows are ascending; a row with draft tokens occurs once for each of its query tokens, in their order. The mask
+    may be written again once the step was collected.
     """
 
     rows: I32
-    num_positions: int
     mask: I32
 
 
@@ -129,8 +139,8 @@ class LateInputs:
 class StepLogprobs:
     """Log-probabilities of sampled tokens, as columns, for the rows that requested them.
 
-    `rows` are row indices of the plan, `chosen` and `ranks` are [len(rows)]. `top_ids` and `top_values` are flat
-    [len(rows) * width]; a row that requested fewer alternatives uses its first ones.
+    `rows` are row indices of the plan. `chosen` and `ranks` have an entry for each new token of these rows, in order.
+    `top_ids` and `top_values` have `width` for each; a row that requested fewer alternatives uses its first ones.
     """
 
     rows: I32

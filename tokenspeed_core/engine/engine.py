@@ -116,12 +116,16 @@ class Engine:
     def step(self) -> list[Outputs]:
         """Plan and launch the next step; collect the oldest one if `depth` steps are in flight.
 
-        Raises EngineDeadError, and PluginError if a policy plugin fails.
+        A drafter that needs the newest tokens has all of them collected before. Raises EngineDeadError, and PluginError if a policy plugin fails.
         """
         outputs: list[Outputs] = []
         in_flight = self.scheduler.in_flight
         if self._grammars is not None and self._grammars.is_compiling:
             self._grammars.poll(0.0 if self.scheduler.has_work else IDLE_SECONDS)
+        drafts = self.scheduler.drafts
+        if drafts is not None and in_flight and drafts.needs_results:
+            while in_flight:
+                outputs.append(self.collect())
         has_decodes = self.scheduler.columns.has_decodes
         started_at = perf_counter()
         builder = self.scheduler.plan(
@@ -200,6 +204,9 @@ class Engine:
         counters = self.scheduler.counters
         counters.host_seconds += perf_counter() - started_at
         counters.finish_step(plan, len(outputs.token_ids), seconds)
+        drafts = self.scheduler.drafts
+        if drafts is not None:
+            drafts.finish_step(plan.num_rows, plan.num_tokens, len(plan.token_ids), seconds)
         if outputs.finish.any():
             _log_errors(plan.step_id, outputs)
         return outputs

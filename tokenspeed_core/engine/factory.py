@@ -21,6 +21,7 @@ from tokenspeed_core.config import Config
 from tokenspeed_core.config.backends import AUTO
 from tokenspeed_core.config.build import called
 from tokenspeed_core.config.schema import flag
+from tokenspeed_core.engine.drafting import use_drafter
 from tokenspeed_core.engine.engine import MAX_FAILURES, Engine
 from tokenspeed_core.engine.grammars import GrammarBackend, Grammars, find_backend
 from tokenspeed_core.engine.messages import Ready
@@ -255,6 +256,8 @@ def _start(
     if not is_finite and config.load_format != "dummy":
         raise EngineDeadError(no_finite_logits(runner.kernel_plan))
     scheduler.counters = EngineCounters()  # without the warm-up
+    if resolved.drafter is not None:
+        use_drafter(scheduler, resolved.drafter)
     grammars = None if backend is None else Grammars(scheduler, backend, mask=runner.mask_buffer())
     if backend is not None and not is_batch:
         backend.compiler()  # indexing a large vocabulary would stall the steps later

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 if TYPE_CHECKING:
-    from tokenspeed_core.api.step import StepPlan
+    from tokenspeed_core.api.step import I32, StepPlan
     from tokenspeed_core.kv_cache.manager import KVManager
     from tokenspeed_core.scheduler.sequence import Sequence as GeneratedSequence
 
@@ -81,6 +81,16 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     host: HistogramCounts  # seconds of a step's planning and bookkeeping, HOST_BOUNDS
     queue: HistogramCounts  # seconds from a sequence's arrival to its admission, REQUEST_BOUNDS
     prefill: HistogramCounts  # seconds from there to its first token, REQUEST_BOUNDS
+    num_draft_rows: int = 0  # decodes with draft tokens
+    num_draft_tokens: int = 0  # of them
+    num_accepted: tuple[
+        int, ...
+    ] = ()  # how often the first draft token of a row was accepted, the second, …
+
+    @property
+    def num_saved_steps(self) -> int:
+        """Decodes that draft tokens have saved: accepted draft tokens."""
+        return sum(self.num_accepted)
 
     @property
     def num_pages(self) -> int:
@@ -112,6 +122,9 @@ class EngineCounters:
         self._host = Histogram(HOST_BOUNDS)
         self._queue = Histogram(REQUEST_BOUNDS)
         self._prefill = Histogram(REQUEST_BOUNDS)
+        self._num_draft_rows = 0
+        self._num_draft_tokens = 0
+        self._num_accepted: list[int] = []
 
     def admit(
         self, sequence: GeneratedSequence, num_cached: int, *, has_prefix_cache: bool
@@ -129,6 +142,14 @@ class EngineCounters:
         if sequence.admitted_at:
             self._prefill.observe(time.monotonic() - sequence.admitted_at)
             sequence.admitted_at = 0.0
+
+    def verify(self, num_drafts: I32, num_accepted: I32) -> None:
+        """Count the draft tokens of the rows that had any, and those that were accepted."""
+        self._num_draft_rows += len(num_drafts)
+        self._num_draft_tokens += int(num_drafts.sum())
+        self._num_accepted += [0] * (int(num_drafts.max()) - len(self._num_accepted))
+        for position in range(int(num_accepted.max())):
+            self._num_accepted[position] += int((num_accepted > position).sum())
 
     def finish_step(self, plan: StepPlan, num_output_tokens: int, seconds: float) -> None:
         """Count a collected step and the host time since the previous one."""
@@ -156,4 +177,7 @@ class EngineCounters:
             self._host.snapshot(),
             self._queue.snapshot(),
             self._prefill.snapshot(),
+            self._num_draft_rows,
+            self._num_draft_tokens,
+            tuple(self._num_accepted),
         )

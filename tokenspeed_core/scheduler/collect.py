@@ -168,10 +168,11 @@ def prompt_logprobs(
 
 def make_outputs(
     parts: Iterable[NewTokens],
-    logprobs: StepLogprobs | None,
+    result: StepResult,
     prompts: tuple[PromptLogprobs, ...] = (),
 ) -> Outputs:
-    """Return the message about one step's new tokens."""
+    """Return the message about one step's new tokens, which are those of its result up to the end of each sequence."""
+    logprobs = result.logprobs
     first, *others = parts
     tokens = first
     if others:
@@ -187,22 +188,27 @@ def make_outputs(
         tokens.token_ids,
         tokens.finish,
         tokens.num_cached,
-        None if logprobs is None else _select(logprobs, tokens),
+        None if logprobs is None else _select(logprobs, result.num_tokens, tokens),
         prompts,
     )
 
 
-def _select(logprobs: StepLogprobs, tokens: NewTokens) -> StepLogprobs:
-    """Return the log-probabilities of `tokens`, with rows that index its sequences."""
+def _select(logprobs: StepLogprobs, counts: I32, tokens: NewTokens) -> StepLogprobs:
+    """Return the log-probabilities of `tokens`, with rows that index its sequences.
+
+    `counts` are the new tokens of each row of the plan. A sequence may keep fewer of them, or none.
+    """
     last_row = max(logprobs.rows.max(initial=0), tokens.plan_rows.max(initial=0))
     index_of_row = np.full(int(last_row) + 1, -1, np.int32)
     index_of_row[tokens.plan_rows] = np.arange(len(tokens.plan_rows), dtype=np.int32)
     index = index_of_row[logprobs.rows]
-    keep = index >= 0
-    keep[keep] = tokens.num_tokens[index[keep]] > 0
-    shape = (len(index), logprobs.width)
+    num_kept = np.where(index < 0, 0, tokens.num_tokens[index])
+    num_entries = counts[logprobs.rows]
+    keep = _offsets(num_entries, len(logprobs.chosen)) < np.repeat(num_kept, num_entries)
+    shape = (len(keep), logprobs.width)
+    is_left = num_kept > 0
     return StepLogprobs(
-        index[keep],
+        index[is_left],
         logprobs.width,
         logprobs.chosen[keep],
         logprobs.ranks[keep],

@@ -43,6 +43,8 @@ class SlotColumns:
         self.num_cached = np.zeros(max_num_seqs, np.int32)
         self.has_grammar = np.zeros(max_num_seqs, np.bool_)
         self.num_grammars = 0  # slots that have one
+        # Logits processors are called once for each new token, so their rows get no draft tokens.
+        self.may_draft = np.zeros(max_num_seqs, np.bool_)
         self.is_decoding = np.zeros(max_num_seqs, np.bool_)
         # Padded with -1; as wide as the longest list of any sequence so far.
         self.stop_ids = np.full((max_num_seqs, 1), -1, np.int32)
@@ -72,6 +74,7 @@ class SlotColumns:
         self._set_stop_ids(slot, sequence.request.stop_token_ids)
         self.last_step[slot] = 0
         self._set_grammar(slot, sequence.grammar is not None)
+        self.may_draft[slot] = not sequence.request.processors
         self.set_decoding(slot, False)
 
     def vacate(self, slot: int, sequence: Sequence) -> None:

@@ -18,6 +18,7 @@ class SchedulerLimits:
     seed: int = 0
     max_queued_tokens: int | None = None  # prompt tokens of the waiting sequences
     max_live_per_tenant: int | None = None  # unfinished sequences
+    max_drafts: int = 0  # draft tokens of a row
 
     @property
     def is_chunking(self) -> bool:
@@ -35,8 +36,20 @@ class SchedulerLimits:
         return self.chunk_size if self.is_chunking else None
 
     @property
+    def max_draft_tokens(self) -> int:
+        """Upper bound of the draft tokens of a step."""
+        return min(self.max_num_seqs * self.max_drafts, self.token_budget)
+
+    @property
     def max_num_tokens(self) -> int:
         """Upper bound of the query tokens of any step."""
         if self.is_chunking:
             return max(self.token_budget, self.max_num_seqs)
-        return max(self.token_budget, self.max_model_len) + self.max_num_seqs
+        return (
+            max(self.token_budget, self.max_model_len) + self.max_num_seqs + self.max_draft_tokens
+        )
+
+    @property
+    def max_sampled(self) -> int:
+        """Upper bound of the query tokens of a step after which a token is chosen."""
+        return self.max_num_seqs + self.max_draft_tokens

@@ -29,17 +29,13 @@ from tokenspeed_core.scheduler.collect import (
     rows_without_slot,
 )
 from tokenspeed_core.scheduler.columns import SlotColumns
+from tokenspeed_core.scheduler.drafts import DraftSource
 from tokenspeed_core.scheduler.lifecycle import Preempted, Prefilling, Waiting
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.scheduler.sequence import Sequence
 from tokenspeed_core.scheduler.sequence_table import SequenceTable
 from tokenspeed_core.scheduler.step_plan_builder import StepPlanBuilder
-from tokenspeed_core.scheduler.views import (
-    CountDrafts,
-    candidate_of,
-    num_promised_pages,
-    view_of_running,
-)
+from tokenspeed_core.scheduler.views import candidate_of, num_promised_pages, view_of_running
 from tokenspeed_core.scheduler.waiting_queue import QueueEntry, WaitingQueue
 
 
@@ -63,10 +59,8 @@ class Scheduler:
         limits: SchedulerLimits,
         kv: KVManager,
         policy: Policy,
-        *,
-        count_drafts: CountDrafts | None = None,
     ) -> None:
-        """Start without sequences. `count_drafts` gives decode rows draft tokens to verify."""
+        """Start without sequences."""
         self.limits = limits
         self.kv = kv
         self.columns = SlotColumns(limits.max_num_seqs, limits.max_model_len)
@@ -74,9 +68,9 @@ class Scheduler:
         self.in_flight: deque[StepInFlight] = deque()
         self.num_preemptions = 0
         self.counters = EngineCounters()
+        self.drafts: DraftSource | None = None  # gives decode rows draft tokens to verify
         self._policy = policy
         self._queue = WaitingQueue(policy)
-        self._count_drafts = count_drafts
         self._refused: _Refused | None = None
         self._next_step = 1
         self._num_arrivals = 0
@@ -86,6 +80,11 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether a sequence is live or a step is in flight."""
         return bool(len(self.sequences) or self.in_flight)
+
+    def use_drafts(self, drafts: DraftSource) -> None:
+        """Give decode rows draft tokens from now on."""
+        self.drafts = drafts
+        self.sequences.on_release = drafts.end
 
     # -- requests -------------------------------------------------------------------------------------
 
@@ -210,7 +209,7 @@ class Scheduler:
 
     def _plan_running(self, builder: StepPlanBuilder, max_prefill_tokens: int) -> None:
         """Plan decodes and chunks of the running sequences, and preempt the policy's victims."""
-        view = view_of_running(self.columns, self.kv, self.sequences, self._count_drafts)
+        view = view_of_running(self.columns, self.kv, self.sequences, self.drafts)
         counts = self.kv.counts()
         limits = Limits(
             self.limits.token_budget,
@@ -243,7 +242,9 @@ class Scheduler:
             has_room = self._extend(builder, slot, first_query, int(end[i]))
             assert has_room, "the policy ran a row without its pages"
         columns.num_bound[slots] += num_query
-        builder.set_decodes(slots, num_query, start)
+        if builder.set_decodes(slots, num_query, start):
+            assert self.drafts is not None, "the policy cannot add draft tokens"
+            builder.set_drafts(self.drafts.take(slots, num_query - 1))
 
     def _plan_chunk(self, builder: StepPlanBuilder, slot: int, num_tokens: int) -> None:
         """Plan the next `num_tokens` known tokens of a slot, or fewer if tokens or pages run out."""
@@ -377,12 +378,14 @@ class Scheduler:
         collected = collect(self.columns, flight, result)
         late = self._collect_preempted(flight, result, collected)
         self._count_prefills(flight)
+        if flight.plan.num_draft_tokens:
+            self._observe_drafts(flight, result)
         for slot in collected.with_full_block(self.columns, self.kv.granularity):
             self.sequences.cache_known_blocks(int(slot))
         for slot, reason in collected.ended():
             self.sequences.end(self.sequences.at(slot), reason)
         prompts = prompt_logprobs(flight, result.prompt_logprobs)
-        return make_outputs((collected.tokens, *late), result.logprobs, prompts)
+        return make_outputs((collected.tokens, *late), result, prompts)
 
     def _count_prefills(self, flight: StepInFlight) -> None:
         """Count the sequences whose prompt was completed by a step."""
@@ -391,6 +394,18 @@ class Scheduler:
             state = self.sequences.get(int(flight.sequence_ids[num_decodes + row]))
             if state is not None:
                 self.counters.first_token(state.sequence)
+
+    def _observe_drafts(self, flight: StepInFlight, result: StepResult) -> None:
+        """Count the accepted draft tokens of a step, and tell the source about them."""
+        num_decodes = flight.plan.num_decodes
+        num_drafts = flight.plan.num_query_tokens[:num_decodes] - 1
+        rows = np.flatnonzero(num_drafts)
+        num_accepted = result.num_tokens[rows] - 1
+        self.counters.verify(num_drafts[rows], num_accepted)
+        has_slot = self.columns.sequence_id[flight.plan.slots[rows]] == flight.sequence_ids[rows]
+        kept = rows[has_slot]
+        assert self.drafts is not None, "the policy cannot add draft tokens"
+        self.drafts.observe(flight.plan.slots[kept], num_drafts[kept], num_accepted[has_slot])
 
     def fail(self) -> list[int]:
         """End the sequences of all steps in flight with an error. Returns their ids.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.kv_cache.lease import BlockLease
@@ -37,6 +38,8 @@ class SequenceTable:
         self._free_slots = list(range(len(columns.sequence_id) - 1, -1, -1))
         self._num_of_tenant: Counter[str] = Counter()
         self.num_waiting_tokens = 0  # prompt tokens of the sequences without a slot
+        # Called with a slot before its sequence loses it.
+        self.on_release: Callable[[int], None] | None = None
 
     def __len__(self) -> int:
         """Return the number of live sequences."""
@@ -118,6 +121,8 @@ class SequenceTable:
         transition = advance(state, event)
         sequence = transition.state.sequence
         if transition.released is not None:
+            if self.on_release is not None:
+                self.on_release(transition.released.slot)
             self._columns.vacate(transition.released.slot, sequence)
             self._free_slots.append(transition.released.slot)
             self._kv.release(transition.released.blocks)

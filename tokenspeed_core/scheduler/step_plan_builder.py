@@ -74,6 +74,8 @@ class StepPlanBuilder:
         self._decode_slots = _NONE
         self._decode_num_query = _NONE
         self._decode_start = _NONE
+        self._num_draft_tokens = 0
+        self._draft_token_ids: I32 | None = None
         self._chunks: list[_Chunk] = []
         self._scored: list[_Scored] = []
         self._changes = [_TableChanges() for _ in range(num_groups)]
@@ -86,12 +88,22 @@ class StepPlanBuilder:
         has_rows = len(self._decode_slots) or self._chunks
         return not (has_rows or self._new_slots or any(each.slots for each in self._changes))
 
-    def set_decodes(self, slots: I32, num_query: I32, start: I32) -> None:
-        """Set the decode rows: their slots, query tokens, and upper bounds of computed tokens."""
+    def set_decodes(self, slots: I32, num_query: I32, start: I32) -> int:
+        """Set the decode rows: their slots, query tokens, and upper bounds of computed tokens.
+
+        Returns the number of their draft tokens.
+        """
         self._decode_slots = slots
         self._decode_num_query = num_query
         self._decode_start = start
-        self.num_tokens += int(num_query.sum())
+        num_tokens = int(num_query.sum())
+        self.num_tokens += num_tokens
+        self._num_draft_tokens = num_tokens - len(slots)
+        return self._num_draft_tokens
+
+    def set_drafts(self, token_ids: I32 | None) -> None:
+        """Set the draft tokens of the decode rows; None: the device has them."""
+        self._draft_token_ids = token_ids
 
     def add_chunk(self, slot: int, start: int, end: int, *, is_last: bool) -> None:
         """Add a chunk row for the known tokens `[start, end)`; the last chunk samples."""
@@ -156,6 +168,8 @@ class StepPlanBuilder:
             block_deltas=tuple(changes.delta() for changes in self._changes),
             slot_inits=slot_inits(self._new_slots, self._new_sequences) if has_new else None,
             prompt_targets=self._prompt_targets() if self._scored else None,
+            num_draft_tokens=self._num_draft_tokens,
+            draft_token_ids=self._draft_token_ids,
         )
 
     def _prompt_targets(self) -> PromptTargets:

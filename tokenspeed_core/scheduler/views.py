@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from tokenspeed_core.api.policy import Candidate, View
-from tokenspeed_core.api.step import I32
 from tokenspeed_core.kv_cache.manager import KVManager, Match
 from tokenspeed_core.scheduler.columns import SlotColumns
+from tokenspeed_core.scheduler.drafts import DraftSource
 from tokenspeed_core.scheduler.sequence import Sequence
 from tokenspeed_core.scheduler.sequence_table import SequenceTable
-
-CountDrafts = Callable[[I32, I32], I32]
-"""From the slots and the maximum number of draft tokens of each to the number of its draft tokens."""
 
 
 def view_of_running(
     columns: SlotColumns,
     kv: KVManager,
     sequences: SequenceTable,
-    count_drafts: CountDrafts | None,
+    drafts: DraftSource | None,
 ) -> View:
-    """Return the sequences with a slot that have tokens to compute."""
+    """Return the sequences with a slot that have tokens to compute. Draft tokens never cause a preemption."""
     decoding = columns.decoding()
     bound = columns.num_bound[decoding]
     room = columns.max_len[decoding] - bound
@@ -31,8 +26,12 @@ def view_of_running(
     if not has_room.all():
         decoding, room, bound = decoding[has_room], room[has_room], bound[has_room]
     num_query = np.ones(len(decoding), np.int32)
-    if count_drafts is not None and len(decoding):
-        num_query += count_drafts(decoding, room - 1)
+    num_drafts = None if drafts is None else drafts.count(decoding, room - 1)
+    if num_drafts is not None:
+        end = bound + num_drafts
+        num_pages = kv.num_new_pages(columns.resumed[decoding], columns.capacity[decoding], end)
+        if int(num_pages.sum()) <= kv.pool.num_available:
+            num_query += num_drafts
     slots, end = decoding, bound - 1 + num_query
     prefilling = columns.prefilling()
     if len(prefilling):

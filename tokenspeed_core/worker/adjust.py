@@ -46,33 +46,40 @@ class TokenCounts:
             output = ids[num_prompt:]
             row.index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
 
-    def add(self, slots: torch.Tensor, ids: torch.Tensor) -> None:
-        """Count one more token of each slot. slots, ids int64 [P]; slots are distinct."""
-        counts = self._table()
-        counts[slots, ids] += 1
+    def add(self, slots: torch.Tensor, ids: torch.Tensor, is_new: torch.Tensor) -> None:
+        """Count one more token of each slot where `is_new` is 1, not 0. slots, ids int64 [P], is_new int32 [P]."""
+        self._table().index_put_((slots, ids), is_new, accumulate=True)
 
-    def penalise(
-        self, logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, state: SlotState
-    ) -> None:
-        """Change rows of float32 logits [R, V] in place; rows, slots int64 [P].
-
-        The repetition penalty divides positive logits of tokens in the prompt or output, and multiplies negative
-        ones. The frequency penalty is subtracted once per occurrence in the output, the presence penalty once.
-        """
-        counts = self._table()[slots]
-        chosen = logits[rows]
-        repetition = state.repetition[slots].unsqueeze(1)
-        repeated = torch.where(chosen > 0, chosen / repetition, chosen * repetition)
-        chosen = torch.where(counts != 0, repeated, chosen)
-        in_output = (counts & (_IN_PROMPT - 1)).to(torch.float32)
-        chosen -= state.frequency[slots].unsqueeze(1) * in_output
-        chosen -= state.presence[slots].unsqueeze(1) * (in_output > 0)
-        logits[rows] = chosen
+    def of(self, slots: torch.Tensor) -> torch.Tensor:
+        """Return a copy of the counts of slots int64 [P], int32 [P, V]."""
+        return self._table()[slots]
 
     def _table(self) -> torch.Tensor:
         if self._counts is None:
             self._counts = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
         return self._counts
+
+
+def penalise(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    counts: torch.Tensor,
+    state: SlotState,
+) -> None:
+    """Change rows of float32 logits [R, V] in place; rows, slots int64 [P], counts those of `TokenCounts` [P, V].
+
+    The repetition penalty divides positive logits of tokens in the prompt or output, and multiplies negative ones.
+    The frequency penalty is subtracted once per occurrence in the output, the presence penalty once.
+    """
+    chosen = logits[rows]
+    repetition = state.repetition[slots].unsqueeze(1)
+    repeated = torch.where(chosen > 0, chosen / repetition, chosen * repetition)
+    chosen = torch.where(counts != 0, repeated, chosen)
+    in_output = (counts & (_IN_PROMPT - 1)).to(torch.float32)
+    chosen -= state.frequency[slots].unsqueeze(1) * in_output
+    chosen -= state.presence[slots].unsqueeze(1) * (in_output > 0)
+    logits[rows] = chosen
 
 
 class Biases:
@@ -103,10 +110,14 @@ class Biases:
 
 
 class EndIds:
-    """The tokens that may not end each slot's sequence yet: int64 [slots, W], allocated on first use."""
+    """The tokens that may not end each slot's sequence yet, and for how many tokens.
+
+    The tokens are int64 [slots, W], allocated on first use.
+    """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
-        """Allocate nothing yet."""
+        """Allocate no tokens yet."""
+        self._num_left = torch.zeros(num_slots, dtype=torch.int32, device=device)
         self._ids = torch.zeros(num_slots, 0, dtype=torch.int64, device=device)
 
     def begin(self, inits: SlotInits, which: I32, transfer: HostDeviceTransfer) -> None:
@@ -115,7 +126,10 @@ class EndIds:
         width = max(self._ids.shape[1], *map(len, parts))
         # Repeating an id has no effect.
         ids = np.stack([np.resize(part, width) for part in parts]).astype(np.int64)
-        slots, device_ids = transfer.send((inits.slots[which].astype(np.int64), ids))
+        slots, device_ids, num_left = transfer.send(
+            (inits.slots[which].astype(np.int64), ids, inits.num_endless[which])
+        )
+        self._num_left.index_copy_(0, slots, num_left)
         if width > self._ids.shape[1]:
             wider = self._ids.new_zeros(len(self._ids), width)
             # Slots that were set before repeat their first id.
@@ -125,6 +139,22 @@ class EndIds:
             self._ids = wider
         self._ids.index_copy_(0, slots, device_ids)
 
-    def forbid(self, logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
-        """Set these logits of rows of [R, V] to -inf in place; rows, slots int64 [P]."""
-        logits[rows] = logits[rows].scatter_(1, self._ids[slots], float("-inf"))
+    def forbid(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        slots: torch.Tensor,
+        place: torch.Tensor | None,
+    ) -> None:
+        """Set these logits of rows of [R, V] to -inf in place; rows, slots int64 [P].
+
+        `place` int64 [P] is the number of draft tokens before each row's new token; None: none.
+        """
+        chosen, ids, num_left = logits[rows], self._ids[slots], self._num_left[slots]
+        is_endless = num_left > (0 if place is None else place)
+        found = chosen.gather(1, ids).masked_fill_(is_endless.unsqueeze(1), float("-inf"))
+        logits[rows] = chosen.scatter_(1, ids, found)
+
+    def note(self, slots: torch.Tensor, is_new: torch.Tensor) -> None:
+        """Count a new token of each slot where `is_new` is 1, not 0. slots int64 [P], is_new int32 [P]."""
+        self._num_left.index_add_(0, slots, is_new, alpha=-1)

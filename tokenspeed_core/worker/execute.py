@@ -53,6 +53,7 @@ class _Launched:
     graph: GraphLaunch | None = None
     at: I64 | None = None
     fetch: Fetch | None = None
+    num_new: torch.Tensor | None = None  # with drafts, the new tokens of each row that samples
     logprobs: RawLogprobs | None = None
     prompt: RawPromptLogprobs | None = None
 
@@ -150,9 +151,9 @@ class LocalRunner:
         self._sampler = self._new_sampler()
 
     def mask_buffer(self) -> I32:
-        """Return memory for the largest `LateInputs.mask`, int32 [slots, W], that is copied to the device fastest."""
+        """Return memory for the largest `LateInputs.mask`, int32 [S, W], that is copied to the device fastest."""
         limits = self.resolved.limits
-        return self._transfer.buffer((limits.max_num_seqs, -(-limits.vocab_size // 32)))
+        return self._transfer.buffer((limits.max_sampled, -(-limits.vocab_size // 32)))
 
     def forward(self, plan: StepPlan) -> None:
         """Launch the forward of a step. Raises StepFailed."""
@@ -194,8 +195,15 @@ class LocalRunner:
             return StepResult(step_id, num_tokens, ids, None, prompt)
         if step.at is not None:
             ids = ids[step.at]
-        num_tokens[step.rows.plan_rows] = 1
-        logprobs = None if step.logprobs is None else step.logprobs.result(scores[:4])
+        is_kept = None
+        if step.rows.drafts is None:
+            num_tokens[step.rows.plan_rows] = 1
+        else:
+            num_new, *scores = scores
+            num_tokens[step.rows.drafts.host.rows] = num_new
+            is_kept = step.rows.drafts.is_kept(num_new)
+            ids = ids[is_kept]
+        logprobs = None if step.logprobs is None else step.logprobs.result(scores[:4], is_kept)
         return StepResult(step_id, num_tokens, ids, logprobs, prompt)
 
     def close(self) -> None:
@@ -312,11 +320,13 @@ class LocalRunner:
         assert step.logits is not None, "a step with sampling rows has logits"
         sampled = self._sampler(step.logits, rows, late)
         step.logits = None
-        step.logprobs = sampled.logprobs
+        step.logprobs, step.num_new = sampled.logprobs, sampled.num_new
         self._fetch(step, sampled.ids)
 
     def _fetch(self, step: _Launched, ids: torch.Tensor) -> None:
         scores = step.scores()
+        if step.num_new is not None:
+            scores = (step.num_new, *scores)
         step.fetch = (
             self._transfer.fetch((ids, *scores)) if scores else self._transfer.fetch_ids(ids)
         )

@@ -233,7 +233,9 @@ class StepGraphs:
         return per_group * len(self._context.groups) + _WORDS_OF_CHUNK * size.num_chunks
 
     def _size(self, plan: StepPlan) -> BucketSize | None:
-        """Return the bucket with the fewest tokens, then decodes, that holds a step."""
+        """Return the bucket with the fewest tokens, then decodes, that holds a step. None holds draft tokens."""
+        if plan.num_draft_tokens:
+            return None
         decodes = plan.num_decodes
         chunks = plan.num_rows - decodes
         if not chunks:

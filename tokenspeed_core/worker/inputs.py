@@ -16,6 +16,7 @@ import torch
 
 from tokenspeed_core.api.attention import AttentionStep
 from tokenspeed_core.api.step import I32, StepPlan
+from tokenspeed_core.worker.drafts import DraftRows, DraftTokens, SampledTokens
 from tokenspeed_core.worker.sampler import RunnerKernels, SamplingRows
 from tokenspeed_core.worker.slots import SlotState
 from tokenspeed_core.worker.staged import BucketSize, StagedLayout
@@ -118,6 +119,8 @@ class EagerInputs:
 
     def make(self, plan: StepPlan) -> StepInputs:
         """Apply a plan to the slots' state and return the inputs. The plan has at least one row."""
+        if plan.num_draft_tokens:
+            return self._make_with_drafts(plan)
         words, values = self._state.layout.writes(plan)
         size = BucketSize(plan.num_decodes, plan.num_rows - plan.num_decodes, len(plan.token_ids))
         layout = StagedLayout(size, len(words))
@@ -160,13 +163,95 @@ class EagerInputs:
             logit_index=last,
         )
 
-    def _buffers(self, plan: StepPlan, size: BucketSize, columns: Columns) -> StepBuffers:
-        slots = columns["slots"]
-        width = self._state.layout.num_blocks
+    def _make_with_drafts(self, plan: StepPlan) -> StepInputs:
+        """Do as `make`, for decode rows with several query tokens. Attention treats all rows as chunks."""
+        state, kernels = self._state, self._kernels
+        tokens, sampled = DraftTokens.of(plan), SampledTokens.of(plan)
+        query_start = np.zeros(plan.num_rows + 1, np.int32)
+        np.cumsum(plan.num_query_tokens, out=query_start[1:])
+        sampled_slots = plan.slots[sampled.rows]
+        num_sampled = sampled.num_drafts + 1
+        (
+            slots,
+            words,
+            values,
+            advance,
+            device_query_start,
+            token_slots,
+            token_ids,
+            positions,
+            rows,
+            first,
+            last,
+            *columns,
+            row_slots,
+        ) = self._transfer.send(
+            (
+                plan.slots.astype(np.int64),
+                *state.layout.writes(plan),
+                plan.num_query_tokens,
+                query_start,
+                tokens.slots,
+                tokens.ids,
+                tokens.positions,
+                tokens.rows,
+                tokens.first,
+                sampled.tokens,
+                sampled.num_drafts,
+                sampled.first,
+                sampled_slots.astype(np.int64),
+                sampled.offsets,
+                np.repeat(sampled_slots, num_sampled).astype(np.int64),
+            )
+        )
+        seq_lens, ends = advance.new_empty(plan.num_rows), slots.new_empty(plan.num_rows)
+        row_ids, row_positions = slots.new_empty((2, plan.num_decodes))
+        kernels.advance(
+            state.words,
+            words,
+            values,
+            slots,
+            advance,
+            row_ids,
+            row_positions,
+            seq_lens,
+            ends,
+            *state.layout.heads,
+        )
+        positions[: len(rows)] += row_positions[rows]
+        token_ids.index_copy_(0, first, row_ids)
+        bounds = _Bounds(plan, query_start, device_query_start, seq_lens)
+        width, groups = self._table_width(plan), []
+        for table in state.tables:
+            block_table = state.words.new_empty((plan.num_rows, width))
+            kv_slots = slots.new_empty(len(token_slots))
+            kernels.map(table[:, :width], slots, token_slots, positions, block_table, kv_slots)
+            groups.append(bounds.chunks(kv_slots, block_table))
+        return StepInputs(
+            token_ids=token_ids,
+            positions=positions,
+            groups=tuple(groups),
+            rows=SamplingRows(
+                np.repeat(sampled.rows, num_sampled).astype(np.int32),
+                np.repeat(sampled_slots, num_sampled),
+                row_slots,
+                positions[last] + 1,
+                token_ids,
+                last,
+                DraftRows(sampled, *columns),
+            ),
+            logit_index=last,
+        )
+
+    def _table_width(self, plan: StepPlan) -> int:
         # Kernels on the CPU read whole tables, so keep them short.
-        if slots.device.type == "cpu":
+        if self._state.words.device.type == "cpu":
             longest = int((plan.num_computed_tokens + plan.num_query_tokens).max())
-            width = -(-longest // self._block_size)
+            return -(-longest // self._block_size)
+        return self._state.layout.num_blocks
+
+    def _buffers(self, plan: StepPlan, size: BucketSize, columns: Columns) -> StepBuffers:
+        slots, width = columns["slots"], self._table_width(plan)
         num_groups = len(self._state.tables)
         if size.num_chunks:
             token_ids, positions = columns["ids"], columns["positions"]
@@ -208,6 +293,10 @@ class _Bounds:
             decodes = self._part(table, 0, middle)
             prefills = self._part(table, middle, end)
         return GroupInputs(kv_slots, self._part(table, 0, end), middle, decodes, prefills)
+
+    def chunks(self, kv_slots: torch.Tensor, table: torch.Tensor) -> GroupInputs:
+        """Return the inputs of a cache group whose rows are all chunks."""
+        return GroupInputs(kv_slots, self._part(table, 0, self._plan.num_rows), 0, None, None)
 
     def _part(self, table: torch.Tensor, start: int, end: int) -> AttentionStep:
         host_start = self._host_query_start[start : end + 1]

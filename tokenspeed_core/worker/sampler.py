@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from tokenspeed_core.api.logits_processors import LogitsProcessor
-from tokenspeed_core.api.step import I32, I64, LateInputs, SlotInits, StepLogprobs
-from tokenspeed_core.worker.adjust import Biases, EndIds, TokenCounts
+from tokenspeed_core.api.step import I32, I64, Bool, LateInputs, SlotInits, StepLogprobs
+from tokenspeed_core.worker.adjust import Biases, EndIds, TokenCounts, penalise
+from tokenspeed_core.worker.drafts import DraftRows
 from tokenspeed_core.worker.logits_processors import LogitsProcessors
 from tokenspeed_core.worker.slots import DRAWS, SPECIAL, SlotFlags, SlotState
 from tokenspeed_core.worker.transfer import HostDeviceTransfer
@@ -40,6 +41,8 @@ class SamplingRows:
 
     `device_slots` and `new_positions` are int64 [R] on the device. `last` int64 [R] are the places of the rows' last
     tokens among the step's `token_ids` int64 [T]; None if they are the first R.
+
+    With `drafts`, a plan row occurs once for each query token after which a token is chosen, and `last` are these.
     """
 
     plan_rows: I32
@@ -48,6 +51,7 @@ class SamplingRows:
     new_positions: torch.Tensor
     token_ids: torch.Tensor
     last: torch.Tensor | None
+    drafts: DraftRows | None = None
 
     def at(self, places: torch.Tensor) -> SamplingRows:
         """Return rows whose device tensors are those of other rows, int64 [R]."""
@@ -62,9 +66,13 @@ class SamplingRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RawLogprobs:
-    """Log-probabilities on the device of `rows` (indices of the plan), with `width` alternatives each."""
+    """Log-probabilities on the device, with `width` alternatives each.
+
+    They are of the rows `rows` of the plan, and in that order of the sampling rows `places`.
+    """
 
     rows: I32
+    places: I64
     width: int
     chosen: torch.Tensor
     ranks: torch.Tensor
@@ -75,20 +83,29 @@ class RawLogprobs:
         """Return the tensors to copy to the host."""
         return self.chosen, self.ranks, self.top_ids, self.top_values
 
-    def result(self, arrays: Sequence[np.ndarray[Any, Any]]) -> StepLogprobs:
-        """Return the result's columns from the host copies of `tensors`."""
+    def result(
+        self, arrays: Sequence[np.ndarray[Any, Any]], is_kept: Bool | None = None
+    ) -> StepLogprobs:
+        """Return the result's columns from the host copies of `tensors`, of the sampling rows that are kept."""
+        rows = self.rows
+        if is_kept is not None:
+            arrays, rows = [each[is_kept[self.places]] for each in arrays], np.unique(rows)
         chosen, ranks, top_ids, top_values = arrays
         return StepLogprobs(
-            self.rows, self.width, chosen, ranks, top_ids.reshape(-1), top_values.reshape(-1)
+            rows, self.width, chosen, ranks, top_ids.reshape(-1), top_values.reshape(-1)
         )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sampled:
-    """Sampled tokens: `ids` int32 [R], -1 for a row without a finite logit."""
+    """Sampled tokens: `ids` int32 [R], -1 for a row without a finite logit.
+
+    With drafts, `num_new` int32 is the number of new tokens of each plan row that samples.
+    """
 
     ids: torch.Tensor
     logprobs: RawLogprobs | None
+    num_new: torch.Tensor | None
 
 
 class Sampler:
@@ -140,12 +157,13 @@ class Sampler:
 
         May write into `logits`.
         """
-        flags = self._flags
+        flags, drafts = self._flags, rows.drafts
         asked = flags.asked(rows.slots)
         if not asked & SPECIAL:
             if late is not None:
                 self._mask(logits, rows, late)
-            return Sampled(self._choose(logits, rows, asked), None)
+            ids = self._choose(logits, rows, asked)
+            return Sampled(ids, None, self._verify(rows, ids))
         wanted = flags.num_logprobs[rows.slots]
         asking = np.flatnonzero(wanted >= 0)
         penalised = np.flatnonzero(flags.penalised[rows.slots])
@@ -159,9 +177,10 @@ class Sampler:
         if any(map(len, (penalised, biased, endless, processed))):
             logits = logits.float()
         if len(penalised):
-            self._counts.penalise(
-                logits, penalised_rows, rows.device_slots[penalised_rows], self._state
-            )
+            counts = self._counts.of(rows.device_slots[penalised_rows])
+            if drafts is not None:
+                self._count_drafts(counts, rows, drafts, penalised)
+            penalise(logits, penalised_rows, rows.device_slots[penalised_rows], counts, self._state)
         if len(biased):
             self._biases.add(logits, biased_rows, rows.device_slots[biased_rows])
         if len(processed):
@@ -170,18 +189,43 @@ class Sampler:
                 logits, processed, rows.slots, rows.last_tokens(), self._transfer
             )
         if len(endless):
-            self._end_ids.forbid(logits, endless_rows, rows.device_slots[endless_rows])
+            place = None if drafts is None else drafts.offsets[endless_rows]
+            self._end_ids.forbid(logits, endless_rows, rows.device_slots[endless_rows], place)
             flags.note_sampled(rows.slots)
         if late is not None:
             self._mask(logits, rows, late)
         ids = self._choose(logits, rows, asked)
-        if len(penalised):
-            counted = ids[penalised_rows].to(torch.int64).clamp_(min=0)
-            self._counts.add(rows.device_slots[penalised_rows], counted)
+        num_new = self._verify(rows, ids)
+        if len(penalised) or len(endless):
+            is_new = torch.ones_like(ids)
+            if drafts is not None and num_new is not None:
+                is_new = drafts.is_new(num_new).to(torch.int32)
+            if len(penalised):
+                counted = ids[penalised_rows].to(torch.int64).clamp_(min=0)
+                self._counts.add(rows.device_slots[penalised_rows], counted, is_new[penalised_rows])
+            if len(endless):
+                self._end_ids.note(rows.device_slots[endless_rows], is_new[endless_rows])
         if raw is None:
-            return Sampled(ids, None)
+            return Sampled(ids, None, num_new)
         plan_rows = rows.plan_rows[asking].astype(np.int32)
-        return Sampled(ids, _logprobs(raw, ids[asking_rows], plan_rows, int(wanted.max())))
+        width = int(wanted.max())
+        return Sampled(ids, _logprobs(raw, ids[asking_rows], plan_rows, asking, width), num_new)
+
+    def _count_drafts(
+        self, counts: torch.Tensor, rows: SamplingRows, drafts: DraftRows, penalised: I64
+    ) -> None:
+        """Add to the counts [P, V] of penalised rows the draft tokens that precede each of their new tokens."""
+        index, tokens = self._transfer.send(drafts.drafts_before(penalised))
+        read = rows.token_ids[tokens]
+        ones = torch.ones_like(read, dtype=torch.int32)
+        counts.index_put_((index, read), ones, accumulate=True)
+
+    def _verify(self, rows: SamplingRows, ids: torch.Tensor) -> torch.Tensor | None:
+        """Verify the draft tokens of the rows. Returns the number of new tokens of each row of the plan."""
+        if rows.drafts is None:
+            return None
+        assert rows.last is not None, "steps with draft tokens say what they sample"
+        return rows.drafts.verify(rows.token_ids, rows.last, ids, self._state)
 
     def _choose(self, logits: torch.Tensor, rows: SamplingRows, asked: int) -> torch.Tensor:
         """Run a kernel and note its tokens; ids int32 [R]."""
@@ -199,8 +243,6 @@ class Sampler:
 
     def mask(self, logits: torch.Tensor, places: I64, late: LateInputs) -> None:
         """Forbid tokens in place; `places` are the rows of logits [S, V] that `late` masks, in its order."""
-        if late.num_positions != 1:
-            raise ValueError("masks for draft positions need a drafter, and none is loaded")
         words = late.mask.reshape(len(late.rows), -1)
         (device_places,) = self._transfer.send((places,))
         device_words = self._transfer.send_from_buffer(words)
@@ -212,7 +254,10 @@ class Sampler:
 
 def places_of(rows: SamplingRows, late: LateInputs) -> I64:
     """Return the places of the masked rows among the sampling rows."""
-    return np.searchsorted(rows.plan_rows, late.rows).astype(np.int64)
+    places = np.searchsorted(rows.plan_rows, late.rows)
+    if rows.drafts is not None:
+        places += np.arange(len(places)) - np.searchsorted(late.rows, late.rows)
+    return places.astype(np.int64)
 
 
 def draw(
@@ -235,9 +280,11 @@ def draw(
     return chosen
 
 
-def _logprobs(raw: torch.Tensor, ids: torch.Tensor, plan_rows: I32, width: int) -> RawLogprobs:
+def _logprobs(
+    raw: torch.Tensor, ids: torch.Tensor, plan_rows: I32, places: I64, width: int
+) -> RawLogprobs:
     chosen, ranks, top_ids, top_values = rank_tokens(raw, ids, width)
-    return RawLogprobs(plan_rows, top_ids.shape[1], chosen, ranks, top_ids, top_values)
+    return RawLogprobs(plan_rows, places, top_ids.shape[1], chosen, ranks, top_ids, top_values)
 
 
 def rank_tokens(

@@ -188,7 +188,7 @@ class SlotFlags:
         self._prefix_ends[:, slots] = -1 - slots
 
     def note_sampled(self, slots: I32) -> None:
-        """Count a token for each of these slots, if some may not end yet."""
+        """Count one token for each of these slots, if some may not end yet. With draft tokens it may get more."""
         endless = slots[self.num_endless[slots] > 0]
         self.num_endless[endless] -= 1
         done = endless[self.num_endless[endless] == 0]
@@ -228,8 +228,5 @@ def max_num_blocks(max_model_len: int, block_size: int) -> int:
 
 def check_supported(plan: StepPlan) -> None:
     """Raise ValueError for features of the step contract that this runner lacks."""
-    decodes: Sequence[int] = plan.num_query_tokens[: plan.num_decodes]  # type: ignore[assignment]
-    if len(decodes) and int(np.max(decodes)) > 1:
-        raise ValueError("draft tokens need a drafter, and none is loaded")
     if len(plan.adapter_ids) and plan.adapter_ids.any():
         raise ValueError("a row uses an adapter, and none is loaded")

@@ -26,6 +26,8 @@ class WarmupStep:
 
 def largest_step(limits: SchedulerLimits, num_groups: int) -> WarmupStep:
     """Return the step that needs most memory: all rows, all tokens, and every kind of sampling."""
+    if limits.max_drafts:
+        return _largest_with_drafts(limits, num_groups)
     chunks = _spread(limits.max_num_tokens, limits.max_num_seqs, limits.max_model_len)
     return WarmupStep(
         _plan(num_groups, 0, chunks, _inits(len(chunks), draws=True, special=True)),
@@ -54,10 +56,34 @@ def warmup_steps(limits: SchedulerLimits, num_groups: int) -> Iterator[WarmupSte
             yield WarmupStep(
                 _plan(num_groups, num_rows, [], None), _late(limits.vocab_size) if special else None
             )
+        counts = _draft_counts(limits, num_rows)
+        if sum(counts):
+            inits = _inits(num_rows, special=True)
+            yield WarmupStep(_plan(num_groups, num_rows, [], inits, counts), None)
         if num_rows > 1 and num_rows + 4 <= limits.max_num_tokens:
             yield WarmupStep(
                 _plan(num_groups, num_rows - 1, [min(5, limits.max_model_len)], None), None
             )
+
+
+def _largest_with_drafts(limits: SchedulerLimits, num_groups: int) -> WarmupStep:
+    """Return a step in which all rows but one are decodes with draft tokens; the last is a chunk with the rest."""
+    num_decodes = limits.max_num_seqs - 1 or 1
+    counts = _draft_counts(limits, num_decodes)
+    rest = min(limits.max_num_tokens - num_decodes - sum(counts), limits.max_model_len)
+    chunks = [rest] if rest > 0 and num_decodes < limits.max_num_seqs else []
+    inits = _inits(num_decodes + len(chunks), draws=True, special=True)
+    return WarmupStep(_plan(num_groups, num_decodes, chunks, inits, counts), None)
+
+
+def _draft_counts(limits: SchedulerLimits, num_rows: int) -> list[int]:
+    """Return as many draft tokens of each row as a step may have."""
+    left = max(0, min(limits.max_draft_tokens, limits.max_num_tokens - num_rows))
+    counts = []
+    for _ in range(num_rows):
+        counts.append(min(left, limits.max_drafts, limits.max_model_len - 1))
+        left -= counts[-1]
+    return counts
 
 
 def _spread(num_tokens: int, num_rows: int, max_model_len: int) -> list[int]:
@@ -71,10 +97,15 @@ def _spread(num_tokens: int, num_rows: int, max_model_len: int) -> list[int]:
 
 
 def _plan(
-    num_groups: int, num_decodes: int, chunks: Sequence[int], inits: SlotInits | None
+    num_groups: int,
+    num_decodes: int,
+    chunks: Sequence[int],
+    inits: SlotInits | None,
+    num_drafts: Sequence[int] = (),
 ) -> StepPlan:
     num_rows = num_decodes + len(chunks)
     counts = np.array([1] * num_decodes + list(chunks), np.int32)
+    counts[: len(num_drafts)] += np.array(num_drafts, np.int32)
     return StepPlan(
         step_id=-1,
         num_decodes=num_decodes,
@@ -86,6 +117,8 @@ def _plan(
         adapter_ids=np.zeros(num_rows, np.int32),
         block_deltas=(BlockDelta(_NONE, _NONE, _NONE),) * num_groups,
         slot_inits=inits,
+        num_draft_tokens=sum(num_drafts),
+        draft_token_ids=np.zeros(sum(num_drafts), np.int32) if num_drafts else None,
     )
 
 
@@ -118,4 +151,4 @@ def _inits(num_rows: int, *, draws: bool = False, special: bool = False) -> Slot
 
 
 def _late(vocab_size: int) -> LateInputs:
-    return LateInputs(np.zeros(1, np.int32), 1, np.full(-(-vocab_size // 32), -1, np.int32))
+    return LateInputs(np.zeros(1, np.int32), np.full(-(-vocab_size // 32), -1, np.int32))

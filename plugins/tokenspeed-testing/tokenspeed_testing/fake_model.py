@@ -7,7 +7,6 @@ block tables. So a block that is reused too early, or a missing table entry, giv
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -68,7 +67,7 @@ class FakeModel:
 class FakeRunner:
     """Runs plans on the fake model, with a cache of blocks as the KV manager hands them out.
 
-    A row with draft tokens accepts each with probability 0.6.
+    It verifies the draft tokens of a plan.
     """
 
     def __init__(
@@ -81,7 +80,6 @@ class FakeRunner:
         max_model_len: int,
         *,
         blocks_per_page: Sequence[int] | None = None,
-        seed: int = 0,
         fail_at: frozenset[int] = frozenset(),
     ) -> None:
         """Start with an unwritten cache. `collect` raises StepFailed for the steps in `fail_at`.
@@ -100,7 +98,6 @@ class FakeRunner:
         self.tables = [np.full((max_num_seqs, table_width), -1, np.int64) for _ in groups]
         self.length = np.zeros(max_num_seqs, np.int64)
         self.last = np.zeros(max_num_seqs, np.int64)
-        self._random = random.Random(seed)
         self._fail_at = fail_at
         self._plan: StepPlan | None = None
         self._results: deque[StepResult] = deque()
@@ -118,11 +115,16 @@ class FakeRunner:
         masks = self._masks(late)
         self._write_chunks(plan)
         rows: list[list[int]] = []
+        drafts = iter(() if plan.draft_token_ids is None else plan.draft_token_ids.tolist())
         for row, slot in enumerate(plan.slots):
+            allowed = masks.get(row, [])
             if row < plan.num_decodes:
-                rows.append(self._decode(plan, row, int(slot), masks.get(row)))
+                num_drafts = int(plan.num_query_tokens[row]) - 1
+                draft = [next(drafts) for _ in range(num_drafts)]
+                rows.append(self._decode(plan, row, int(slot), draft, allowed))
             else:
-                rows.append(self._finish_chunk(plan, row, int(slot), masks.get(row)))
+                mask = allowed[0] if allowed else None
+                rows.append(self._finish_chunk(plan, row, int(slot), mask))
         self._results.append(
             StepResult(
                 step_id,
@@ -144,12 +146,16 @@ class FakeRunner:
     def close(self) -> None:
         """Do nothing."""
 
-    def _masks(self, late: LateInputs | None) -> dict[int, list[bool]]:
+    def _masks(self, late: LateInputs | None) -> dict[int, list[list[bool]]]:
+        """Return the masks of each row, one for each of its query tokens."""
+        masks: dict[int, list[list[bool]]] = {}
         if late is None:
-            return {}
+            return masks
         words = late.mask.view(np.uint8).reshape(len(late.rows), -1)
         bits = np.unpackbits(words, axis=1, bitorder="little")[:, : self.model.vocab_size]
-        return {int(row): [bool(b) for b in bits[i]] for i, row in enumerate(late.rows)}
+        for row, mask in zip(late.rows.tolist(), bits, strict=True):
+            masks.setdefault(row, []).append([bool(bit) for bit in mask])
+        return masks
 
     def _write_chunks(self, plan: StepPlan) -> None:
         """Write all prompt tokens before anything is read, as every layer does."""
@@ -186,21 +192,22 @@ class FakeRunner:
             targets.width, chosen, targets.token_ids, alternatives.astype(np.int32), alternatives
         )
 
-    def _decode(self, plan: StepPlan, row: int, slot: int, mask: list[bool] | None) -> list[int]:
-        num_query = int(plan.num_query_tokens[row])
+    def _decode(
+        self, plan: StepPlan, row: int, slot: int, draft: list[int], masks: list[list[bool]]
+    ) -> list[int]:
+        """Write all query tokens, then keep draft tokens while they are those that the model chooses."""
         position, token = int(self.length[slot]) - 1, int(self.last[slot])
         assert position <= plan.num_computed_tokens[row], "the plan's length is not an upper bound"
+        assert len(masks) in (0, 1 + len(draft)), "a mask for each query token"
+        for i, query in enumerate((token, *draft)):
+            self._write(slot, position + i, query)
         sampled: list[int] = []
-        for i in range(num_query):
-            self._write(slot, position, token)
+        for i in range(1 + len(draft)):
             position += 1
-            token = self._next(slot, position, mask)
-            sampled.append(token)
-            if i + 1 < num_query and self._random.random() > 0.6:
-                for rejected in range(position, position + num_query - i - 1):
-                    self._write(slot, rejected, self.model.vocab_size - 1)
+            sampled.append(self._next(slot, position, masks[i] if masks else None))
+            if i < len(draft) and sampled[-1] != draft[i]:
                 break
-        self.length[slot], self.last[slot] = position + 1, token
+        self.length[slot], self.last[slot] = position + 1, sampled[-1]
         return sampled
 
     def _next(self, slot: int, length: int, mask: list[bool] | None) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from typing import Protocol
@@ -19,17 +20,31 @@ _POLL_SECONDS = 0.02
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MaskRow:
-    """One sequence of a step, and its output tokens that its grammar has not read."""
+    """One sequence of a step, its output tokens that its grammar has not read, and its draft tokens."""
 
     grammar: SequenceGrammar
     token_ids: list[int]
+    draft_ids: Sequence[int] = ()
+
+    @property
+    def num_masks(self) -> int:
+        """The masks of the row: one for each of its query tokens."""
+        return 1 + len(self.draft_ids)
+
+    def fill(self, masks: I32) -> None:
+        """Let the grammar read its tokens and fill the masks, int32 [num_masks, W]."""
+        self.grammar.read(self.token_ids)
+        if self.draft_ids:
+            self.grammar.fill_drafts(self.draft_ids, masks)
+        else:
+            self.grammar.fill(masks[0])
 
 
 class MaskFiller(Protocol):
     """Fills the masks of a step."""
 
     def fill(self, rows: Sequence[MaskRow]) -> tuple[I32, list[int]]:
-        """Return the mask, int32 [len(rows), W], and the indices of the rows whose grammar took too long.
+        """Return the masks of all rows, int32 [M, W], and the indices of the rows whose grammar took too long.
 
         The mask is valid until the next call.
         """
@@ -42,21 +57,23 @@ class DirectFiller:
     """Fills masks in the calling thread, for backends that bound the time of each call."""
 
     def __init__(self, mask: I32, max_seconds: float = MAX_SECONDS) -> None:
-        """Use a buffer for the masks of the largest step, int32 [S, W]."""
+        """Use a buffer for the masks of the largest step, int32 [M, W]."""
         self._mask = mask
         self._max_seconds = max_seconds
 
     def fill(self, rows: Sequence[MaskRow]) -> tuple[I32, list[int]]:
         """Do as `MaskFiller.fill`."""
         too_slow: list[int] = []
+        ends = _ends(rows)
         for group in _groups(rows):
-            end = time.thread_time() + self._max_seconds + MAX_SECONDS_PER_ROW * (len(group) - 1)
+            num_masks = sum(rows[i].num_masks for i in group)
+            end = time.thread_time() + self._max_seconds + MAX_SECONDS_PER_ROW * (num_masks - 1)
             for i in group:
-                _fill(rows[i], self._mask[i])
+                rows[i].fill(self._mask[ends[i] - rows[i].num_masks : ends[i]])
                 if time.thread_time() > end:
                     too_slow += group
                     break
-        return self._mask[: len(rows)], too_slow
+        return self._mask[: ends[-1]], too_slow
 
     def close(self) -> None:
         """Do nothing."""
@@ -69,7 +86,7 @@ class ThreadFiller:
     """
 
     def __init__(self, mask: I32, max_seconds: float = MAX_SECONDS) -> None:
-        """Use a buffer for the masks of the largest step, int32 [S, W]. Start no thread before the first step."""
+        """Use a buffer for the masks of the largest step, int32 [M, W]. Start no thread before the first step."""
         self._mask = mask
         self._max_seconds = max_seconds
         self._worker: _Worker | None = None
@@ -88,7 +105,7 @@ class ThreadFiller:
             groups = groups[worker.group + 1 :]
             # The replaced thread may still write into the old mask.
             self._mask = self._mask.copy()
-        return self._mask[: len(rows)], too_slow
+        return self._mask[: _ends(rows)[-1]], too_slow
 
     def close(self) -> None:
         """End the thread after its current grammar. Does not wait."""
@@ -109,7 +126,7 @@ class _Worker:
 
     def __init__(self) -> None:
         self.group = 0
-        self._num_rows = 1
+        self._num_masks = 1
         self._began_at = _now()
         self._lock = Lock()  # held to begin a grammar and to end
         self._is_ended = False
@@ -121,7 +138,7 @@ class _Worker:
 
     def begin(self, rows: Sequence[MaskRow], mask: I32, groups: list[list[int]]) -> None:
         """Fill the masks of groups of rows. The rows of a group have the same grammar."""
-        self._begin_group(0, groups[0])
+        self._begin_group(0, rows, groups[0])
         self._jobs.put((rows, mask, groups))
 
     def wait(self, seconds: float) -> bool:
@@ -136,7 +153,7 @@ class _Worker:
         """End the thread if the current grammar takes too long, without time in which the process did not run."""
         with self._lock:
             seconds = min(now - then for now, then in zip(_now(), self._began_at, strict=True))
-            self._is_ended = seconds > max_seconds + MAX_SECONDS_PER_ROW * (self._num_rows - 1)
+            self._is_ended = seconds > max_seconds + MAX_SECONDS_PER_ROW * (self._num_masks - 1)
         if self._is_ended:
             self._jobs.put(None)
         return self._is_ended
@@ -147,21 +164,23 @@ class _Worker:
             self._is_ended = True
         self._jobs.put(None)
 
-    def _begin_group(self, index: int, group: list[int]) -> bool:
+    def _begin_group(self, index: int, rows: Sequence[MaskRow], group: list[int]) -> bool:
         """Record which group the thread starts. Returns False if the thread must end."""
         with self._lock:
             if not self._is_ended:
-                self._began_at, self._num_rows, self.group = _now(), len(group), index
+                num_masks = sum(rows[i].num_masks for i in group)
+                self._began_at, self._num_masks, self.group = _now(), num_masks, index
             return not self._is_ended
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             rows, mask, groups = job
+            ends = _ends(rows)
             for index, group in enumerate(groups):
-                if not self._begin_group(index, group):
+                if not self._begin_group(index, rows, group):
                     return
                 for i in group:
-                    _fill(rows[i], mask[i])
+                    rows[i].fill(mask[ends[i] - rows[i].num_masks : ends[i]])
             if self._is_ended:
                 return
             self._done.put(None)
@@ -175,10 +194,9 @@ def _groups(rows: Sequence[MaskRow]) -> list[list[int]]:
     return list(by_grammar.values())
 
 
-def _fill(row: MaskRow, mask: I32) -> None:
-    """Let a grammar read its tokens and fill its mask, int32 [W]."""
-    row.grammar.read(row.token_ids)
-    row.grammar.fill(mask)
+def _ends(rows: Sequence[MaskRow]) -> list[int]:
+    """Return the end of each row's masks."""
+    return list(accumulate(row.num_masks for row in rows))
 
 
 def _now() -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import Enum
 
 import numpy as np
@@ -84,6 +84,28 @@ class SequenceGrammar:
         if self.phase is Phase.OPENING or self.num_read < self._min_tokens:
             self._adjust(row)
 
+    def fill_drafts(self, draft_ids: Sequence[int], masks: I32) -> None:
+        """Do as `fill` for the next token, and for those after each draft token. masks int32 [1 + drafts, W].
+
+        The state stays that of the output. A draft token that the grammar does not allow is not accepted, so any token
+        may follow it. If the grammar fails after a draft token, none may.
+        """
+        self.fill(masks[0])
+        masks[1:] = -1
+        before = (self.phase, self._tail, self.num_read, self.has_failed)
+        num_accepted = 0
+        for draft_id, mask, following in zip(draft_ids, masks, masks[1:], strict=False):
+            if self.has_failed or not _has(mask, draft_id):
+                break
+            self.num_read += 1
+            if self.phase is Phase.ANSWER or not self._is_reasoning(draft_id):
+                if not self.matcher.accept(draft_id):
+                    break
+                num_accepted += 1
+            self.fill(following)
+        self.matcher.rollback(num_accepted)
+        self.phase, self._tail, self.num_read, self.has_failed = before
+
     def _adjust(self, row: I32) -> None:
         """Change the matcher's mask by what else decides."""
         reasoning = self._reasoning
@@ -116,6 +138,11 @@ class SequenceGrammar:
         if is_closed:
             self.phase = Phase.ANSWER
         return True
+
+
+def _has(row: I32, token_id: int) -> bool:
+    """Return the bit of a token."""
+    return bool(row[token_id // 32] >> token_id % 32 & 1)
 
 
 def _clear(row: I32, token_ids: Iterable[int]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from tokenspeed_core.api.grammars import MAX_GRAMMAR_CHARS, CompiledGrammar
-from tokenspeed_core.api.step import I32, LateInputs, StepPlan
+from tokenspeed_core.api.step import I32, I64, LateInputs, StepPlan
 from tokenspeed_core.engine.grammars.backend import GrammarBackend
 from tokenspeed_core.engine.grammars.filler import DirectFiller, MaskRow, ThreadFiller
 from tokenspeed_core.engine.grammars.pool import CompilePool, GrammarCache, GrammarKey, Refusal
@@ -32,7 +32,7 @@ class Grammars:
         pool: CompilePool | None = None,
         mask: I32 | None = None,
     ) -> None:
-        """Compile nothing yet. `mask` is the buffer for masks that the runner prefers, int32 [slots, W]."""
+        """Compile nothing yet. `mask` is the buffer for masks that the runner prefers, int32 [S, W]."""
         self.rejected: list[Rejected] = []
         self._scheduler = scheduler
         self._backend = backend
@@ -45,7 +45,7 @@ class Grammars:
         self._reasoning: dict[Reasoning, ReasoningTokens] = {}
         if mask is None:
             num_words = -(-backend.vocab_size // 32)
-            mask = np.zeros((scheduler.limits.max_num_seqs, num_words), np.int32)
+            mask = np.zeros((scheduler.limits.max_sampled, num_words), np.int32)
         self._filler = DirectFiller(mask) if backend.bounds_time else ThreadFiller(mask)
 
     # -- requests -------------------------------------------------------------------------------------
@@ -166,24 +166,29 @@ class Grammars:
         plan_rows = np.flatnonzero(columns.has_grammar[plan.slots] & plan.wants_logits)
         if not len(plan_rows):
             return None
-        rows = [self._mask_row(slot) for slot in plan.slots[plan_rows].tolist()]
+        drafts = _drafts_of(plan, plan_rows)
+        rows = [
+            self._mask_row(slot, draft)
+            for slot, draft in zip(plan.slots[plan_rows].tolist(), drafts, strict=True)
+        ]
         mask, too_slow = self._filler.fill(rows)
+        row_of_mask = np.repeat(np.arange(len(rows)), [row.num_masks for row in rows])
         failed = [i for i, row in enumerate(rows) if row.grammar.has_failed and i not in too_slow]
         if too_slow or failed:
             self._end(plan.slots[plan_rows], too_slow, failed)
-            kept = np.setdiff1d(np.arange(len(rows)), [*too_slow, *failed])
-            plan_rows, mask = plan_rows[kept], mask[kept]
-            if not len(plan_rows):
+            kept = ~np.isin(row_of_mask, [*too_slow, *failed])
+            row_of_mask, mask = row_of_mask[kept], mask[kept]
+            if not len(row_of_mask):
                 return None
-        return LateInputs(plan_rows.astype(np.int32), 1, mask.reshape(-1))
+        return LateInputs(plan_rows[row_of_mask].astype(np.int32), mask.reshape(-1))
 
-    def _mask_row(self, slot: int) -> MaskRow:
+    def _mask_row(self, slot: int, draft_ids: list[int]) -> MaskRow:
         columns = self._scheduler.columns
         sequence = self._scheduler.sequences.at(slot).sequence
         grammar = sequence.grammar
         assert isinstance(grammar, SequenceGrammar), "the column says that it has a grammar"
         first = sequence.num_prompt + grammar.num_read
-        return MaskRow(grammar, columns.known(slot)[first:].tolist())
+        return MaskRow(grammar, columns.known(slot)[first:].tolist(), draft_ids)
 
     def _end(self, slots: I32, too_slow: list[int], failed: list[int]) -> None:
         """End sequences whose grammar took too long or failed."""
@@ -199,6 +204,19 @@ class Grammars:
             log.warning("sequence %d ends: %s", sequences[i].sequence_id, message)
             self._reject([sequences[i].sequence_id], "bad_grammar", message)
             self._scheduler.abort([sequences[i].sequence_id])
+
+
+def _drafts_of(plan: StepPlan, plan_rows: I64) -> list[list[int]]:
+    """Return the draft tokens of some rows of a plan."""
+    if plan.draft_token_ids is None:
+        return [[]] * len(plan_rows)
+    num_drafts = plan.num_query_tokens - 1
+    num_drafts[plan.num_decodes :] = 0
+    ends = np.cumsum(num_drafts)
+    return [
+        plan.draft_token_ids[ends[row] - num_drafts[row] : ends[row]].tolist()
+        for row in plan_rows.tolist()
+    ]
 
 
 def _ids(request: Submit) -> range:

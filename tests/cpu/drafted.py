@@ -1,0 +1,135 @@
+"""Engines with a drafter that knows the answers, and their outputs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from tokenspeed_core.api.drafters import Drafts
+from tokenspeed_core.api.step import I32
+from tokenspeed_core.engine.engine import Engine
+from tokenspeed_core.engine.messages import Submit, TokenLogprobs
+from tokenspeed_core.kv_cache.manager import KVManager
+from tokenspeed_core.scheduler.drafts import FixedDepth, HostDrafts
+from tokenspeed_core.scheduler.policy import POLICIES
+from tokenspeed_core.scheduler.scheduler import Scheduler
+from tokenspeed_core.worker.local import LocalRunner
+
+
+@dataclass
+class Reply:
+    """The output of a sequence."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finish: int = 0
+    logprobs: list[list[int]] = field(default_factory=list)  # rank and top ids
+    values: list[float] = field(default_factory=list)
+
+    def add_logprobs(self, columns: TokenLogprobs, num_top: int) -> None:
+        for value, rank, top in zip(columns.chosen, columns.ranks, columns.top, strict=True):
+            self.logprobs.append([rank, *(token_id for token_id, _ in top[:num_top])])
+            self.values += [value, *(each for _, each in top[:num_top])]
+
+
+class Guesser:
+    """Proposes the tokens of known sequences, of which a share is replaced by random ones."""
+
+    def __init__(self, vocab_size: int, wrong: float = 0.3, seed: int = 0) -> None:
+        self.vocab_size = vocab_size
+        self.wrong = wrong
+        self.known: list[list[int]] = []
+        self.tokens: dict[int, list[int]] = {}
+        self.random = np.random.default_rng(seed)
+
+    def begin(self, slot: int, token_ids: I32, num_prompt_tokens: int, tenant: str) -> None:
+        self.tokens[slot] = token_ids.tolist()
+
+    def extend(self, slots: I32, counts: I32, token_ids: I32) -> None:
+        parts = np.split(token_ids, np.cumsum(counts)[:-1])
+        for slot, part in zip(slots.tolist(), parts, strict=True):
+            self.tokens[slot] += part.tolist()
+
+    def propose(self, slots: I32, max_drafts: I32) -> Drafts:
+        guesses = [
+            self.guess(self.tokens[slot], most)
+            for slot, most in zip(slots.tolist(), max_drafts.tolist(), strict=True)
+        ]
+        counts = np.asarray([len(each) for each in guesses], np.int32)
+        return Drafts(counts, np.asarray([i for each in guesses for i in each], np.int32))
+
+    def guess(self, tokens: list[int], most: int) -> list[int]:
+        """Return up to `most` tokens."""
+        num, start = int(self.random.integers(1, most + 1)), len(tokens)
+        found = [each[start : start + num] for each in self.known if each[:start] == tokens]
+        guess = found[0] if found else self.random.integers(0, self.vocab_size, num).tolist()
+        return [
+            int(self.random.integers(self.vocab_size)) if self.random.random() < self.wrong else i
+            for i in guess
+        ]
+
+    def end(self, slot: int) -> None:
+        del self.tokens[slot]
+
+
+def make_engine(
+    runner: LocalRunner,
+    drafter: Guesser | None = None,
+    *,
+    max_drafts: int = 0,
+    num_pages: int | None = None,
+    depth: int = 1,
+    caching: bool = True,
+    **limits: Any,
+) -> Engine:
+    """Return an engine on an empty runner."""
+    runner.forget()
+    resolved = runner.resolved
+    changed = replace(resolved.limits, max_drafts=max_drafts, **limits)
+    kv = KVManager(
+        resolved.checkpoint.info.cache_groups,
+        runner.block_size,
+        num_pages or runner.num_pages,
+        blocks_per_page=runner.layout.blocks_per_page,
+        max_chunk=changed.max_chunk,
+        prefix_caching=caching,
+    )
+    scheduler = Scheduler(changed, kv, POLICIES["fcfs"])
+    if drafter is not None:
+        scheduler.use_drafts(
+            HostDrafts(
+                drafter,
+                "guesser",
+                FixedDepth(max_drafts),
+                changed,
+                scheduler.columns,
+                scheduler.sequences,
+            )
+        )
+    return Engine(scheduler, runner, depth=depth)
+
+
+def finish(
+    engine: Engine, requests: Sequence[Submit], aborts: Mapping[int, int] | None = None
+) -> dict[int, Reply]:
+    """Run requests, two of which arrive with each step. `aborts` says after which step a sequence is aborted."""
+    replies: dict[int, Reply] = defaultdict(Reply)
+    waiting, step = list(requests), 0
+    num_top = {each.request_id + i: each.logprobs for each in requests for i in range(each.n)}
+    while waiting or engine.has_work:
+        for submit in waiting[:2]:
+            assert engine.submit(submit) is None
+        del waiting[:2]
+        for outputs in engine.step():
+            for delta in outputs.each():
+                reply = replies[delta.sequence_id]
+                reply.token_ids += delta.token_ids
+                reply.finish = delta.finish
+                if delta.logprobs is not None:
+                    reply.add_logprobs(delta.logprobs, num_top[delta.sequence_id])
+        step += 1
+        engine.abort([each for each, when in (aborts or {}).items() if when == step])
+    return replies

@@ -1,0 +1,65 @@
+"""The drafter that a user chose, and the draft tokens of its engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tokenspeed_core.api.drafters import Drafter, DrafterContext, DrafterSpec
+from tokenspeed_core.plugins.catalog import Catalog, make
+from tokenspeed_core.plugins.entry import Entry
+from tokenspeed_core.scheduler.drafts import DraftDepth, FixedDepth, HostDrafts
+from tokenspeed_core.scheduler.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterChoice:
+    """A drafter with its settings. `max_drafts` is the number of draft tokens of a row at most."""
+
+    entry: Entry
+    spec: DrafterSpec
+    max_drafts: int
+    options: Mapping[str, Any]
+
+
+def find_drafter(
+    name: str, catalog: Catalog, *, max_drafts: int, options: Mapping[str, Any], flag: str
+) -> DrafterChoice:
+    """Return the drafter of that name, which the user gave with `flag`.
+
+    Raises PluginError, and ValueError if the drafter refuses the options.
+    """
+    entry = catalog.get("drafters", name, flag=flag)
+    spec = catalog.need(entry, DrafterSpec)
+    spec.check_options(options)
+    return DrafterChoice(entry, spec, max_drafts, options)
+
+
+def use_drafter(
+    scheduler: Scheduler, choice: DrafterChoice, depth: DraftDepth | None = None
+) -> None:
+    """Make a drafter, and give the scheduler's rows its draft tokens. Raises PluginError.
+
+    Without a `depth`, each row gets as many as the choice allows.
+    """
+    limits = scheduler.limits
+    context = DrafterContext(
+        limits.vocab_size,
+        limits.max_num_seqs,
+        limits.max_model_len,
+        choice.max_drafts,
+        choice.options,
+    )
+    expected: type[Drafter] = Drafter  # type: ignore[type-abstract]
+    drafter = make(choice.entry, choice.spec.load, lambda: choice.spec.make(context), expected)
+    scheduler.use_drafts(
+        HostDrafts(
+            drafter,
+            str(choice.entry),
+            depth or FixedDepth(choice.max_drafts),
+            limits,
+            scheduler.columns,
+            scheduler.sequences,
+        )
+    )

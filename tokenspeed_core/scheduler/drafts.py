@@ -1,0 +1,208 @@
+"""Draft tokens of decode rows: where they come from, and how many a row gets."""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+import numpy as np
+
+from tokenspeed_core.api.drafters import Drafter, Drafts
+from tokenspeed_core.api.step import I32
+from tokenspeed_core.scheduler.columns import VACANT, SlotColumns
+from tokenspeed_core.scheduler.limits import SchedulerLimits
+from tokenspeed_core.scheduler.sequence_table import SequenceTable
+
+log = logging.getLogger("tokenspeed.engine")
+
+
+class DraftSource(Protocol):
+    """Gives decode rows draft tokens."""
+
+    @property
+    def needs_results(self) -> bool:
+        """Whether all steps in flight must be collected before the next one is planned."""
+
+    def count(self, slots: I32, room: I32) -> I32 | None:
+        """Return the number of draft tokens of each decode row, at most `room`; None: no row has any."""
+
+    def take(self, slots: I32, counts: I32) -> I32 | None:
+        """Return the first `counts[i]` draft tokens of each row, concatenated; None: the device has them."""
+
+    def observe(self, slots: I32, num_drafts: I32, num_accepted: I32) -> None:
+        """Learn how many draft tokens of some rows the model accepted."""
+
+    def finish_step(
+        self, num_rows: int, num_tokens: int, num_chunk_tokens: int, seconds: float
+    ) -> None:
+        """Learn the duration of a step with this many rows, query tokens, and tokens of prompts among them."""
+
+    def end(self, slot: int) -> None:
+        """Forget the sequence in a slot, which loses it now."""
+
+
+class DraftDepth(Protocol):
+    """Chooses how many draft tokens each row gets."""
+
+    def max_drafts(self, slots: I32) -> I32:
+        """Return the maximum number of draft tokens of each row; 0: none."""
+
+    def begin(self, slot: int) -> None:
+        """Forget what was observed in a slot: another sequence has it."""
+
+    def observe(self, slots: I32, num_drafts: I32, num_accepted: I32) -> None:
+        """Learn how many draft tokens of some rows the model accepted."""
+
+    def finish_step(
+        self, num_rows: int, num_tokens: int, num_chunk_tokens: int, seconds: float
+    ) -> None:
+        """Learn the duration of a step."""
+
+
+class FixedDepth:
+    """The same number of draft tokens for every row."""
+
+    def __init__(self, max_drafts: int) -> None:
+        self._max_drafts = max_drafts
+
+    def max_drafts(self, slots: I32) -> I32:
+        """Return this number for each row."""
+        return np.full(len(slots), self._max_drafts, np.int32)
+
+    def begin(self, slot: int) -> None:
+        """Do nothing."""
+
+    def observe(self, slots: I32, num_drafts: I32, num_accepted: I32) -> None:
+        """Do nothing."""
+
+    def finish_step(
+        self, num_rows: int, num_tokens: int, num_chunk_tokens: int, seconds: float
+    ) -> None:
+        """Do nothing."""
+
+
+class HostDrafts:
+    """Draft tokens of a drafter that runs on the host, for rows whose tokens the host knows.
+
+    If the drafter fails, no row gets draft tokens from then on.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        name: str,
+        depth: DraftDepth,
+        limits: SchedulerLimits,
+        columns: SlotColumns,
+        sequences: SequenceTable,
+    ) -> None:
+        """`name` is for the log. The drafter sees sequences once they decode."""
+        self._drafter = drafter
+        self._name = name
+        self._depth = depth
+        self._limits = limits
+        self._columns = columns
+        self._sequences = sequences
+        self._is_off = False
+        # The sequence that the drafter follows in each slot, and how many of its tokens it has seen.
+        self._sequence_id = np.full(limits.max_num_seqs, VACANT, np.int64)
+        self._num_seen = np.zeros(limits.max_num_seqs, np.int32)
+        self._ids = np.zeros((limits.max_num_seqs, limits.max_drafts), np.int32)
+
+    @property
+    def needs_results(self) -> bool:
+        """Whether a decoding row may draft: its newest tokens must be known."""
+        if self._is_off:
+            return False
+        slots = self._columns.decoding()
+        may_draft = self._columns.may_draft[slots]
+        return bool((may_draft & (self._depth.max_drafts(slots) > 0)).any())
+
+    def count(self, slots: I32, room: I32) -> I32 | None:
+        """Let the drafter propose tokens, and return their number for each row."""
+        if self._is_off or not len(slots):
+            return None
+        columns = self._columns
+        is_ready = columns.may_draft[slots] & (columns.num_known[slots] == columns.num_bound[slots])
+        most = np.minimum(self._depth.max_drafts(slots), room)
+        places = np.flatnonzero(is_ready & (most > 0))
+        try:
+            self._follow(slots[is_ready])
+            if not len(places):
+                return None
+            most = most[places].astype(np.int32)
+            drafts = self._drafter.propose(slots[places], most)
+            self._check(drafts, most)
+        except Exception:  # plugin code may raise anything
+            self._switch_off()
+            return None
+        counts = np.zeros(len(slots), np.int32)
+        counts[places] = drafts.counts
+        has_token = np.arange(self._limits.max_drafts) < counts[:, None]
+        ids = np.zeros(has_token.shape, np.int32)
+        ids[has_token] = drafts.token_ids
+        self._ids[slots] = ids
+        left = max(0, self._limits.max_draft_tokens - len(slots))
+        kept: I32 = np.clip(left - (np.cumsum(counts) - counts), 0, counts).astype(np.int32)
+        return kept
+
+    def take(self, slots: I32, counts: I32) -> I32 | None:
+        """Return the first `counts[i]` draft tokens that `count` found for each row, concatenated."""
+        ids: I32 = self._ids[slots][np.arange(self._limits.max_drafts) < counts[:, None]]
+        return ids
+
+    def observe(self, slots: I32, num_drafts: I32, num_accepted: I32) -> None:
+        """Pass the numbers on to the depth."""
+        self._depth.observe(slots, num_drafts, num_accepted)
+
+    def finish_step(
+        self, num_rows: int, num_tokens: int, num_chunk_tokens: int, seconds: float
+    ) -> None:
+        """Pass the numbers on to the depth."""
+        self._depth.finish_step(num_rows, num_tokens, num_chunk_tokens, seconds)
+
+    def end(self, slot: int) -> None:
+        """Give the drafter the last tokens of the sequence in a slot, and end it there."""
+        if self._is_off or self._sequence_id[slot] == VACANT:
+            return
+        try:
+            self._follow(np.asarray([slot], np.int32))
+            self._drafter.end(slot)
+        except Exception:  # plugin code may raise anything
+            self._switch_off()
+        self._sequence_id[slot] = VACANT
+
+    def _follow(self, slots: I32) -> None:
+        """Give the drafter the new sequences and tokens of some slots."""
+        columns = self._columns
+        for slot in slots[self._sequence_id[slots] == VACANT].tolist():
+            sequence, known = self._sequences.at(slot).sequence, columns.known(slot)
+            self._depth.begin(slot)
+            self._drafter.begin(slot, known.copy(), sequence.num_prompt, sequence.request.tenant)
+            self._sequence_id[slot] = sequence.sequence_id
+            self._num_seen[slot] = len(known)
+        counts = columns.num_known[slots] - self._num_seen[slots]
+        slots, counts = slots[counts > 0], counts[counts > 0]
+        if len(slots):
+            parts = [
+                columns.tokens[slot, end - count : end]
+                for slot, count, end in zip(
+                    slots.tolist(), counts.tolist(), columns.num_known[slots].tolist(), strict=True
+                )
+            ]
+            self._drafter.extend(slots, counts, np.concatenate(parts))
+            self._num_seen[slots] += counts
+
+    def _check(self, drafts: Drafts, most: I32) -> None:
+        """Raise ValueError if proposals are invalid."""
+        counts, ids = drafts.counts, drafts.token_ids
+        if len(counts) != len(most) or ((counts < 0) | (counts > most)).any():
+            raise ValueError(f"counts {counts.tolist()} for at most {most.tolist()} tokens")
+        if len(ids) != int(counts.sum()):
+            raise ValueError(f"{len(ids)} tokens for counts {counts.tolist()}")
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self._limits.vocab_size:
+            raise ValueError(f"tokens {ids.tolist()} for a vocabulary of {self._limits.vocab_size}")
+
+    def _switch_off(self) -> None:
+        self._is_off = True
+        log.exception("%s failed; speculative decoding is off from now on", self._name)
