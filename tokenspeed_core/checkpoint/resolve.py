@@ -68,7 +68,7 @@ def resolve_checkpoint(
     if config.trust_remote_code:
         if not spec.runs_remote_code:
             raise ConfigError(
-                f"--trust-remote-code has no effect: {entry} runs no code of model repositories; leave it out"
+                f"--trust-remote-code has no effect: {entry} does not run code of model repositories; remove the flag"
             )
         model_config["trust_remote_code"] = str(path)
     try:
@@ -109,7 +109,7 @@ def check_cache_groups(info: ModelInfo) -> None:
         parts = getattr(group, "parts", ())  # a plugin's class may be of another kind
         if group.num_layers < 1 or not parts or min(prod(part.shape) for part in parts) < 1:
             raise CheckpointError(
-                f"{what} ({type(group).__name__}) keeps no values for each token. Declare `num_layers` and `parts`; "
+                f"{what} ({type(group).__name__}) stores no values per token. Declare `num_layers` and `parts`; "
                 "recurrent state of a fixed size per sequence is not supported."
             )
 
@@ -125,7 +125,7 @@ def locate(
         return folder, _names(folder)
     if folder.is_file():
         raise CheckpointError(
-            f"{name} is a file; give the directory of config.json and the weights"
+            f"{name} is a file; give the directory with config.json and the weights"
             + ("; GGUF is not supported" if folder.suffix == ".gguf" else "")
         )
     bundled = catalog.names("checkpoints")
@@ -164,7 +164,7 @@ def _refuse_hub_settings(config: Config, why: str) -> None:
         value = getattr(config, name)
         if value is not None:
             setting, origin = called(name, config.origin(name))
-            raise ConfigError(f"{setting} {value}{origin} has no effect: {why}; leave it out")
+            raise ConfigError(f"{setting} {value}{origin} has no effect: {why}; remove it")
 
 
 def merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -203,8 +203,8 @@ def find_family(config: Mapping[str, Any], catalog: Catalog, path: Path) -> Entr
     hint = f"; did you mean {near[0]}?" if near else ""
     raise CheckpointError(
         f"{path}: no installed model family supports {', '.join(map(str, named))}"
-        f"{hint}; installed: {', '.join(available) or 'none'}. Most models of Hugging Face transformers run after "
-        "`pip install tokenspeed-models-transformers`"
+        f"{hint}; installed: {', '.join(available) or 'none'}. Most models of Hugging Face transformers run with "
+        "tokenspeed-models-transformers: `pip install tokenspeed-models-transformers`"
     )
 
 
@@ -226,8 +226,8 @@ def choose_format(files: Sequence[str], load_format: str, catalog: Catalog) -> L
     ]
     if by_name_only:
         raise CheckpointError(
-            "the only weights are pickles, which can run code when they are opened; "
-            f"if you trust their source, give --load-format {by_name_only[0]}"
+            "the only weights are pickle files, which may contain code; "
+            f"if you trust their source, add --load-format {by_name_only[0]}"
         )
     raise CheckpointError(
         "no weight files of a known format; installed for --load-format: "

@@ -22,7 +22,7 @@ class LimitSettings(BaseModel):
     allowed_hosts: Annotated[tuple[Name, ...], BeforeValidator(split_names)] = setting(
         (),
         "limits",
-        "Accepted host names, or *. Empty: any name; on loopback, this machine's names.",
+        "Accepted host names, or *; default: any name, or on loopback this machine's names.",
         takes="NAME[,NAME...]",
     )
     max_connections: int = setting(
@@ -51,7 +51,7 @@ class LimitSettings(BaseModel):
     max_body_values: int | None = setting(
         None,
         "limits",
-        "Maximum JSON values of a body; default: 500,000, or 2 per token of context.",
+        "Maximum number of JSON values in a body; default: 500,000, or 2 per token of context.",
         unit="values",
         ge=1000,
     )
@@ -66,7 +66,7 @@ class LimitSettings(BaseModel):
     send_timeout: float = setting(
         60.0,
         "limits",
-        "Maximum time in which a client reads nothing of its response.",
+        "Maximum time that a client may stop reading its response.",
         unit="seconds",
         gt=0,
         le=86400,
@@ -74,7 +74,7 @@ class LimitSettings(BaseModel):
     max_unsent_bytes: ByteSize = setting(
         8 * 2**20,
         "limits",
-        "Maximum size of the events that a client has not read.",
+        "Maximum size of the events buffered for a slow client.",
         unit="bytes",
         takes="SIZE",
         ge=4096,
@@ -117,7 +117,7 @@ class LimitSettings(BaseModel):
         ge=1,
     )
     restart_engine: bool = setting(
-        False, "running", "Start again when the engine or an API worker dies."
+        False, "running", "Restart the server when the engine or an API worker dies."
     )
     drain_timeout: float = setting(
         300.0,

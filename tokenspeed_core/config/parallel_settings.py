@@ -81,7 +81,7 @@ class ParallelSettings(BaseModel):
     moe_tp_size: int | None = setting(
         None,
         "parallel",
-        "Processes that share each expert; default: what --expert-parallel-size leaves.",
+        "Processes that share each expert; default: --tensor-parallel-size / --expert-parallel-size.",
         unit="processes",
         ge=1,
         le=4096,
@@ -101,7 +101,7 @@ class ParallelSettings(BaseModel):
     world_size: int | None = setting(
         None,
         "parallel",
-        "Number of processes of the engine; default: what the other sizes need.",
+        "Number of processes of the engine; default: the largest of the other sizes.",
         unit="processes",
         ge=1,
         le=4096,
@@ -120,7 +120,7 @@ class ParallelSettings(BaseModel):
     node_rank: int = setting(
         0,
         "parallel",
-        "Number of this node. Node 0 serves; the others run workers for it.",
+        "Rank of this node. Node 0 runs the server, the others only workers.",
         ge=0,
         le=1023,
     )
@@ -134,7 +134,7 @@ class ParallelSettings(BaseModel):
     distributed_executor_backend: str = setting(
         LOCAL,
         "parallel",
-        "What starts the workers: local (subprocesses), or an executor from a plugin.",
+        "Executor that starts the workers: local (subprocesses), or one from a plugin.",
         min_length=1,
         kind="executors",
     )
@@ -187,7 +187,7 @@ class ParallelSettings(BaseModel):
             if self.expert_parallel_size not in (None, experts):
                 raise ValueError(
                     f"--enable-expert-parallel gives {experts} groups, and --expert-parallel-size is "
-                    f"{self.expert_parallel_size}; use one of both"
+                    f"{self.expert_parallel_size}; remove one of them"
                 )
         else:
             experts = self.expert_parallel_size or 1
@@ -207,7 +207,7 @@ class ParallelSettings(BaseModel):
         return sizes
 
     def _given_world_size(self) -> int | None:
-        """Return the number of processes if the settings say it. Raises ValueError if they say two."""
+        """Return the number of processes that the settings give, if any. Raises ValueError if they contradict each other."""
         product = None if self.nprocs_per_node is None else self.nnodes * self.nprocs_per_node
         if self.world_size is not None and product not in (None, self.world_size):
             raise ValueError(

@@ -35,7 +35,7 @@ def _json(value: Any) -> Any:
     try:
         return json.loads(value) if isinstance(value, str) else value
     except RecursionError as error:
-        raise ValueError("must be JSON that is not nested deeply") from error
+        raise ValueError("is nested too deeply") from error
     except ValueError as error:
         raise ValueError(f"must be JSON: {error}") from error
 
@@ -192,7 +192,7 @@ class Config(ParallelSettings, ServerSettings):
         takes="N[,N...]",
     )
     seed: int = setting(
-        0, "scheduler", "Random seed for requests without their own.", ge=0, le=2**63 - 1
+        0, "scheduler", "Random seed of requests that set none.", ge=0, le=2**63 - 1
     )
 
     attention_backend: BackendChoice = setting(
@@ -207,7 +207,7 @@ class Config(ParallelSettings, ServerSettings):
     mla_chunk_multiplier: int = setting(
         1,
         "backends",
-        "Cached tokens that MLA prefill expands at once, in maximum steps.",
+        "Cached tokens that MLA prefill expands at once, as a multiple of the largest step.",
         ge=1,
         le=1024,
     )

@@ -97,7 +97,7 @@ class ServerSettings(LimitSettings):
     unknown_fields: Literal["warn", "error", "ignore"] = setting(
         "warn",
         "api",
-        "Unknown fields of requests: name them in the response, refuse, or ignore.",
+        "Unknown request fields: warn names them in a response header, error refuses.",
     )
 
     reasoning_parser: str = setting(
@@ -132,7 +132,7 @@ class ServerSettings(LimitSettings):
     log_requests_level: int = setting(
         0,
         "observability",
-        "Detail of request lines: 1 adds parameters, 2 the start of texts, 3 all text.",
+        "Detail of request lines: 1 adds parameters, 2 the start of prompt and output, 3 all text.",
         ge=0,
         le=3,
     )

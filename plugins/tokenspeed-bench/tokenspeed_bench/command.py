@@ -204,12 +204,12 @@ def _check_server(given: Any, settings: Mapping[str, Any]) -> None:
     """Reject options that do not apply to the chosen server. Raises BenchError."""
     if given.url and (given.model or given.shape or settings):
         raise BenchError(
-            "--url measures a running server; leave out MODEL, --shape and flags of serve"
+            "--url measures a running server; remove MODEL, --shape and flags of serve"
         )
     if given.url and given.profile:
         raise BenchError(
             "--profile needs a server that bench starts. "
-            "Leave out --url, and give the model and its flags."
+            "Remove --url, and give the model and its flags."
         )
     for name in {"host", "port"} & settings.keys():
         raise BenchError(

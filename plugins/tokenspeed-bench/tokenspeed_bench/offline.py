@@ -159,7 +159,7 @@ def first_tokens(engine: Engine) -> tuple[int, dict[str, float]]:
                 "prompt_token_ids",
             ):
                 raise BenchError(
-                    f"the model takes no prompt of {FIRST_LEN} tokens: {error}"
+                    f"the model does not accept a prompt of {FIRST_LEN} tokens: {error}"
                 ) from error
             continue
         median = statistics.median(seconds[1:])
@@ -169,7 +169,7 @@ def first_tokens(engine: Engine) -> tuple[int, dict[str, float]]:
             "first_over_median": round(seconds[0] / median, 3),
         }
     raise BenchError(
-        f"the model's vocabulary has fewer than {END_IDS[-1]} tokens: too few for this traffic"
+        f"the model's vocabulary has fewer than {END_IDS[-1]} tokens, too few for this traffic"
     )
 
 

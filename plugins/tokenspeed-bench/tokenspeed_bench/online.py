@@ -155,7 +155,7 @@ def first_tokens(target: Target) -> tuple[int, dict[str, float]]:
             "ttft_p50_ms": round(1e3 * median, 3),
             "first_over_median": round(first / median, 3),
         }
-    raise BenchError(f"{target.url} answers no completion of token ids: {failures[-1]}")
+    raise BenchError(f"{target.url} does not answer completions of token ids: {failures[-1]}")
 
 
 def _different(failures: Sequence[str]) -> dict[str, int]:

@@ -280,7 +280,7 @@ def loads_of(options: argparse.Namespace) -> list[Load]:
     """Return the loads of an online measurement. Raises BenchError if list lengths differ."""
     rate = options.request_rate
     if rate is not None and options.users:
-        raise BenchError("--request-rate and --users exclude each other")
+        raise BenchError("--request-rate cannot be combined with --users")
     if options.traffic != "load":
         return [_load_of(options, options.traffic)]
     wrong = [name for name in given_numbers(options) if "load" not in NUMBERS[name]]

@@ -48,7 +48,7 @@ def measure(words: Sequence[str]) -> int:
     """Measure the chosen groups, print the table and failed conditions; return the exit status."""
     options, others = parse("anchors", words)
     if options.model is not None:
-        raise BenchError(f"{options.model}: anchors measures fixed models. Leave the model out.")
+        raise BenchError(f"{options.model}: anchors measures fixed models. Remove the model.")
     groups = options.groups.split(",")
     for group in groups:
         if group not in GROUPS:

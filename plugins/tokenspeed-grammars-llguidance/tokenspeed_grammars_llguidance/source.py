@@ -88,7 +88,7 @@ def _calls(grammar: CallGrammar, vocabulary: Vocabulary) -> str:
         return "\n".join([f"start: {start}", *rules, ""])
     trigger, opening = grammar.trigger, template.begin + template.call_begin
     if not trigger:
-        raise GrammarError("optional calls need a template that starts with a mark")
+        raise GrammarError("optional tool calls need a call format that starts with a marker")
     (mark,) = vocabulary.parts(trigger)
     ends = f"TEXT <[{mark}]>" if isinstance(mark, int) else "until"
     return "\n".join(

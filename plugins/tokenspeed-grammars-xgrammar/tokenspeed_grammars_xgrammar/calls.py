@@ -41,7 +41,7 @@ def structural_tag(grammar: CallGrammar, vocabulary: Vocabulary) -> Format:
         return {"type": "structural_tag", "format": _any_of([forced, *answers])}
     trigger = grammar.trigger
     if not trigger:
-        raise GrammarError("optional calls need a template that starts with a mark")
+        raise GrammarError("optional tool calls need a call format that starts with a marker")
     rest = _sequence(text(opening.removeprefix(trigger)), calls, text(template.end))
     (mark,) = vocabulary.parts(trigger)
     kind = "token_dispatch" if isinstance(mark, int) else "dispatch"

@@ -56,11 +56,11 @@ class PagedAttention:
         mask: object,
         arguments: dict[str, Any],
     ) -> None:
-        """Raise RuntimeError if the model now asks for something else than it did when it was recorded."""
+        """Raise RuntimeError if the model calls its attention in another way than in the recording."""
         seen = observe(self.recorded.module, module, q, k, v, mask, arguments, self.recorded.window)
         if seen != self.recorded:
             raise RuntimeError(
-                f"{self.recorded.module} calls its attention with {seen}, and was planned with {self.recorded}"
+                f"{self.recorded.module} calls its attention with {seen}; the recorded call was {self.recorded}"
             )
         self._is_checked = True
 

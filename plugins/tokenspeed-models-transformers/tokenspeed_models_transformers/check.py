@@ -71,9 +71,8 @@ def check_against_transformers(
     is_exact = weight.dtype == torch.float32 and not is_quantized
     if difference > (_TOLERANCE if is_exact else _ROUNDING_TOLERANCE):
         raise ValueError(
-            f"{type(decoder).__name__} cannot run through transformers: with these weights its hidden states differ by "
-            f"{difference:.1%} from those that transformers computes. Its tokens may influence each other outside of its "
-            "attention"
+            f"{type(decoder).__name__} cannot run through transformers: its hidden states in two chunks differ by "
+            f"{difference:.1%} from those at once. Its tokens may influence each other outside of attention"
         )
 
 

@@ -75,7 +75,7 @@ def make_model(
             )
         except ValueError as error:
             reason = str(error).partition("\n")[0]
-            raise UnsupportedModelError(f"transformers does not build it: {reason}") from error
+            raise UnsupportedModelError(f"transformers cannot build the model: {reason}") from error
     model.tie_weights()
     for module in model.modules():
         # These types change their frequencies with the longest sequence in the batch, which a cache cannot follow.

@@ -73,9 +73,9 @@ class TransformersModel:
             "%s runs through transformers %s, %s; TokenSpeed computes attention%s%s",
             type(self._causal_lm).__name__,
             transformers.__version__,
-            "as its architecture * asks"
+            "as the architecture * requests"
             if config.get("architectures") == [ANY_ARCHITECTURE]
-            else "since no installed family supports it",
+            else "because no installed family supports it",
             "".join(f", {number} {kind}" for kind, number in replacer.replaced.items()),
             f"; transformers computes {', '.join(replacer.left)}" if replacer.left else "",
         )

@@ -189,7 +189,7 @@ class Replacer:
         if not is_plain:
             if not fits:
                 raise ValueError(
-                    f"{name} ({type(module).__name__}) is quantized, and its experts compute something else than "
+                    f"{name} ({type(module).__name__}) is quantized, but its experts do not compute "
                     "down(silu(gate(x)) * up(x)). Use an unquantized checkpoint"
                 )
             quantized = QuantizedExperts(self._build, module, top_k, names)
@@ -256,4 +256,4 @@ class Replacer:
 
 
 def _unused(*arguments: Any, **keywords: Any) -> Any:
-    raise AssertionError("the module around this one is replaced as a whole")
+    raise AssertionError("the surrounding module is replaced")

@@ -104,7 +104,7 @@ def record(model: PreTrainedModel) -> Recording:
         except (NotImplementedError, RuntimeError, TypeError, AttributeError, ValueError) as error:
             reason = str(error).partition("\n")[0]
             raise UnsupportedModelError(
-                f"{type(model).__name__} changes its attention mask, or does what depends on values of tensors: {reason}"
+                f"{type(model).__name__} changes its attention mask, or its control flow depends on values of tensors: {reason}"
             ) from error
     if not calls:
         raise UnsupportedModelError(
@@ -140,7 +140,7 @@ def observe(
     if arguments.get("is_causal") is False:
         raise UnsupportedModelError(f"{path}: bidirectional attention is not supported")
     if mask is not None and not isinstance(mask, _Mask):
-        raise UnsupportedModelError(f"{path}: the model makes or changes its attention mask")
+        raise UnsupportedModelError(f"{path}: the model creates or changes its attention mask")
     if k.shape[2] != q.shape[2]:
         raise UnsupportedModelError(f"{path}: cross attention is not supported")
     # The mask counts: not all models pass its window, and some pass a window that they do not use.

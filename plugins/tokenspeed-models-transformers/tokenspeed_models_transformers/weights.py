@@ -107,7 +107,7 @@ class CheckpointNames:
     def _convert(
         self, name: str, converter: WeightConverter, source: str, num_tensors: int
     ) -> Iterator[Named]:
-        """Yield what a converter makes of its tensors. Raises ValueError if they do not belong together."""
+        """Yield the tensors that a converter returns. Raises ValueError if they do not belong together."""
         try:
             made: Mapping[str, Tensor | list[Tensor]] = converter.convert(
                 name, model=self._model, config=self._model.config
@@ -115,7 +115,7 @@ class CheckpointNames:
         except (RuntimeError, ValueError) as error:
             reason = str(error).partition("\n")[0]
             raise ValueError(
-                f"{name} cannot be made from its {num_tensors} tensors, such as {source}: {reason} A tensor is missing "
+                f"{name} cannot be built from its {num_tensors} tensors, such as {source}: {reason} A tensor is missing "
                 "or has the wrong shape. Copy or download the checkpoint again."
             ) from error
         for each, value in made.items():

@@ -62,7 +62,7 @@ def _why(
     target = None if platform is None else parse_platform(platform)
     if target is not None and "device" in flags:
         raise ToolsError(
-            f"--device {flags['device']}: --platform {platform} selects the device; use one of the two"
+            f"--device {flags['device']}: --platform {platform} already selects the device; remove one of them"
         )
     settings = configure(positional, flags, config)
     try:

@@ -200,7 +200,7 @@ class ParserConformance:
 
     def _examples(self) -> Sequence[ParserExample]:
         if not self.spec.examples:
-            raise SkipTest("it has no examples: it finds nothing")
+            raise SkipTest("the parser has no examples, because it finds nothing")
         return self.spec.examples
 
     def _texts(self, *, everywhere: bool = False) -> Iterator[tuple[ParserContext, str, list[str]]]:
