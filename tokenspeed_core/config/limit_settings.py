@@ -22,7 +22,7 @@ class LimitSettings(BaseModel):
     allowed_hosts: Annotated[tuple[Name, ...], BeforeValidator(split_names)] = setting(
         (),
         "limits",
-        "Accepted host names, or *; default: any name, or on loopback this machine's names.",
+        "Accepted host names, or *; default: all, or on loopback this machine's names.",
         takes="NAME[,NAME...]",
     )
     max_connections: int = setting(
@@ -51,7 +51,7 @@ class LimitSettings(BaseModel):
     max_body_values: int | None = setting(
         None,
         "limits",
-        "Maximum number of JSON values in a body; default: 500,000, or 2 per token of context.",
+        "Maximum JSON values in a body; default: 500,000, or 2 per token of context.",
         unit="values",
         ge=1000,
     )

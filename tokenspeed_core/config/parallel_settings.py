@@ -81,7 +81,7 @@ class ParallelSettings(BaseModel):
     moe_tp_size: int | None = setting(
         None,
         "parallel",
-        "Processes that share each expert; default: --tensor-parallel-size / --expert-parallel-size.",
+        "Processes that share each expert; default: TP size / number of groups.",
         unit="processes",
         ge=1,
         le=4096,

@@ -111,7 +111,7 @@ class Config(ParallelSettings, ServerSettings):
     quantization_param_path: str | None = setting(
         None,
         "device",
-        "JSON file with per-layer scales of an FP8 KV cache; default: those of the checkpoint, else 1.",
+        "JSON file with scales of an FP8 KV cache; default: the checkpoint's, or else 1.",
         min_length=1,
     )
 
@@ -207,7 +207,7 @@ class Config(ParallelSettings, ServerSettings):
     mla_chunk_multiplier: int = setting(
         1,
         "backends",
-        "Cached tokens that MLA prefill expands at once, as a multiple of the largest step.",
+        "Cached tokens that MLA prefill expands at once, in multiples of a full step.",
         ge=1,
         le=1024,
     )

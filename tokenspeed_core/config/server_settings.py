@@ -132,7 +132,7 @@ class ServerSettings(LimitSettings):
     log_requests_level: int = setting(
         0,
         "observability",
-        "Detail of request lines: 1 adds parameters, 2 the start of prompt and output, 3 all text.",
+        "Detail of request lines: 1 adds parameters, 2 the start of texts, 3 all text.",
         ge=0,
         le=3,
     )

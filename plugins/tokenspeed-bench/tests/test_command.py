@@ -196,7 +196,7 @@ def test_unusable_server_is_reported_in_one_line() -> None:
         printed = refusal("serve", "--url", fake.url)
     assert (
         printed
-        == f"{fake.url} answers no completion of token ids: 401 Unauthorized: missing or wrong API key"
+        == f"{fake.url} does not answer completions of token ids: 401 Unauthorized: missing or wrong API key"
     )
 
 

@@ -88,7 +88,7 @@ def test_traffic_beyond_the_context_is_skipped() -> None:
 
 
 def test_model_with_tiny_context_is_refused() -> None:
-    with pytest.raises(BenchError, match="takes no prompt of 128 tokens"):
+    with pytest.raises(BenchError, match="does not accept a prompt of 128 tokens"):
         measured(FakeLLM(max_len=100), "latency")
 
 

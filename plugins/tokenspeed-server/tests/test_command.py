@@ -135,10 +135,15 @@ def test_every_setting_has_a_flag(served: list[Config]) -> None:
         "allowed_origins": "*",
         "kernel_backend": "greedy=a",
         "backend_option": "a.b=c",
+        "dist_init_addr": "a:1",
     }
     needs = {
         "quantization_param_path": ["--kv-cache-dtype", "fp8_e4m3"],
         "ssl_keyfile": ["--ssl-certfile", "3"],
+        "nnodes": ["--world-size", "3", "--dist-init-addr", "a:1"],
+        "node_rank": ["--nnodes", "4", "--world-size", "4", "--dist-init-addr", "a:1"],
+        "dist_init_addr": ["--nnodes", "2", "--world-size", "2"],
+        "distributed_executor_backend": ["--world-size", "2"],
     }
     for name, field in Config.model_fields.items():
         if field.annotation is bool:
