@@ -170,7 +170,7 @@ TORCH_CACHE = (
     _cpu("map_tokens", "step:map_tokens", _GRAPH_SAFE),
     _torch("mla_write", "mla:mla_write", frozenset()),
 )
-_SCORES = frozenset({"window", "soft_cap", "sinks"})
+_SCORES = frozenset({"window", "chunked", "soft_cap", "sinks"})
 TORCH_ATTENTION = (
     _torch("attention", "attention:attention", _SCORES),
     _torch("mla_decode", "mla:mla_decode"),

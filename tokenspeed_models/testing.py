@@ -83,6 +83,7 @@ class DenseBuild:
         head_size: int,
         scale: float,
         window: int | None = None,
+        is_chunked: bool = False,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
         group: str = "full",
@@ -102,7 +103,15 @@ class DenseBuild:
                 dtype=str(self.dtype).removeprefix("torch."),
             )
         )
-        call = _DenseAttention(num_heads // num_kv_heads, scale, window, soft_cap, sinks, rotate)
+        call = _DenseAttention(
+            num_heads // num_kv_heads,
+            scale,
+            window,
+            soft_cap,
+            sinks,
+            rotate,
+            is_chunked=is_chunked,
+        )
         self.caches[layer] = call
         return call
 
@@ -149,7 +158,10 @@ class _DenseAttention:
         soft_cap: float | None,
         sinks: Tensor | None,
         rotate: Callable[..., None] | None,
+        *,
+        is_chunked: bool = False,
     ) -> None:
+        self.is_chunked = is_chunked
         self.num_repeats, self.scale, self.window, self.rotate = num_repeats, scale, window, rotate
         self.soft_cap, self.sinks = soft_cap, sinks
         self.clear()
@@ -167,12 +179,14 @@ class _DenseAttention:
         values = torch.cat(self.values).repeat_interleave(self.num_repeats, dim=1)
         scores = torch.einsum("qhd,khd->hqk", q, keys) * self.scale
         num_keys = keys.shape[0]
-        distance = (
-            torch.arange(num_keys - q.shape[0], num_keys)[:, None] - torch.arange(num_keys)[None]
+        position, key = (
+            torch.arange(num_keys - q.shape[0], num_keys)[:, None],
+            torch.arange(num_keys),
         )
-        hidden = distance < 0
+        hidden = key > position
         if self.window is not None:
-            hidden |= distance >= self.window
+            start = position // self.window * self.window
+            hidden |= key < (start if self.is_chunked else position - self.window + 1)
         if self.soft_cap is not None:
             scores = self.soft_cap * torch.tanh(scores / self.soft_cap)
         scores = scores.masked_fill(hidden.to(scores.device), float("-inf"))

@@ -259,6 +259,7 @@ def test_undeclared_features_are_refused() -> None:
     bare = kernel("bare", ON_CUDA, op="attention")
     needing = {
         "window": {"window": 128},
+        "chunked": {"window": 128, "is_chunked": True},
         "soft_cap": {"soft_cap": 50.0},
         "sinks": {"has_sinks": True},
     }

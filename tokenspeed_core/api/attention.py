@@ -19,7 +19,8 @@ class AttentionProblem:
 
     `phase` is "prefill" (rows of any number of query tokens, including mixed steps) or "decode" (every row has the same
     small number of query tokens: one, unless drafts are verified). With a `soft_cap` c, scores s become c * tanh(s / c)
-    before the softmax. With sinks, each query head has a learned score without a value, which joins the softmax.
+    before the softmax. If it `is_chunked`, `window` is the length of chunks, counted from position 0: a query attends to
+    the positions of its chunk up to its own. With sinks, each query head has a learned score without a value, which joins the softmax.
     """
 
     phase: str
@@ -33,6 +34,7 @@ class AttentionProblem:
     window: int | None
     soft_cap: float | None = None
     has_sinks: bool = False
+    is_chunked: bool = False
 
 
 @dataclass(frozen=True, slots=True)

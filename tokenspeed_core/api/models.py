@@ -200,6 +200,7 @@ class BuildContext(Protocol):
         head_size: int,
         scale: float,
         window: int | None = None,
+        is_chunked: bool = False,
         soft_cap: float | None = None,
         sinks: torch.Tensor | None = None,
         group: str = "full",
@@ -207,6 +208,7 @@ class BuildContext(Protocol):
     ) -> AttentionCall:
         """Register a layer's attention in a cache group of the model's `ModelInfo` and return its call.
 
+        With `is_chunked`, the window is the length of chunks (see `AttentionProblem`), and the group a `SlidingWindow`.
         The window, heads, head size and number of layers must match the group. `sinks` (float32 [H]) is a parameter
         whose memory attention reads in each step. With a `rotation`, one kernel may rotate and write the cache; without,
         q and k are used unchanged.

@@ -131,6 +131,7 @@ _CONTRACTS = (
             "num_heads": "query heads H",
             "scale": "factor of the scores",
             "window": "number of visible positions, including the query's own; None: all",
+            "is_chunked": "whether the window is a chunk of positions from a multiple of its length on",
             "soft_cap": "bound c of scores, which become c * tanh(score / c); None: no bound",
             "has_sinks": "whether each query head has a learned score without a value",
         },

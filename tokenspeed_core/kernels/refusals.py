@@ -10,7 +10,12 @@ from tokenspeed_core.api.ops import Problem
 from tokenspeed_core.kernels.plan import Reason
 
 _FLAGS = {"dtype": "--dtype", "block_size": "--block-size"}
-_FEATURE_AXES = {"window": "window", "soft_cap": "soft_cap", "sinks": "has_sinks"}
+_FEATURE_AXES = {
+    "window": "window",
+    "chunked": "is_chunked",
+    "soft_cap": "soft_cap",
+    "sinks": "has_sinks",
+}
 
 
 def hardware_refusals(capability: Capability, platform: PlatformInfo) -> Iterable[Reason]:

@@ -91,6 +91,7 @@ class AttentionLayer:
     kv_scale: KVScale = UNSCALED
     soft_cap: float | None = None
     sinks: Tensor | None = None  # float32 [H], a parameter of the model
+    is_chunked: bool = False
     choices: dict[str, Choice] = field(default_factory=dict)  # by phase
     # By phase: (q, k_cache, v_cache, out)
     forwards: dict[str, Callable[..., None]] = field(default_factory=dict)

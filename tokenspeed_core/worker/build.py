@@ -155,6 +155,7 @@ class ModelBuild:
         head_size: int,
         scale: float,
         window: int | None = None,
+        is_chunked: bool = False,
         soft_cap: float | None = None,
         sinks: torch.Tensor | None = None,
         group: str = "full",
@@ -179,6 +180,7 @@ class ModelBuild:
             self._kv_scales[layer] if self._kv_scales else UNSCALED,
             soft_cap,
             sinks,
+            is_chunked,
         )
         self.layers.append(call)
         return call
@@ -249,6 +251,7 @@ class ModelBuild:
             window=layer.window,
             soft_cap=layer.soft_cap,
             has_sinks=layer.sinks is not None,
+            is_chunked=layer.is_chunked,
         )
 
     def select_attention(self, block_size: int) -> None:

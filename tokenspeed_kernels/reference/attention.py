@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from tokenspeed_core.api import AttentionLimits, AttentionProblem, AttentionStep
 from tokenspeed_kernels.reference.cache import as_bytes
 
 MAX_MASKED_QUERIES = 1024  # queries of a prompt per call, which bounds the size of the mask
+Positions = TypeVar("Positions", int, Tensor)
 MAX_SCORES = 2**25  # scores per call, unless one query has more
 
 
@@ -121,7 +123,7 @@ class TorchAttention:
         seen = columns[0] * size + torch.arange(num_blocks * size, device=self._device)
         hidden = seen >= columns[2]
         if self._problem.window is not None:
-            hidden |= seen < columns[2] - self._problem.window
+            hidden |= seen < self._first_seen(columns[2] - 1)
         unwritten = (source >= columns[2]).flatten().nonzero().squeeze(1)
         return _Batch(
             is_decode=True,
@@ -153,7 +155,9 @@ class TorchAttention:
             if needs_mask:
                 query = torch.arange(stop - (end - begin), stop, device=self._device).unsqueeze(1)
                 hidden = keys > query
-                mask = self._mask(hidden if window is None else hidden | (keys <= query - window))
+                if window is not None:
+                    hidden |= keys < self._first_seen(query)
+                mask = self._mask(hidden)
             planned.append(
                 _Batch(
                     is_decode=False,
@@ -170,8 +174,15 @@ class TorchAttention:
 
     def _first_block(self, query: int) -> int:
         """Return the first block that a query position sees."""
+        if self._problem.window is None:
+            return 0
+        return max(0, self._first_seen(query)) // self._problem.block_size
+
+    def _first_seen(self, query: Positions) -> Positions:
+        """Return the first positions that query positions see, if there is a window. They may be negative."""
         window = self._problem.window
-        return 0 if window is None else max(0, query - window + 1) // self._problem.block_size
+        assert window is not None, "without a window all positions are seen"
+        return query // window * window if self._problem.is_chunked else query - window + 1
 
     def _mask(self, hidden: Tensor) -> Tensor:
         mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)

@@ -67,11 +67,12 @@ def attention_problems(spec: KernelSpec) -> Iterator[AttentionProblem]:
     blocks = capability.block_sizes or (16, 64, 32, 8)
     groups = ((4, 2), (7, 1), (3, 3), (16, 2))
     windows = (None, 20) if "window" in capability.features else (None,)
+    chunks = (False, False, False, True) if "chunked" in capability.features else (False,)
     caps = (None, 1.0, 1.0, None) if "soft_cap" in capability.features else (None,)
     sinks = (False, False, True, True) if "sinks" in capability.features else (False,)
     for phase in capability.phases or ("prefill", "decode"):
         for index in range(
-            max(map(len, (sizes, blocks, groups, capability.dtypes, windows, caps, sinks)))
+            max(map(len, (sizes, blocks, groups, capability.dtypes, windows, chunks, caps, sinks)))
         ):
             num_heads, num_kv_heads = groups[index % len(groups)]
             dtype = capability.dtypes[index % len(capability.dtypes)]
@@ -89,6 +90,7 @@ def attention_problems(spec: KernelSpec) -> Iterator[AttentionProblem]:
                     window=windows[index % len(windows)],
                     soft_cap=caps[index % len(caps)],
                     has_sinks=sinks[index % len(sinks)],
+                    is_chunked=chunks[index % len(chunks)],
                 )
 
 

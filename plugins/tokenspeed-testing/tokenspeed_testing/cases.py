@@ -18,10 +18,16 @@ from tokenspeed_testing.shapes import kv_dtypes, shapes_of
 LARGEST = 4096  # larger cases cost memory and time without finding more
 _GROUPS = ((4, 2), (7, 1), (3, 3), (16, 2))
 _HEAD_SIZES, _BLOCK_SIZES = (64, 32, 96, 128), (16, 64, 32, 8)
-_PLAIN: dict[str, Any] = {"window": None, "soft_cap": None, "has_sinks": False}
+_PLAIN: dict[str, Any] = {
+    "window": None,
+    "is_chunked": False,
+    "soft_cap": None,
+    "has_sinks": False,
+}
 # The problems that need a feature of attention.
 _FEATURES: dict[str, dict[str, Any]] = {
     "window": {"window": 20},
+    "chunked": {"window": 20, "is_chunked": True},
     "soft_cap": {"soft_cap": 1.0},
     "sinks": {"has_sinks": True},
 }

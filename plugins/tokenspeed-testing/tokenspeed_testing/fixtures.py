@@ -161,7 +161,9 @@ def formula(
         position = torch.arange(length - (stop - start), length)[:, None]
         key = torch.arange(length)
         is_hidden = key > position
-        if problem.window is not None:
+        if problem.window is not None and problem.is_chunked:
+            is_hidden |= key // problem.window != position // problem.window
+        elif problem.window is not None:
             is_hidden |= key <= position - problem.window
         scores = torch.einsum("thd,lhd->htl", q[start:stop].float(), k) * problem.scale
         if problem.soft_cap is not None:

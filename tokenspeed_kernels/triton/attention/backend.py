@@ -225,6 +225,7 @@ class TritonAttention:
             SPLIT=launch.is_merged,
             ONE_TILE=launch.one_tile,
             HAS_WINDOW=problem.window is not None,
+            IS_CHUNKED=problem.is_chunked,
             SOFT_CAP=soft_cap(problem),
             PRECISION="ieee" if problem.dtype == "float32" else "tf32",
             SHARED=launch.shared is not None,

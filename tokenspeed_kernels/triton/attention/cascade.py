@@ -300,6 +300,7 @@ def attend_shared(
                 BLOCK_N,
                 False,
                 False,
+                False,
                 SOFT_CAP,
                 PRECISION,
             )

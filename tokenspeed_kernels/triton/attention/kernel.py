@@ -33,6 +33,14 @@ def _fit_keys(q, key_dtype: tl.constexpr):
 
 
 @triton.jit
+def _first_seen(position, window, IS_CHUNKED: tl.constexpr):
+    """Return the first position that query positions see in their window or chunk. It may be negative."""
+    if IS_CHUNKED:
+        return position // window * window
+    return position - window + 1
+
+
+@triton.jit
 def _attend_keys(
     acc,
     highest,
@@ -54,6 +62,7 @@ def _attend_keys(
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -87,7 +96,7 @@ def _attend_keys(
         if MASKED:
             seen = (key[None, :] <= position[:, None]) & inside[None, :]
             if HAS_WINDOW:
-                seen = seen & (key[None, :] > position[:, None] - window)
+                seen = seen & (key[None, :] >= _first_seen(position, window, IS_CHUNKED)[:, None])
             scores = tl.where(seen, scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, axis=1) * factor)
         if MASKED:
@@ -113,10 +122,17 @@ def soft_cap(problem: AttentionProblem) -> float | None:
 
 
 @triton.jit
-def _first_key(first_query, window, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr):
+def _first_key(
+    first_query,
+    window,
+    BLOCK_N: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
+):
     """Return the first key that a query position sees, rounded down to BLOCK_N."""
     if HAS_WINDOW:
-        return tl.maximum(first_query - window + 1, 0) // BLOCK_N * BLOCK_N
+        first = _first_seen(first_query, window, IS_CHUNKED)
+        return tl.maximum(first, 0) // BLOCK_N * BLOCK_N
     return tl.zeros([], dtype=tl.int32)
 
 
@@ -290,6 +306,7 @@ def attend(
     SPLIT: tl.constexpr,
     ONE_TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
     SHARED: tl.constexpr,
@@ -346,7 +363,7 @@ def attend(
     seq_len = tl.load(seq_lens_ptr + row)
     first_query = tile * TOKENS
     stop = seq_len - num_queries + tl.minimum(first_query + TOKENS, num_queries)
-    start = _first_key(seq_len - num_queries + first_query, window, BLOCK_N, HAS_WINDOW)
+    start = _first_key(seq_len - num_queries + first_query, window, BLOCK_N, HAS_WINDOW, IS_CHUNKED)
     is_whole = True
     shared = 0
     if SHARED:
@@ -408,6 +425,7 @@ def attend(
                 BLOCK_N,
                 False,
                 False,
+                False,
                 SOFT_CAP,
                 PRECISION,
             )
@@ -432,6 +450,7 @@ def attend(
             BLOCK_N,
             True,
             HAS_WINDOW,
+            IS_CHUNKED,
             SOFT_CAP,
             PRECISION,
         )
