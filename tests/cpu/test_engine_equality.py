@@ -41,6 +41,7 @@ SIMILAR = ("DeepseekV2", "Gemma2", "Mixtral", "Olmo2", "Phi3")
 BRIEF = {
     "Glm4Moe": ("chunks of 16, blocks of 3", (16, 1)),
     "GptOss": ("chunks of 16, blocks of 3", (16, 1)),
+    "Llama4": ("chunks of 16, blocks of 3", (16, 1)),
     "MiniMaxM2": ("a step ahead", (-1, 1)),
     "Olmo3": ("chunks of 5", (16, 2)),
 }

@@ -14,6 +14,7 @@ from tokenspeed_models_deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from tokenspeed_models_gemma import GEMMA2, GEMMA3
 from tokenspeed_models_glm import GLM4_MOE
 from tokenspeed_models_gpt_oss import GPT_OSS
+from tokenspeed_models_llama4 import LLAMA4
 from tokenspeed_models_minimax import MINIMAX_M2
 from tokenspeed_models_mistral import MISTRAL, MIXTRAL
 from tokenspeed_models_olmo import OLMO2, OLMO3
@@ -63,6 +64,16 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
     "rope_theta": 500.0,
+}
+LLAMA_4: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "intermediate_size": 24,
+    "intermediate_size_mlp": 56,
+    "num_local_experts": 5,
+    "attention_chunk_size": 7,
+    "floor_scale": 8,
+    "attn_scale": 0.5,
 }
 DEEPSEEK: dict[str, Any] = {
     "num_key_value_heads": 4,
@@ -279,6 +290,19 @@ CASES: list[tuple[str, ModelSpec, str, dict[str, Any]]] = [
             "first_k_dense_replace": 2,
             "tie_word_embeddings": True,
         },
+    ),
+    ("llama-4-scout", LLAMA4, "Llama4", {**LLAMA_4, "rope_parameters": LLAMA3}),
+    (
+        "llama-4-maverick",
+        LLAMA4,
+        "Llama4",
+        {**LLAMA_4, "interleave_moe_layer_step": 2, "use_qk_norm": False},
+    ),
+    (
+        "llama-4-without-growth",
+        LLAMA4,
+        "Llama4",
+        {**LLAMA_4, "attn_temperature_tuning": False, "no_rope_layers": [0, 1, 1, 0]},
     ),
     ("minimax-m2", MINIMAX_M2, "MiniMaxM2", MINIMAX),
     ("mixtral", MIXTRAL, "Mixtral", {"num_local_experts": 5}),

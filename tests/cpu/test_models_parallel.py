@@ -27,6 +27,7 @@ EIGHT_EXPERTS = {
     "Qwen3Moe": {"num_experts": 8},
     "Mixtral": {"num_local_experts": 8},
     "GptOss": {"num_local_experts": 8},
+    "Llama4": {"num_local_experts": 8},
 }
 PARALLEL = {
     "tp2": tensor_parallel(2),
@@ -35,7 +36,16 @@ PARALLEL = {
     "tp2+ep2": Sizes(attn=2, dense=2, experts=2),
     "tp4+ep2": Sizes(attn=4, dense=4, moe=2, experts=2),
 }
-EXPERTS = ("Qwen3Moe", "Mixtral", "Glm4Moe", "MiniMaxM2", "GptOss", "DeepseekV2", "DeepseekV3")
+EXPERTS = (
+    "Qwen3Moe",
+    "Mixtral",
+    "Glm4Moe",
+    "Llama4",
+    "MiniMaxM2",
+    "GptOss",
+    "DeepseekV2",
+    "DeepseekV3",
+)
 TABLE = [
     (family, name)
     for family in FAMILIES

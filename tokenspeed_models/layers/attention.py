@@ -18,9 +18,10 @@ from tokenspeed_models.weights import Shard, WeightSlot
 class Attention:
     """Projects queries, keys and values in one GEMM, rotates, attends and projects the result.
 
-    `cos_sin` is a table of `rotary_table`, shared by layers; it rotates as many values of each head as it has columns.
+    `cos_sin` is a table of `rotary_table`, shared by layers; it rotates as many values of each head as it has columns,
+    adjacent ones together if the rotation `is_interleaved`. Subclasses that do not rotate pass None.
     `scale` multiplies the scores (None: 1 / sqrt(head_size)), and `soft_cap` bounds them. `qk_norm` normalises queries and keys before the
-    rotation. `window` is the number of tokens that a query sees, itself included. `stacked_name` is the checkpoint's
+    rotation. `window` is the number of tokens that a query sees, itself included; with `is_chunked` it is the length of chunks. `stacked_name` is the checkpoint's
     name of queries, keys and values if it stores them as one tensor. In a layer without a norm before its blocks
     `has_norm` is False. With `has_sinks` each query head has a learned score that joins its softmax.
 
@@ -36,13 +37,15 @@ class Attention:
         num_heads: int,
         num_kv_heads: int,
         head_size: int,
-        cos_sin: torch.Tensor,
+        cos_sin: torch.Tensor | None,
+        is_interleaved: bool = False,
         scale: float | None = None,
         soft_cap: float | None = None,
         qkv_bias: bool = False,
         out_bias: bool = False,
         qk_norm: HeadNorm | AllHeadNorm | None = None,
         window: int | None = None,
+        is_chunked: bool = False,
         stacked_name: str | None = None,
         has_norm: bool = True,
         has_sinks: bool = False,
@@ -71,7 +74,7 @@ class Attention:
             (Projection("o_proj", hidden_size, Shard(1, "attn", num_heads)),),
             bias=out_bias,
         )
-        self.cos_sin = cos_sin
+        self.cos_sin, self._is_interleaved = cos_sin, is_interleaved
         self._qk_norm = qk_norm
         self._all_head_norm = qk_norm if isinstance(qk_norm, AllHeadNorm) else None
         self._rotation: tuple[torch.Tensor | float, ...] = (
@@ -91,10 +94,13 @@ class Attention:
             head_size=head_size,
             scale=head_size**-0.5 if scale is None else scale,
             window=window,
+            is_chunked=is_chunked,
             soft_cap=soft_cap,
             sinks=self._sinks,
             group=window_group(window),
-            rotation=Rotation("rope" if qk_norm is None else qk_norm.rotation, cos_sin.shape[1]),
+            rotation=None
+            if cos_sin is None
+            else Rotation("rope" if qk_norm is None else qk_norm.rotation, cos_sin.shape[1]),
         )
 
     def __call__(
@@ -126,10 +132,15 @@ class Attention:
 
     def attend(self, qkv: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the attention of all heads [T, heads * head_size] for `qkv` [T, out] at int64 positions [T]."""
-        q, k, v = qkv.view(positions.shape[0], *self._heads).split_with_sizes(self._split, dim=1)
+        q, k, v = self.split(qkv)
         if self._all_head_norm is not None:
             q, k = self._all_head_norm(q, k)
-        return self._attend(q, k, v, *self._rotation, positions, self.cos_sin, False).flatten(1)
+        rotation = *self._rotation, positions, self.cos_sin, self._is_interleaved
+        return self._attend(q, k, v, *rotation).flatten(1)
+
+    def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return queries [T, H, D], keys and values [T, K, D] of `qkv` [T, out]."""
+        return qkv.view(qkv.shape[0], *self._heads).split_with_sizes(self._split, dim=1)
 
     def output(
         self, heads: torch.Tensor, residual: torch.Tensor, wanted: torch.Tensor | None
