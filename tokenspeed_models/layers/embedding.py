@@ -14,25 +14,26 @@ from tokenspeed_models.weights import Shard, WeightSlot
 
 
 class VocabShard:
-    """The entries `first` to `first + size` of a vocabulary, whose rows this process holds."""
+    """The entries of a vocabulary whose rows this process holds: `size` of them, from `first` on."""
 
     def __init__(self, build: BuildContext, vocab_size: int) -> None:
         group = build.group("attn")
         self.shard = Shard(0, "attn", num_rows=vocab_size)
         self.size = self.shard.local_size("vocabulary", vocab_size, build.group)
-        self.first, self.is_whole = group.rank * self.size, group.size == 1
-        self.padded_size = group.size * self.size
-        self._num_rows = max(0, min(self.size, vocab_size - self.first))
+        self.is_whole, self.padded_size = group.size == 1, group.size * self.size
+        self.first = group.rank * self.size
+        self.num_rows = max(0, min(self.size, vocab_size - self.first))  # without padding
 
     def make_weight(self, build: BuildContext, hidden_size: int) -> torch.Tensor:
-        """Return an uninitialised weight [size, hidden], of which padding is zero."""
-        weight = torch.empty(self.size, hidden_size, dtype=build.dtype, device=build.device)
-        weight[self._num_rows :].zero_()
+        """Return a weight [size + 1, hidden] of which all but `num_rows` rows are zero; [size, hidden] if whole."""
+        num_rows = self.size if self.is_whole else self.size + 1
+        weight = torch.empty(num_rows, hidden_size, dtype=build.dtype, device=build.device)
+        weight[self.num_rows :].zero_()
         return weight
 
     def slot(self, name: str, weight: torch.Tensor) -> WeightSlot:
         """Return the slot of such a weight."""
-        return WeightSlot(f"{name}.weight", weight[: self._num_rows], self.shard)
+        return WeightSlot(f"{name}.weight", weight[: self.num_rows], self.shard)
 
 
 class Embedding:
@@ -45,18 +46,21 @@ class Embedding:
     def __init__(
         self, build: BuildContext, vocab_size: int, hidden_size: int, *, scale: float = 1.0
     ) -> None:
-        self.vocab = VocabShard(build, vocab_size)
-        self.weight = self.vocab.make_weight(build, hidden_size)
+        self.vocab = vocab = VocabShard(build, vocab_size)
+        self._rows = vocab.make_weight(build, hidden_size)
+        self.weight = self._rows[: vocab.size]
+        self._row_of: torch.Tensor | None = None
+        if not vocab.is_whole:
+            # The row of each id; tokens of other processes have the last one, which is zero.
+            self._row_of = torch.full((vocab_size,), vocab.size, device=build.device)
+            own = torch.arange(vocab.num_rows, device=build.device)
+            self._row_of[vocab.first : vocab.first + vocab.num_rows] = own
         self._scale = float(torch.tensor(scale, dtype=build.dtype))
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return a new tensor [T, hidden] for int64 ids [T], zero for those of other processes."""
-        if self.vocab.is_whole:
-            x = functional.embedding(token_ids, self.weight)
-        else:
-            rows = token_ids - self.vocab.first
-            x = functional.embedding(rows.clamp(0, self.vocab.size - 1), self.weight)
-            x.masked_fill_(((rows < 0) | (rows >= self.vocab.size)).unsqueeze(1), 0.0)
+        rows = token_ids if self._row_of is None else self._row_of[token_ids]
+        x = functional.embedding(rows, self._rows)
         return x if self._scale == 1.0 else x.mul_(self._scale)
 
     def slots(self, name: str) -> Iterator[WeightSlot]:
@@ -87,7 +91,9 @@ class OutputHead:
         self.vocab_size = vocab_size
         self.vocab = VocabShard(build, vocab_size)
         self.weight = (
-            self.vocab.make_weight(build, hidden_size) if tied_to is None else tied_to.weight
+            self.vocab.make_weight(build, hidden_size)[: self.vocab.size]
+            if tied_to is None
+            else tied_to.weight
         )
         self._linear = build.op(
             "linear", in_size=hidden_size, out_size=self.vocab.size, dtype=dtype_name(build.dtype)
