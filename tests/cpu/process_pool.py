@@ -6,6 +6,7 @@ They are started once, from a server that has imported torch already.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -155,6 +156,7 @@ class ProcessPool:
 
 def _serve(rank: int, num_processes: int, store: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     distributed.init_process_group(
         "gloo",
         init_method=f"file://{store}",

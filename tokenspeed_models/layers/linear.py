@@ -182,15 +182,22 @@ def _check_blocks_are_whole(
 ) -> None:
     """Raise ValueError if a block of values that shares a scale is divided between processes."""
     for projection, size in zip(linear.projections, linear.sizes, strict=True):
-        shard = projection.shard
-        if not isinstance(shard, Shard) or build.group(shard.group).size == 1:
-            continue
-        block, part = (block_rows, size) if shard.axis == 0 else (block_features, linear.in_size)
-        if part % block:
-            raise ValueError(
-                f"quantization {method}: {projection.name} has {part} features per process of the group "
-                f"{shard.group!r}, and blocks of {block} share a scale. Use fewer processes for that group."
-            )
+        parts: list[tuple[int, Shard]] = []
+        match projection.shard:
+            case StackedShard(stack):
+                parts = [
+                    (shard.local_size(projection.name, rows, build.group), shard)
+                    for rows, shard in stack
+                ]
+            case Shard() as shard:
+                parts = [(size if shard.axis == 0 else linear.in_size, shard)]
+        for part, shard in parts:
+            block = block_rows if shard.axis == 0 else block_features
+            if part % block and build.group(shard.group).size > 1:
+                raise ValueError(
+                    f"quantization {method}: {projection.name} has {part} features per process of the group "
+                    f"{shard.group!r}, and blocks of {block} share a scale. Use fewer processes for that group."
+                )
 
 
 def _check_block_alignment(
