@@ -59,7 +59,7 @@ class Embedding:
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return a new tensor [T, hidden] for int64 ids [T], zero for those of other processes."""
-        rows = token_ids if self._row_of is None else self._row_of[token_ids]
+        rows = token_ids if self._row_of is None else self._row_of.index_select(0, token_ids)
         x = functional.embedding(rows, self._rows)
         return x if self._scale == 1.0 else x.mul_(self._scale)
 
