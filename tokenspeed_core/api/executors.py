@@ -61,7 +61,10 @@ class Executor(Protocol):
         """
 
     def close(self, seconds: float) -> None:
-        """Wait that long until the processes have ended, then kill them. Can be called twice."""
+        """Wait that long until the processes have ended, then kill them. Can be called twice.
+
+        It is 0 after a failure.
+        """
 
 
 @dataclass(frozen=True, slots=True)

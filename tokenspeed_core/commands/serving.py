@@ -11,6 +11,7 @@ from tokenspeed_core.engine.factory import (
     discover_in_subprocess,
     load_text,
     num_workers,
+    resolve,
     tokenizer_folder,
 )
 from tokenspeed_core.engine.logits_processors import LogitsProcessorTable
@@ -55,6 +56,7 @@ from tokenspeed_core.errors import (
     describe_error,
     suggest,
 )
+from tokenspeed_core.executor.nodes import run_node
 from tokenspeed_core.logs import current_request_id, log_fields
 from tokenspeed_core.plugins.catalog import make
 from tokenspeed_core.plugins.hooks import Hooks
@@ -110,7 +112,9 @@ __all__ = [
     "num_workers",
     "read_chat_templates",
     "read_ids",
+    "resolve",
     "resolve_checkpoint",
+    "run_node",
     "start_subprocess",
     "suggest",
     "tokenizer_folder",

@@ -20,6 +20,7 @@ from tokenspeed_core.checkpoint.resolve import resolve_checkpoint
 from tokenspeed_core.config import Config
 from tokenspeed_core.config.backends import AUTO
 from tokenspeed_core.config.build import called
+from tokenspeed_core.config.parallel_settings import LOCAL
 from tokenspeed_core.config.schema import flag
 from tokenspeed_core.engine.drafting import use_drafter
 from tokenspeed_core.engine.engine import MAX_FAILURES, Engine
@@ -311,7 +312,7 @@ def _build_distributed(
     from tokenspeed_core.worker.platform import check_num_devices, resolve_rank_device
 
     config, sizes = resolved.config, resolved.config.parallel_sizes()
-    if ranks.host is None:
+    if config.distributed_executor_backend == LOCAL:
         check_num_devices(config.device, sizes.num_per_node)
     device = resolve_rank_device(config.device, 0)
     log.info("%s", sizes)

@@ -15,12 +15,14 @@ from typing import Any
 import zmq
 
 from tokenspeed_core.api.executors import Executor, ExecutorJob, ExecutorSpec, Settings, WorkerExit
+from tokenspeed_core.config import Config
 from tokenspeed_core.config.parallel_settings import LOCAL
 from tokenspeed_core.engine.subprocesses import make_private_folder, remove_folder
 from tokenspeed_core.engine.wire import WireError, pack
 from tokenspeed_core.errors import ConfigError, EngineDeadError
 from tokenspeed_core.executor.local import LocalExecutor
 from tokenspeed_core.executor.messages import Joined, Offer, RankFailed, to_rank_zero
+from tokenspeed_core.executor.nodes import NodesExecutor
 from tokenspeed_core.plugins.catalog import Catalog, make
 from tokenspeed_core.resolved import Resolved
 
@@ -191,13 +193,17 @@ def start_ranks(
     catalog: Catalog,
     on_failure: Callable[[str], None],
 ) -> Ranks | None:
-    """Start the other ranks of an engine; None if it is one process. Raises PluginError, CapacityError."""
+    """Start the other ranks of an engine; None if it is one process. Raises PluginError, ConfigError, CapacityError."""
     config = resolved.config
+    if config.node_rank:
+        raise ConfigError(
+            f"--node-rank {config.node_rank} runs ranks for node 0; start it with `tokenspeed serve`"
+        )
     sizes = config.parallel_sizes()
     if sizes.world_size == 1:
         return None
     job = ExecutorJob(sizes.num_nodes, sizes.num_per_node, config.device)
-    ranks = Ranks(_find_executor(config.distributed_executor_backend, catalog, job), job.world_size)
+    ranks = Ranks(_find_executor(config, catalog, job), job.world_size)
     settings = {
         "config": config.resolved(api_key=None, model=str(resolved.checkpoint.path)).to_wire(),
         "catalog_digest": catalog.digest(),
@@ -211,12 +217,11 @@ def start_ranks(
     return ranks
 
 
-def _find_executor(name: str, catalog: Catalog, job: ExecutorJob) -> Executor:
-    """Return the executor that --distributed-executor-backend names. Raises PluginError, ConfigError."""
-    if name == LOCAL and job.num_nodes > 1:
-        raise ConfigError(f"--nnodes {job.num_nodes}: several nodes are not supported yet")
+def _find_executor(config: Config, catalog: Catalog, job: ExecutorJob) -> Executor:
+    """Return the executor that --distributed-executor-backend names. Raises PluginError, CapacityError."""
+    name = config.distributed_executor_backend
     if name == LOCAL:
-        return LocalExecutor(job)
+        return LocalExecutor(job) if job.num_nodes == 1 else NodesExecutor(job, config)
     entry = catalog.get("executors", name, flag="--distributed-executor-backend")
     spec = catalog.need(entry, ExecutorSpec)
     return make(entry, spec.load, lambda: spec.make(job), Executor)  # type: ignore[type-abstract]

@@ -31,7 +31,9 @@ from tokenspeed_core.commands.serving import (
     engine_program,
     load_text,
     num_workers,
+    resolve,
     resolve_checkpoint,
+    run_node,
 )
 from tokenspeed_core.commands.settings import Config
 from tokenspeed_server.access import default_hosts, is_loopback
@@ -63,6 +65,10 @@ def run(config: Config) -> int:
     catalog = discover(config)
     hooks = Hooks.load(catalog)
     config = hooks.adjust_config(config)
+    if config.node_rank:
+        resolved = resolve(config, catalog)
+        path = str(resolved.checkpoint.path)
+        return run_node(resolved.config.resolved(model=path), catalog)
     restarts = Restarts()
     while True:
         try:

@@ -1,0 +1,70 @@
+"""An engine over two nodes that are started one by one, both on this machine."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+from serving import COMMAND, DEMO, environment, has_ended, served, wait_until
+
+from tokenspeed_core import LLM
+from tokenspeed_core.api.executors import ExecutorJob
+from tokenspeed_core.config import Config
+from tokenspeed_core.errors import ConfigError
+from tokenspeed_core.executor.nodes import NodesExecutor, run_node
+from tokenspeed_core.plugins.catalog import Catalog
+
+pytestmark = pytest.mark.slow
+
+
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def test_two_nodes_serve_and_end_together(tmp_path: Path) -> None:
+    nodes = ("--tp", "2", "--nnodes", "2", "--dist-init-addr", free_address())
+    flags = (*nodes, "--kv-cache-memory", "8MB")
+    with (tmp_path / "node").open("w") as log:
+        node = subprocess.Popen(
+            [*COMMAND, "serve", *flags, "--node-rank", "1"], stderr=log, env=environment(tmp_path)
+        )
+    try:
+        with served(tmp_path, *flags) as server:
+            assert len(psutil.Process(node.pid).children()) == 1
+            assert len(server.engine().children()) == 0
+            answer = server.openai().chat.completions.create(
+                **DEMO, messages=[{"role": "user", "content": "What is 23 + 45?"}]
+            )
+            assert "68" in (answer.choices[0].message.content or "")
+            engine = server.engine()
+            node.kill()  # its rank ends with it
+            assert server.process.wait(8) != 0
+            assert "rank 1 of 2" in server.stderr()
+            wait_until(lambda: has_ended(engine), 5, "the engine's end")
+    finally:
+        node.kill()
+        node.wait()
+
+
+def test_node_with_other_settings_cannot_join() -> None:
+    address = free_address()
+    nodes = {"tensor_parallel_size": 2, "nnodes": 2, "dist_init_addr": address}
+    ours = Config.from_keywords(**nodes)
+    theirs = Config.from_keywords(**nodes, node_rank=1, max_num_seqs=3)
+    executor = NodesExecutor(ExecutorJob(2, 1, "cpu"), ours)
+    executor.start({}, lambda end: None)
+    try:
+        with pytest.raises(ConfigError, match=r"--max-num-seqs is 3 on node 1 and 256 on node 0"):
+            run_node(theirs, Catalog.discover())
+    finally:
+        executor.close(1)
+
+
+def test_other_nodes_are_only_started_by_serve() -> None:
+    with pytest.raises(ConfigError, match="tokenspeed serve"):
+        LLM(tensor_parallel_size=2, nnodes=2, node_rank=1, dist_init_addr="127.0.0.1:1")

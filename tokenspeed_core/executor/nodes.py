@@ -1,0 +1,277 @@
+"""Engines over several nodes that are started one by one: `tokenspeed serve` on each, with its `--node-rank`.
+
+Node 0 serves. Every other node joins it at `--dist-init-addr`, starts its ranks, and reports their ends. Node and
+node 0 exchange signs of life, so that each ends when the other is lost.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import zmq
+
+from tokenspeed_core.api.executors import ExecutorJob, Settings, WorkerExit
+from tokenspeed_core.config import Config
+from tokenspeed_core.config.describe import as_written
+from tokenspeed_core.config.schema import flag
+from tokenspeed_core.config.server_settings import is_server_only
+from tokenspeed_core.engine.wire import Codec, Message, WireError, pack
+from tokenspeed_core.errors import CapacityError, ConfigError, EngineDeadError
+from tokenspeed_core.executor.local import LocalExecutor
+from tokenspeed_core.plugins.catalog import Catalog
+
+ALIVE_SECONDS = 1.0  # between signs of life
+LOST_SECONDS = 3.0  # without one
+TICK_MS = 100
+CLOSE_SECONDS = 5.0
+_MAY_DIFFER = {"model", "revision", "download_dir", "tokenizer", "node_rank", "log_level"}
+log = logging.getLogger("tokenspeed.executor")
+
+
+class NodeJoin(Message, frozen=True, tag="join"):
+    """A node asks for its ranks; `config` is its configuration as JSON."""
+
+    node: int
+    config: str
+
+
+class NodeAlive(Message, frozen=True, tag="alive"):
+    """The node of that number is alive, or node 0 answers it."""
+
+    node: int
+
+
+class RankEnded(Message, frozen=True, tag="ended"):
+    """A rank of a node has ended."""
+
+    rank: int
+    reason: str
+    last_lines: tuple[str, ...]
+
+
+class NodeStart(Message, frozen=True, tag="start"):
+    """Start the node's ranks with these settings, JSON."""
+
+    settings: str
+
+
+class NodeRefused(Message, frozen=True, tag="refused"):
+    """The node cannot join; `message` says why."""
+
+    message: str
+
+
+class NodeStop(Message, frozen=True, tag="stop"):
+    """End the node's ranks, and exit."""
+
+    has_failed: bool
+
+
+_to_node_zero = Codec(NodeJoin, NodeAlive, RankEnded)
+_to_node = Codec(NodeAlive, NodeStart, NodeRefused, NodeStop)
+
+
+class NodesExecutor:
+    """The executor of node 0: its own ranks are subprocesses, and the other nodes join."""
+
+    def __init__(self, job: ExecutorJob, config: Config) -> None:
+        """Listen at `--dist-init-addr`. Raises CapacityError."""
+        assert config.dist_init_addr is not None, "checked with the settings"
+        host, _, port = config.dist_init_addr.rpartition(":")
+        self.host: str | None = _address_of(host)
+        self._job = job
+        self._config = config
+        self._local = LocalExecutor(job)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        try:
+            self._socket.bind(f"tcp://{self.host}:{port}")
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise CapacityError(
+                f"--dist-init-addr {config.dist_init_addr}: node 0 cannot listen there: {error}"
+            ) from error
+        self._settings = ""
+        self._on_exit: Callable[[WorkerExit], None] = lambda end: None
+        self._alive_at: dict[int, float] = {}
+        self._identities: dict[int, bytes] = {}
+        self._is_closing = threading.Event()
+        self._has_failed = False
+        self._thread = threading.Thread(target=self._serve, name="nodes", daemon=True)
+
+    def start(self, settings: Settings, on_exit: Callable[[WorkerExit], None]) -> None:
+        """Start the ranks of this node, and those of other nodes when they join."""
+        self._settings, self._on_exit = json.dumps(settings), on_exit
+        self._local.start(settings, on_exit)
+        log.info(
+            "node 0 of %d waits for the others at %s",
+            self._job.num_nodes,
+            self._config.dist_init_addr,
+        )
+        self._thread.start()
+
+    def close(self, seconds: float) -> None:
+        """End the ranks of all nodes."""
+        if self._is_closing.is_set():
+            return
+        self._has_failed = seconds == 0
+        self._is_closing.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._local.close(seconds)
+        self._context.destroy(linger=1000)
+
+    def _serve(self) -> None:
+        while not self._is_closing.is_set():
+            if self._socket.poll(TICK_MS):
+                identity, data = self._socket.recv_multipart()
+                try:
+                    self._answer(identity, _to_node_zero.unpack(data))
+                except WireError as error:
+                    log.error("unreadable message at --dist-init-addr: %s", error)
+            now = time.monotonic()
+            for node, alive_at in list(self._alive_at.items()):
+                if now - alive_at > LOST_SECONDS:
+                    del self._alive_at[node]
+                    rank = self._job.ranks_of(node)[0]
+                    reason = (
+                        f"is lost: its node {node} gave no sign of life for {LOST_SECONDS:.0f} s"
+                    )
+                    self._on_exit(WorkerExit(rank, reason, ()))
+        for identity in self._identities.values():
+            self._socket.send_multipart([identity, pack(NodeStop(self._has_failed))])
+
+    def _answer(self, identity: bytes, message: NodeJoin | NodeAlive | RankEnded) -> None:
+        match message:
+            case NodeJoin(node, config):
+                refusal = self._refuse(node, json.loads(config))
+                if refusal is None and node not in self._identities:
+                    log.info("node %d of %d joined", node, self._job.num_nodes)
+                    self._identities[node] = identity
+                    self._alive_at[node] = time.monotonic()
+                answer = NodeStart(self._settings) if refusal is None else NodeRefused(refusal)
+                self._socket.send_multipart([identity, pack(answer)])
+            case NodeAlive(node):
+                if node in self._alive_at:
+                    self._alive_at[node] = time.monotonic()
+                self._socket.send_multipart([identity, pack(message)])
+            case RankEnded():
+                end = WorkerExit(message.rank, message.reason, message.last_lines)
+                self._on_exit(end)
+
+    def _refuse(self, node: int, theirs: dict[str, Any]) -> str | None:
+        """Return why a node cannot join, or None."""
+        if not 0 < node < self._job.num_nodes:
+            return f"--node-rank {node}: node 0 has --nnodes {self._job.num_nodes}"
+        ours = _comparable(self._config)
+        for name in sorted({*ours, *theirs}):
+            if ours.get(name) != theirs.get(name):
+                return (
+                    f"{flag(name)} is {as_written(theirs.get(name))} on node {node} and "
+                    f"{as_written(ours.get(name))} on node 0. Give all nodes the same settings."
+                )
+        return None
+
+
+def run_node(config: Config, catalog: Catalog) -> int:
+    """Run the ranks of a node other than 0 until node 0 ends. Return the exit status.
+
+    `config` is resolved, and its model is a path.
+
+    Raises ConfigError if node 0 has other settings, and EngineDeadError if a rank fails or node 0 is lost.
+    """
+    sizes = config.parallel_sizes()
+    job = ExecutorJob(sizes.num_nodes, sizes.num_per_node, config.device)
+    node = _Node(config, LocalExecutor(job, config.node_rank))
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        node.is_stopped = True
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        node.run(catalog)
+    finally:
+        node.close()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 0
+
+
+class _Node:
+    """A node that joins node 0."""
+
+    def __init__(self, config: Config, local: LocalExecutor) -> None:
+        self.is_stopped = False
+        self._config = config
+        self._local = local
+        self._ends: queue.SimpleQueue[WorkerExit] = queue.SimpleQueue()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        host, _, port = str(self._config.dist_init_addr).rpartition(":")
+        self._socket.connect(f"tcp://{_address_of(host)}:{port}")
+
+    def run(self, catalog: Catalog) -> None:
+        """Join, start the ranks, and wait for the end of node 0 or of a rank."""
+        number, address = self._config.node_rank, self._config.dist_init_addr
+        log.info("node %d waits for node 0 at %s", number, address)
+        join = NodeJoin(number, json.dumps(_comparable(self._config)))
+        said_at, heard_at, has_started = 0.0, time.monotonic(), False
+        while not self.is_stopped:
+            now = time.monotonic()
+            if now - said_at >= ALIVE_SECONDS:
+                said_at = now
+                self._socket.send(pack(NodeAlive(number) if has_started else join))
+            while not self._ends.empty():
+                end = self._ends.get()
+                self._socket.send(pack(RankEnded(end.rank, end.reason, end.last_lines)))
+            if has_started and now - heard_at > LOST_SECONDS:
+                raise EngineDeadError(
+                    f"node 0 at {address} gave no sign of life for {LOST_SECONDS:.0f} s"
+                )
+            if not self._socket.poll(TICK_MS):
+                continue
+            heard_at = time.monotonic()
+            match _to_node.unpack(self._socket.recv()):
+                case NodeStop(has_failed):
+                    if has_failed:
+                        raise EngineDeadError("a rank failed; see the log of node 0")
+                    return
+                case NodeRefused(message):
+                    raise ConfigError(message)
+                case NodeStart(settings) if not has_started:
+                    has_started = True
+                    log.info("node %d starts its ranks", number)
+                    config = {"config": self._config.to_wire(), "catalog_digest": catalog.digest()}
+                    self._local.start({**json.loads(settings), **config}, self._ends.put)
+
+    def close(self) -> None:
+        """End the ranks."""
+        self._local.close(CLOSE_SECONDS)
+        self._context.destroy(linger=1000)
+
+
+def _comparable(config: Config) -> dict[str, Any]:
+    """Return the settings that must be the same on all nodes."""
+    values = config.to_wire()["values"]
+    return {
+        name: value
+        for name, value in values.items()
+        if name not in _MAY_DIFFER and not is_server_only(name)
+    }
+
+
+def _address_of(host: str) -> str:
+    """Return the IPv4 address of a host. Raises ConfigError."""
+    try:
+        return socket.gethostbyname(host)
+    except OSError as error:
+        raise ConfigError(f"--dist-init-addr: cannot find the host {host!r}: {error}") from error
