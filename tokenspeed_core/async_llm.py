@@ -38,9 +38,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
     ...     async for output in llm.chat("Hello!"):
     ...         print(output.outputs[0].text)
 
-    The engine runs in another process, which ends with this one; this process imports no tensor library. The
-    HTTP server is built on the same parts: `EngineClient`, `EngineProcess`, `build_submit` and the text classes.
-    It writes each token straight into a response instead of into the `RequestStream` that this class waits on.
+    The engine runs in another process, which ends with this one. This process imports no tensor library.
 
     Use an object in one event loop only.
     """

@@ -121,23 +121,24 @@ class Capability:
 class KernelSpec:
     """One implementation of an op: an entry point of `tokenspeed.kernels.<family>` named after its backend.
 
-    `load` is "module:factory"; `factory(problem)` returns the callable that the op's contract describes
-    (`factory(problem, limits, device)` for attention). `requires` are top-level modules that must be installed, and
-    `obtain` is the command that installs them. `needs_compile`: a new machine needs a tool chain, or minutes of
-    compilation, before the first call; just-in-time compilation of seconds during the warm-up does not count.
-    `reference` marks the op's reference implementation, the last candidate of all; its `load` must be the contract's
-    `reference`. `options` is "module:Model", a pydantic model of the options for `--backend-option`; the factory then
-    takes an instance as the keyword `options`. Raises ValueError for invalid fields.
+    Raises ValueError for invalid fields.
     """
 
     op: str
     backend: str
     capability: Capability
+    # "module:factory". `factory(problem)` returns the callable that the op's contract describes; for attention,
+    # `factory(problem, limits, device)`.
     load: str
-    requires: tuple[str, ...] = ()
-    obtain: str = ""
+    requires: tuple[str, ...] = ()  # top-level modules that must be installed
+    obtain: str = ""  # the command that installs them
+    # A new machine needs a tool chain, or minutes of compilation, before the first call. Just-in-time compilation of
+    # seconds during the warm-up does not count.
     needs_compile: bool = False
+    # This is the op's reference, the last candidate of all. `load` must be the contract's `reference`.
     reference: bool = False
+    # "module:Model", a pydantic model for `--backend-option`. The factory then takes an instance as the keyword
+    # `options`.
     options: str = ""
 
     def __post_init__(self) -> None:

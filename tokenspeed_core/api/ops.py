@@ -43,28 +43,25 @@ EXACT = tuple(
 
 @dataclass(frozen=True, slots=True)
 class OpContract:
-    """The definition of an op, for its callers and its implementations.
-
-    `axes` maps each axis of the problem to its meaning (`dtype` is always one); `mutates` are arguments written in
-    place; `rows` are arguments with a leading axis of independent rows; `errors` says when an implementation may raise;
-    `reference` and `inputs` are "module:function": the reference implementation, and a generator of inputs for a
-    problem (for the core's own ops, an OpReference names them). Both raise ValueError for a problem that the op does
-    not define. `parts` are the ops that a fused op composes, in order; they run if no kernel of the fused op fits.
-    `cases` are problems, without their dtype, for the conformance kit.
-    """
+    """The definition of an op, for its callers and its implementations."""
 
     name: str
     family: str
-    signature: str
-    axes: Mapping[str, str]
+    signature: str  # arguments with shapes and dtypes, and the result
+    axes: Mapping[str, str]  # of a problem, with their meaning; `dtype` is always another axis
+    # "module:function": the reference implementation, and a generator of inputs. Both raise ValueError for a problem
+    # that the op does not define. Empty for the core's ops, for which an OpReference names them.
     reference: str
     inputs: str
     tolerances: tuple[Tolerance, ...]
-    mutates: tuple[str, ...] = ()
-    rows: tuple[str, ...] = ()
+    mutates: tuple[str, ...] = ()  # arguments that are written in place
+    rows: tuple[str, ...] = ()  # arguments with a leading axis of independent rows
+    # The ops that a fused op composes, in order. They run if no kernel of the fused op fits.
     parts: tuple[str, ...] = ()
-    cases: tuple[Problem, ...] = ()
-    errors: str = "none; shapes are checked when the model is built"
+    cases: tuple[Problem, ...] = ()  # problems without their dtype, for the conformance kit
+    errors: str = (
+        "none; shapes are checked when the model is built"  # when implementations may raise
+    )
 
     def cut(self, axes: Problem) -> Problem:
         """Return the axes of this op from a problem that may have more."""

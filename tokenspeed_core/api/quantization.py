@@ -15,9 +15,9 @@ LayerSchemes = Callable[[str], "QuantizationScheme | None"]
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """An axis of a tensor that belongs to a weight [out, in]: its size is that of the weight's axis `of`, over `per`.
+    """An axis of a tensor that belongs to a weight [out, in]. Its size is that of the weight's axis `of`, divided by `per`.
 
-    `per` 0 is an axis of size 1.
+    With `per` 0, the size is 1.
     """
 
     of: Literal["out", "in"]
@@ -26,66 +26,57 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor that belongs to a quantized weight, as checkpoints store it or as an op takes it.
+    """A tensor that belongs to a quantized weight, as checkpoints store it or as an op takes it."""
 
-    `name` is its suffix in the checkpoint. A `dtype` of "float" stands for any float dtype in a checkpoint, and for the
-    model's dtype as an operand. `kind` is "quantized", "scale", or "index" for the group of each input feature. One
-    that is not `is_needed` may occur in a checkpoint and is not read. `typical` is the value of a scale that gives
-    random weights a usual size.
-    """
-
-    name: str
-    dtype: str
+    name: str  # the suffix of its name in the checkpoint
+    dtype: str  # "float": any float dtype in a checkpoint, the model's dtype as an operand
     axes: tuple[Axis, ...]
-    kind: Literal["quantized", "scale", "index"] = "quantized"
-    is_needed: bool = True
-    typical: float = 1.0
+    kind: Literal["quantized", "scale", "index"] = "quantized"  # "index": the group of each column
+    is_needed: bool = True  # False: a checkpoint may contain it, and it is not read
+    typical: float = 1.0  # value of a scale with which random weights have a usual size
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How a checkpoint stores a weight [out, in], and what the ops take instead.
+    """The tensors of a weight [out, in] in a checkpoint, and the operands of the ops that use it.
 
-    `repack` is "module:function". It takes the `stored` tensors of one projection by name, on the model's device, and
-    returns the `operands` by name; None if they are the same. It raises ValueError for contents that it does not
-    support. The linear op takes the operands after x (None stands for one that the scheme lacks), and the op that
-    quantizes activations takes the `input_operands` after x. An operand with an "out" axis has it first; the rows of
-    stacked projections follow each other. Other operands are shared by the projections: the largest value of floats;
-    integers must be equal. Experts share the input operands too; their op takes those of a weight before its operands.
+    An operand with an "out" axis has it first, and stacked projections are concatenated on it. Other operands are shared
+    by the projections: of floats the largest value is used, and integers must be equal. The experts of a layer also share
+    the input operands. The op of experts takes the input operands of a weight before its operands.
     """
 
     stored: tuple[StoredTensor, ...]
-    operands: tuple[StoredTensor | None, ...]
-    input_operands: tuple[StoredTensor, ...] = ()
+    operands: tuple[StoredTensor | None, ...]  # of the linear op, after x; None: the op gets None
+    input_operands: tuple[StoredTensor, ...] = ()  # of the op that quantizes activations, after x
+    # "module:function". Takes the `stored` tensors of a projection by name, on the model's device, and returns the
+    # `operands` by name. Raises ValueError for unsupported contents. None: the stored tensors are the operands.
     repack: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizationScheme:
-    """How a quantized linear layer is stored, and the ops that compute with it.
+    """The storage of a quantized linear layer, and the ops that compute with it.
 
-    Weights [O, I] and activations [T, I] are quantized, each with scales, and linear layers multiply the quantized
-    values. Without `quantize` only weights are; then `linear` takes x as it is.
+    Weights [O, I] and activations [T, I] are quantized to values with scales, which the linear op multiplies.
 
-    With a `packing`, weights come from a quantized checkpoint, in the tensors that it names, and the fields that
-    describe values and scales are not used. `problem` are further axes of the linear op.
+    With a `packing`, weights come from a quantized checkpoint, and the fields about values and scales are not used.
 
-    `fused` maps an op to a fused op. A normalisation or activation maps to the op that also quantizes its result.
-    "linear", "add_rms_norm_linear", "add_rms_norm_mlp" and "moe_experts" map to ops that take unquantized activations
-    and quantize them inside. Without "moe_experts", models with experts are refused.
-
-    With `has_tensor_scales`, each operand also has a per-tensor scale, float32 [1]. Per-tensor scales of activations
-    are measured on prompts, so a checkpoint must contain them, and weights cannot be quantized on load. They are extra
-    arguments: `quantize` takes the activations' scale last. `linear` takes the product of both operands' scales before
-    the bias. The experts' op takes the scale of a weight's inputs before that weight, and the per-tensor scales of the
-    experts' weights, [E], after the weight's other scales.
+    With `has_tensor_scales`, weights and activations also have per-tensor scales, float32 [1]. Those of activations must
+    be in the checkpoint, so the scheme cannot quantize on load. They are extra arguments: `quantize` takes the scale of
+    activations last, and `linear` takes the product of both scales before the bias. The op of experts takes the scale of
+    activations before each weight, and the per-tensor scales of the experts' weights, [E], after the weight's scales.
     """
 
     name: str  # as plans show it, such as "fp8"
     dtype: str  # of quantized values
-    quantize: str | None  # op that quantizes activations; its axis is `size`; values and scales
+    # Op that quantizes activations, with the axis `size`; returns values and scales. None: only weights are quantized,
+    # and `linear` takes unquantized activations.
+    quantize: str | None
     # Op with the axes of "linear"; takes x, its scales, weight, its scales, bias. None: the scheme is for experts alone.
     linear: str | None
+    # Fused ops by the op that they replace. A norm or activation maps to an op that also quantizes its result. "linear",
+    # "add_rms_norm_linear", "add_rms_norm_mlp" and "moe_experts" map to ops that quantize their activations. Without
+    # "moe_experts", models with experts are refused.
     fused: Mapping[str, str] = field(default_factory=dict)
     quantize_weight: str | None = None  # the op that quantizes weights; None: `quantize`
     # Rows and columns of a weight that share a scale. None: one scale per row.
@@ -95,23 +86,21 @@ class QuantizationScheme:
     values_per_element: int = 1  # adjacent values that are packed into one element of `dtype`
     has_tensor_scales: bool = False
     packing: Packing | None = None
-    problem: Mapping[str, int] = field(default_factory=dict)
+    problem: Mapping[str, int] = field(default_factory=dict)  # further axes of the linear op
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
     """A quantization method: an entry point of `tokenspeed.quantization` with the name that users type.
 
-    `read` is "module:function" in a module that imports no tensor library. It takes `quantization_config` of a
-    checkpoint and returns the `LayerSchemes`, or None for a checkpoint of another method. It raises ValueError, saying
-    what it found and what it supports, for a form of this method that it does not support; malformed configurations
-    may raise KeyError, TypeError or AttributeError. The method that is called like `quant_method` reads first, the
-    others follow in the order of their names, and the first one that returns schemes is used.
-
-    `on_load` quantizes the linear layers of an unquantized checkpoint while they are loaded. None: the method needs a
-    quantized checkpoint.
+    For a quantized checkpoint, the method named like its `quant_method` reads first, then the others in the order of
+    their names. The first one that returns schemes is used.
     """
 
     name: str
+    # "module:function" in a module that imports no tensor library. Takes `quantization_config` and returns the
+    # `LayerSchemes`, or None for a checkpoint of another method. Raises ValueError with a message for an unsupported
+    # form of this method. May raise KeyError, TypeError or AttributeError for a malformed configuration.
     read: str
+    # The scheme with which the method quantizes an unquantized checkpoint while it loads. None: it cannot.
     on_load: QuantizationScheme | None = None

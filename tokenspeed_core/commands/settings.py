@@ -1,4 +1,4 @@
-"""What commands that take the flags of every setting need; imports the configuration."""
+"""For commands that take the flags of all settings; imports the configuration."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from tokenspeed_core.plugins.entry import Status
 from tokenspeed_core.plugins.kinds import KERNELS_PREFIX
 from tokenspeed_core.plugins.selection import DEFAULTS
 
-_USUAL = "tokenspeed-kernels"
+_DEFAULT_KERNELS = "tokenspeed-kernels"
 
 
 def installed_kernels(
@@ -145,9 +145,13 @@ def _check_overrides(
 
 
 def how_to_get_kernels(catalog: Catalog) -> str:
-    """Return what to do if no kernel fits: enable a plugin that was left out, or install the default kernels."""
+    """Return a hint for the case that no kernel fits: enable a disabled plugin, or install the default kernels."""
     kernels = [entry for entry in catalog.all() if entry.kind.startswith(KERNELS_PREFIX)]
     left_out = {e.distribution: e.reason for e in kernels if e.status is Status.DISABLED}
     if left_out:
         return "; ".join(f"{name} is installed, but {reason}" for name, reason in left_out.items())
-    return "" if any(entry.distribution == _USUAL for entry in kernels) else f"pip install {_USUAL}"
+    return (
+        ""
+        if any(entry.distribution == _DEFAULT_KERNELS for entry in kernels)
+        else f"pip install {_DEFAULT_KERNELS}"
+    )

@@ -136,7 +136,7 @@ class ChatTemplate:
         return dict(self._definition)
 
     def guard(self, tokenizer: Tokenizer) -> UserTextGuard:
-        """Return what keeps the tokenizer's control tokens out of the texts of users."""
+        """Return the guard against control tokens in texts of users."""
         if self._guard is None:
             self._guard = tokenizer.user_text_guard(self._sources)
         return self._guard

@@ -183,10 +183,10 @@ class Tokenizer:
         return whole[:at], whole[at + len(plain) :]
 
     def user_text_guard(self, template: str) -> UserTextGuard:
-        """Return what keeps the tokens that structure a chat out of the texts of users.
+        """Return the guard against control tokens in texts of users.
 
-        These are special tokens, and others that the template writes. A pair such as `<think>` and `</think>`
-        marks up content, so it is one of them only if it is special.
+        Control tokens are special tokens, and other added tokens that the template writes. Of these others, pairs
+        such as `<think>` and `</think>` mark up content and do not count.
         """
         added = {
             token.content: token for token in self._backend.get_added_tokens_decoder().values()

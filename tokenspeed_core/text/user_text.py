@@ -1,10 +1,9 @@
-"""Keeps the text of users text: control tokens that it contains are not encoded as control tokens.
+"""Encodes control tokens in texts of users as plain text.
 
 A chat template writes control tokens, such as `<|im_end|>`, around the texts of messages. A tokenizer
-encodes every occurrence as the control token, so a text that contains one could forge the turn of
-another role. Before rendering, a break is inserted into each occurrence in a user's text. The rendered
-text is cut at the breaks, and its pieces are encoded one by one: no piece contains a control token that
-the template did not write.
+would also encode those that a user wrote, so a user could forge the turn of another role. Therefore a
+break is inserted into each of them before rendering. The rendered text is cut at the breaks, and its
+pieces are encoded one by one, so only the template's control tokens are whole.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class UserTextGuard:
     ) -> None:
         """Tokens of one character cannot be broken and are left alone.
 
-        `normalize` is what the tokenizer does before it looks for some of the tokens.
+        `normalize` is the tokenizer's normalization, which it applies before it searches some of the tokens.
         """
         self._normalize = normalize
         tokens = sorted({token for token in control_tokens if len(token) > 1})
