@@ -9,7 +9,6 @@ from zlib import crc32
 import pytest
 import torch
 from process_pool import ProcessPool, RankBuild, Sizes, tensor_parallel
-from tiny_families import SMALL
 
 from tokenspeed_core.api import LayerSchemes
 from tokenspeed_core.checkpoint.quantization import find_quantization
@@ -23,7 +22,12 @@ from tokenspeed_models.weights import Shard
 
 TOKENS = [3, 100, 7, 45, 0, 91, 12, 13]
 SIZES: dict[str, Any] = {
-    **SMALL,
+    "vocab_size": 101,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
     "hidden_size": 128,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
