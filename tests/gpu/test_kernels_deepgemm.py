@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 import torch
-from tokenspeed_kernels_deepgemm import DEEPGEMM
+from tokenspeed_kernels_deepgemm import DEEPGEMM, EXPERTS
 from tokenspeed_testing.conformance import check
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -23,3 +23,7 @@ pytestmark = [
 
 def test_block_gemm_conforms() -> None:
     assert check(DEEPGEMM, torch.device("cuda")) >= 16
+
+
+def test_experts_conform() -> None:
+    assert check(EXPERTS, torch.device("cuda")) >= 8

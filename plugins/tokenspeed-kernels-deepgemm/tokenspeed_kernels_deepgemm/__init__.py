@@ -1,10 +1,12 @@
-"""Descriptor of DeepGEMM's block-wise FP8 GEMM. Imports no tensor library."""
+"""Descriptors of DeepGEMM's block-wise FP8 GEMMs. Imports no tensor library."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tokenspeed_core.api import AxisLimit, Capability, KernelSpec
 
-__all__ = ["DEEPGEMM"]
+__all__ = ["DEEPGEMM", "EXPERTS"]
 
 DEEPGEMM = KernelSpec(
     op="linear_fp8_block",
@@ -25,4 +27,16 @@ DEEPGEMM = KernelSpec(
     requires=("deep_gemm",),
     obtain="pip install 'tokenspeed-kernels-deepgemm[deepgemm]'",
     needs_compile=True,  # compiles kernels for each weight shape when the op is bound
+)
+EXPERTS = replace(
+    DEEPGEMM,
+    op="moe_experts_fp8_block",
+    capability=replace(
+        DEEPGEMM.capability,
+        limits=(
+            AxisLimit("hidden_size", 128, multiple_of=128),
+            AxisLimit("intermediate_size", 128, multiple_of=128),
+        ),
+    ),
+    load="tokenspeed_kernels_deepgemm.experts:moe_experts_fp8_block",
 )
