@@ -22,6 +22,13 @@ from tokenspeed_core.api.cache_groups import (
     keys_and_values,
 )
 from tokenspeed_core.api.drafters import Drafter, DrafterContext, DrafterSpec, Drafts
+from tokenspeed_core.api.executors import (
+    Executor,
+    ExecutorJob,
+    ExecutorSpec,
+    Settings,
+    WorkerExit,
+)
 from tokenspeed_core.api.grammars import (
     MAX_WHITESPACE,
     CallFunction,
@@ -127,6 +134,9 @@ __all__ = [
     "DrafterSpec",
     "Drafts",
     "FullAttention",
+    "Executor",
+    "ExecutorJob",
+    "ExecutorSpec",
     "GrammarCompiler",
     "GrammarError",
     "GrammarKind",
@@ -168,6 +178,7 @@ __all__ = [
     "RequestRecord",
     "Room",
     "Rotation",
+    "Settings",
     "SlidingWindow",
     "StepRecord",
     "StoredTensor",
@@ -175,6 +186,7 @@ __all__ = [
     "View",
     "Vocabulary",
     "WeightReader",
+    "WorkerExit",
     "hookimpl",
     "keys_and_values",
 ]
