@@ -81,7 +81,7 @@ def test_descriptor_of_another_type_fails(install: Install, tmp_path: Path) -> N
     catalog = discover(install("wrong", attention("x", "wrong_type:SPEC [api1]")))
     entry = catalog.get("kernels.attention", "x")
     assert catalog.load(entry, int) is None
-    assert "wrong_type:SPEC is a str, not a int" in catalog.all()[0].reason
+    assert "wrong_type:SPEC is of type str, expected int" in catalog.all()[0].reason
 
 
 def test_descriptor_must_be_a_kernel_spec(

@@ -171,9 +171,9 @@ def test_auto_chooses_by_template_then_by_architecture(
     ("name", "expected"),
     [
         ("broken", "failed in parsers_under_test:broken: RuntimeError: no grammar"),
-        ("nothing", "returned a dict, not a ReplyParser"),
+        ("nothing", "returned dict, expected ReplyParser"),
         ("dangling", "AttributeError"),
-        ("odd", "is a type, not a ParserSpec"),
+        ("odd", "is of type type, expected ParserSpec"),
         ("specs", "did you mean spec?"),
         ("thinks", "no tool_parsers named 'thinks'"),
     ],

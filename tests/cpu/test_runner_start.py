@@ -292,7 +292,7 @@ def test_failing_family_is_named_in_one_line(catalog: Catalog, tiny: Make) -> No
     [
         ("no_such_module:read", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("acme_reader:read", "ModuleNotFoundError: No module named 'acme_lib'"),
-        ("acme_format:FORMAT", "returned a LoadFormat, not a Callable"),
+        ("acme_format:FORMAT", "returned LoadFormat, expected Callable"),
     ],
 )
 def test_failing_load_format_is_named_with_its_flag(

@@ -257,7 +257,7 @@ def make(
     if not isinstance(made, expected):
         found = type(made).__name__
         raise plugin_error(
-            entry, f"failed: {factory} returned a {found}, not a {expected.__name__}"
+            entry, f"failed: {factory} returned {found}, expected {expected.__name__}"
         )
     return made
 
@@ -284,7 +284,9 @@ def _import(entry: Entry, expected: type[Any]) -> Any:
     value = load_target(entry.value)
     # None would be mistaken for a failure.
     if value is None or not isinstance(value, expected):
-        raise TypeError(f"{entry.value} is a {type(value).__name__}, not a {expected.__name__}")
+        raise TypeError(
+            f"{entry.value} is of type {type(value).__name__}, expected {expected.__name__}"
+        )
     return value
 
 

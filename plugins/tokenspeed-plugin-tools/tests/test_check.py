@@ -242,7 +242,7 @@ def test_descriptor_of_the_wrong_type_fails(checked: Any, kind: str) -> None:
     [
         ("()", "() is not a KernelSpec"),
         ("(1,)", "1 is not a KernelSpec"),
-        ("None", "acme:X is a NoneType, not a object"),
+        ("None", "acme:X is of type NoneType, expected object"),
     ],
 )
 def test_invalid_kernel_in_a_tuple_fails(checked: Any, value: str, expected: str) -> None:
