@@ -11,6 +11,7 @@ import torch
 import transformers
 from quantized_build import (
     TOKENS,
+    QuantizedBuild,
     checkpoint_logits,
     read_schemes,
     relative,
@@ -22,6 +23,7 @@ from tiny_families import save_reference
 from tokenspeed_models_llama4 import LLAMA4, LLAMA4_MULTIMODAL
 from tokenspeed_models_llama4.describe import describe_llama4, describe_llama4_multimodal
 from tokenspeed_models_llama4.model import Llama4ForCausalLM
+from tokenspeed_quantization.schemes import FP8
 from torch import Tensor
 
 from tokenspeed_core.api import FullAttention, SlidingWindow
@@ -123,6 +125,12 @@ def test_experts_may_be_stored_one_by_one(form: str | None, tmp_path: Path) -> N
     model.load_weights(given.items())
     assert {"moe_experts_fp8"} <= {op for op, _ in build.problems}
     found = sequence_logits(model, build, TOKENS)
+    assert 1e-3 < relative(found, expected) < 0.3
+
+
+def test_stacked_experts_are_quantized_on_load(tmp_path: Path) -> None:
+    expected = transformers_logits(save_reference("Llama4", tmp_path))
+    found = checkpoint_logits(LLAMA4, tmp_path, QuantizedBuild(FP8))
     assert 1e-3 < relative(found, expected) < 0.3
 
 

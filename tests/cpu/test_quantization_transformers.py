@@ -73,12 +73,15 @@ def test_block_wise_fp8_experts_equal_those_of_the_family(tmp_path: Path) -> Non
     assert logprob_errors(answer.logprobs, found[-1:]).max() < 0.05
 
 
-def test_unquantized_checkpoint_is_quantized_on_load(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "op"), [("fp8", "moe_experts_fp8"), ("w8a8_int8", "moe_experts_int8")]
+)
+def test_unquantized_checkpoint_is_quantized_on_load(method: str, op: str, tmp_path: Path) -> None:
     reference = save_reference("Olmoe", tmp_path, **{**SIZES, **EXPERTS})
-    with LLM(str(tmp_path), quantization="fp8", **OPTIONS) as llm:
+    with LLM(str(tmp_path), quantization=method, **OPTIONS) as llm:
         params = SamplingParams(temperature=0, max_tokens=1, logprobs=3)
         answer = llm.generate([{"prompt_token_ids": TOKENS}], params)[0].outputs[0]
-        assert len(llm.kernel_plan.find("moe_experts_fp8")) == 1
+        assert len(llm.kernel_plan.find(op)) == 1
     assert answer.logprobs is not None
     assert logprob_errors(answer.logprobs, transformers_logits(reference)[-1:]).max() < 0.3
 
