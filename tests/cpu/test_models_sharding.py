@@ -10,6 +10,10 @@ import torch
 from tokenspeed_models_olmo.model import Olmo2ForCausalLM
 
 from tokenspeed_core.api import Collective, ParallelLayout
+from tokenspeed_core.errors import CheckpointError
+from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.resolved import Resolved
+from tokenspeed_core.worker.local import plan_only
 from tokenspeed_models.families.llama import LlamaForCausalLM
 from tokenspeed_models.families.qwen3_moe import Qwen3MoeForCausalLM
 from tokenspeed_models.sharding import (
@@ -160,3 +164,23 @@ def test_last_process_holds_fewer_rows_of_the_vocabulary() -> None:
         shard.take(torch.arange(5), ParallelLayout.of(rank, attn=4).group) for rank in range(4)
     ]
     assert [part.tolist() for part in parts] == [[0, 1], [2, 3], [4], []]
+
+
+def test_plan_of_a_start_has_the_collectives(
+    tiny: Callable[..., Resolved], catalog: Catalog
+) -> None:
+    alone, memory, _ = plan_only(tiny(), catalog)
+    plan, local_memory, _ = plan_only(tiny(tensor_parallel_size=2), catalog)
+    assert alone.collectives == ()
+    ops = [each.collective.op for each in plan.collectives]
+    assert ops == ["all_reduce"] * 5 + ["all_gather"]
+    assert [planned.backend for planned in plan.find("comm")] == ["torch", "torch"]
+    assert 2 * local_memory["page_bytes"] == memory["page_bytes"]
+
+
+def test_start_refuses_heads_that_cannot_be_divided(
+    tiny: Callable[..., Resolved], catalog: Catalog
+) -> None:
+    with pytest.raises(CheckpointError, match="2 KV heads") as refused:
+        plan_only(tiny(tensor_parallel_size=3), catalog)
+    assert "\n" not in str(refused.value)
