@@ -12,7 +12,7 @@ from tokenspeed_models.layers.linear import Linear, Projection, stacked
 from tokenspeed_models.layers.norm import NormedLinear, RMSNorm
 from tokenspeed_models.layers.qk_norm import AllHeadNorm, HeadNorm
 from tokenspeed_models.sharding import Partial, Replicated, Sharded, ShardingSpec
-from tokenspeed_models.weights import Shard, WeightSlot
+from tokenspeed_models.weights import Shard, WeightSlot, size_flag
 
 
 class Attention:
@@ -170,10 +170,9 @@ class Attention:
 
 def local_num_heads(build: BuildContext, num_heads: int) -> int:
     """Return this process's query heads. Raises ValueError if the processes cannot divide them."""
-    num_processes = build.group("attn").size
-    if num_heads % num_processes:
+    group = build.group("attn")
+    if num_heads % group.size:
         raise ValueError(
-            f"{num_heads} attention heads cannot be divided among the {num_processes} processes of the group 'attn'. "
-            "Choose a number of processes that divides them."
+            f"{num_heads} attention heads cannot be divided by {size_flag(group)}. Choose a size that divides them."
         )
-    return num_heads // num_processes
+    return num_heads // group.size

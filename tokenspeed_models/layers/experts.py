@@ -12,7 +12,7 @@ from tokenspeed_models.layers.ops import dtype_name
 from tokenspeed_models.layers.packed_weight import PackedWeight
 from tokenspeed_models.layers.quantized_weight import QuantizedWeight
 from tokenspeed_models.layers.scheme import shared_scheme
-from tokenspeed_models.weights import Shard, StackedShard, WeightSlot
+from tokenspeed_models.weights import Shard, StackedShard, WeightSlot, size_flag
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +156,7 @@ class LocalExperts:
         group = build.group("experts")
         if num_experts % group.size:
             raise ValueError(
-                f"{num_experts} experts cannot be divided among the {group.size} processes of the group 'experts'. "
-                "Choose a number of processes that divides them."
+                f"{num_experts} experts cannot be divided by {size_flag(group)}. Choose a size that divides them."
             )
         self.num, self.is_all = num_experts // group.size, group.size == 1
         self._rank, self._num_processes = group.rank, group.size
@@ -182,12 +181,13 @@ def _check_blocks_are_whole(
     build: BuildContext, scheme: QuantizationScheme | None, intermediate_size: int
 ) -> None:
     """Raise ValueError if a block of values that shares a scale is divided between processes."""
-    num_processes = build.group("moe").size
-    if scheme is None or scheme.scale_block is None or num_processes == 1:
+    group = build.group("moe")
+    if scheme is None or scheme.scale_block is None or group.size == 1:
         return
     block = max(scheme.scale_block)
     if intermediate_size % block:
         raise ValueError(
-            f"quantization {scheme.name}: experts have {intermediate_size} features per process of the group 'moe', "
-            f"and blocks of {block} share a scale. Use fewer processes for that group, and more for 'experts'."
+            f"quantization {scheme.name}: experts have {intermediate_size} features per process with "
+            f"{size_flag(group)}, and blocks of {block} share a scale. Use a smaller size, or "
+            "--enable-expert-parallel."
         )

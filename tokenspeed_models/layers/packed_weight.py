@@ -10,7 +10,7 @@ import torch
 
 from tokenspeed_core.api import BuildContext, QuantizationScheme, StoredTensor
 from tokenspeed_models.layers.quantized_weight import TensorScales
-from tokenspeed_models.weights import Shard, StackedShard, WeightSlot
+from tokenspeed_models.weights import Shard, StackedShard, WeightSlot, size_flag
 
 Tensors = Mapping[str, torch.Tensor]
 # The deviation of random values, and a bound that all of them are below.
@@ -162,11 +162,12 @@ class PackedWeight:
         if not isinstance(shard, Shard) or shard.axis == 0:
             return groups
         num_groups = self._in_size // self._problem["group_size"]
-        local = groups - self._build.group(shard.group).rank * num_groups
+        members = self._build.group(shard.group)
+        local = groups - members.rank * num_groups
         if local.numel() and (int(local.min()) < 0 or int(local.max()) >= num_groups):
             raise ValueError(
-                f"{name} orders the input features across processes (desc_act). Use a checkpoint without it, or one "
-                f"process for the group {shard.group!r}."
+                f"{name} orders the input features across the processes of {size_flag(members)} (desc_act). Use a size of "
+                "1, or a checkpoint without desc_act."
             )
         return local
 

@@ -51,7 +51,8 @@ class ExpertWeight:
         if is_mxfp4 and size % _GROUP:
             raise ValueError(
                 f"config.json: MXFP4 needs sizes that are multiples of {_GROUP}, and an expert has {size} input "
-                "features per process. Use fewer processes for the group 'moe', or an unquantized checkpoint."
+                "features per process. Use a smaller --moe-tp-size, --enable-expert-parallel, or an unquantized "
+                "checkpoint."
             )
         self._groups = (num_experts, rows, size // _GROUP)
         self._shape = (num_experts, rows, size)
