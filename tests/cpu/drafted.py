@@ -113,9 +113,16 @@ def make_engine(
 
 
 def finish(
-    engine: Engine, requests: Sequence[Submit], aborts: Mapping[int, int] | None = None
+    engine: Engine,
+    requests: Sequence[Submit],
+    *,
+    aborts: Mapping[int, int] | None = None,
+    preempt_every: int = 0,
 ) -> dict[int, Reply]:
-    """Run requests, two of which arrive with each step. `aborts` says after which step a sequence is aborted."""
+    """Run requests, two of which arrive with each step.
+
+    `aborts` says after which step a sequence is aborted. A sequence is preempted after every `preempt_every` steps.
+    """
     replies: dict[int, Reply] = defaultdict(Reply)
     waiting, step = list(requests), 0
     num_top = {each.request_id + i: each.logprobs for each in requests for i in range(each.n)}
@@ -131,5 +138,8 @@ def finish(
                 if delta.logprobs is not None:
                     reply.add_logprobs(delta.logprobs, num_top[delta.sequence_id])
         step += 1
+        slots = np.flatnonzero(engine.scheduler.columns.sequence_id >= 0)
+        if preempt_every and step % preempt_every == 0 and len(slots):
+            engine.scheduler.preempt(int(slots[step % len(slots)]))
         engine.abort([each for each, when in (aborts or {}).items() if when == step])
     return replies
