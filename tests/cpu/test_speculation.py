@@ -73,7 +73,7 @@ def check(found: dict[int, Reply], expected: dict[int, Reply]) -> None:
 
 
 @settings(
-    max_examples=10,
+    max_examples=8,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
@@ -120,3 +120,79 @@ def test_drafts_change_no_output(
     assert list(stats.num_accepted) == sorted(stats.num_accepted, reverse=True)
     if wrong == 0.0 and not preempt_every:
         assert stats.num_saved_steps > 0.5 * stats.num_draft_tokens
+
+
+class FewTokens(Guesser):
+    """Proposes any of a few tokens."""
+
+    tokens_of_model: tuple[int, ...] = ()
+
+    def guess(self, tokens: list[int], most: int) -> list[int]:
+        return self.random.choice(self.tokens_of_model, most).tolist()
+
+
+def test_sampled_tokens_follow_the_distribution_of_the_model(runner: LocalRunner) -> None:
+    """Chi-square over three tokens, the last two drafted, each one of three that are possible."""
+    possible, prompt, num = (11, 23, 57), [5, 6, 7], 1000
+    made = {
+        "temperature": 25.0,
+        "top_k": 3,
+        "bias_ids": np.asarray(possible, np.int32),
+        "bias_values": np.full(3, 90.0, np.float32),
+    }
+
+    def probabilities(tokens: list[int]) -> np.ndarray[Any, np.dtype[np.float64]]:
+        wanted = {"max_tokens": 1, "logprobs": VOCAB}
+        reply = finish(make_engine(runner), [request(0, [*prompt, *tokens], **wanted)])[0]
+        values = dict(zip(reply.logprobs[0][1:], reply.values[1:], strict=True))
+        weights = np.exp(np.asarray([values[each] for each in possible]) / made["temperature"])
+        return weights / weights.sum()
+
+    drafter = FewTokens(VOCAB)
+    drafter.tokens_of_model = possible
+    engine = make_engine(runner, drafter, max_drafts=2)
+    wanted = [request(i, prompt, max_tokens=3, seed=i, **made) for i in range(num)]
+    replies = finish(engine, wanted)
+    counts = np.zeros((3, 3, 3))
+    for reply in replies.values():
+        counts[tuple(possible.index(token) for token in reply.token_ids)] += 1
+    expected = np.zeros((3, 3, 3))
+    for i, first in enumerate(possible):
+        for j, second in enumerate(possible):
+            part = probabilities([])[i] * probabilities([first])[j]
+            expected[i, j] = num * part * probabilities([first, second])
+    is_common = expected >= 5
+    assert expected[is_common].sum() > 0.95 * num
+    assert is_common.sum() >= 10
+    chi_square = ((counts - expected) ** 2 / expected)[is_common].sum()
+    freedom = int(is_common.sum())
+    assert chi_square < freedom + 3.1 * (2 * freedom) ** 0.5 + 5  # 1 of 1,000
+    stats = engine.scheduler.counters.snapshot(engine.scheduler.kv, 0)
+    assert all(0.1 * num < each for each in stats.num_accepted[:1])
+
+
+@pytest.mark.parametrize("num_requests", [60, pytest.param(5000, marks=pytest.mark.release)])
+def test_blocks_are_free_after_requests_with_aborts(
+    runner: LocalRunner, expected: dict[int, Reply], num_requests: int
+) -> None:
+    random, made = np.random.default_rng(1), []
+    drafter = Guesser(VOCAB, 0.2)
+    drafter.known = known(expected)
+    of_kinds = requests()
+    for number in range(num_requests):
+        kind = of_kinds[int(random.integers(len(of_kinds)))]
+        fields = {name: getattr(kind, name) for name in kind.__struct_fields__}
+        fields |= {"request_id": 2 * number, "n": 1, "seed": number}
+        made.append(Submit(**fields))
+    aborts = {
+        2 * int(i): int(random.integers(num_requests))
+        for i in random.permutation(num_requests)[::4]
+    }
+    engine = make_engine(runner, drafter, max_drafts=4, num_pages=40, depth=2)
+    finish(engine, made, aborts=aborts, preempt_every=7)
+    pool = engine.scheduler.kv.pool
+    assert pool.num_available == pool.num_pages
+    assert pool.counts().pending == pool.counts().held == 0
+    assert not drafter.tokens
+    assert engine.scheduler.drafts is not None
+    assert not engine.scheduler.drafts._is_off  # type: ignore[attr-defined]
