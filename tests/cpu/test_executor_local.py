@@ -11,10 +11,12 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from serving import DEMO, Background, has_ended, served, wait_for_work, wait_until
 
 from tokenspeed_core import LLM, AsyncLLM, RequestOutput, SamplingParams
-from tokenspeed_core.errors import EngineDeadError
+from tokenspeed_core.errors import ConfigError, EngineDeadError
+from tokenspeed_core.worker.platform import check_num_devices
 
 pytestmark = pytest.mark.slow
 
@@ -101,3 +103,15 @@ def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
         wait_until(lambda: has_ended(rank), 5, "the rank's end")
         assert "Traceback" not in server.stderr()
         assert not server.sockets()
+
+
+def test_too_few_devices_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for device, name in (("auto", "--tensor-parallel-size"), ("cuda:0", "CUDA_VISIBLE_DEVICES")):
+        with pytest.raises(ConfigError, match=name) as caught:
+            check_num_devices(device, 2)
+        assert "\n" not in str(caught.value)
+    check_num_devices("cuda:0", 1)
+    check_num_devices("cpu", 2)

@@ -32,7 +32,8 @@ class DistributedRunner:
         try:
             self._runner.forward(plan)
         except StepFailed as error:
-            raise self._attributed(error) from error
+            self._raise_lost_rank()
+            raise error
 
     def sample(self, step_id: int, late: LateInputs | None) -> None:
         """Launch the sampling of the step launched last on all ranks. Raises StepFailed."""
@@ -40,14 +41,16 @@ class DistributedRunner:
         try:
             self._runner.sample(step_id, late)
         except StepFailed as error:
-            raise self._attributed(error) from error
+            self._raise_lost_rank()
+            raise error
 
     def collect(self, step_id: int) -> StepResult:
         """Wait for the oldest launched step on this rank. Raises StepFailed."""
         try:
             return self._runner.collect(step_id)
         except StepFailed as error:
-            raise self._attributed(error) from error
+            self._raise_lost_rank()
+            raise error
 
     def close(self) -> None:
         """End all ranks and free the device memory. Can be called twice."""
@@ -60,6 +63,8 @@ class DistributedRunner:
         if self._ranks.failure is not None:
             raise StepFailed(self._ranks.failure)
 
-    def _attributed(self, error: StepFailed) -> StepFailed:
+    def _raise_lost_rank(self) -> None:
+        """Raise StepFailed if a rank failed, without the traceback of the collective that waited for it."""
         reason = self._ranks.wait_for_failure(ATTRIBUTION_SECONDS)
-        return error if reason is None else StepFailed(reason)
+        if reason is not None:
+            raise StepFailed(reason) from None

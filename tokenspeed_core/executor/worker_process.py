@@ -68,7 +68,8 @@ class WorkerProcess:
 
     def _copy_log(self) -> None:
         assert self._child is not None and self._child.stdout is not None
-        for line in self._child.stdout:
-            self._lines.append(line.decode(errors="replace").rstrip())
-            with suppress(OSError):  # the disk of a log may be full, and stderr closed
-                os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, line)
+        with self._child.stdout as log:
+            for line in log:
+                self._lines.append(line.decode(errors="replace").rstrip())
+                with suppress(OSError):  # the disk of a log may be full, and stderr closed
+                    os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, line)
