@@ -22,7 +22,7 @@ class LimitSettings(BaseModel):
     allowed_hosts: Annotated[tuple[Name, ...], BeforeValidator(split_names)] = setting(
         (),
         "limits",
-        "Accepted host names, or *; default: all, or on loopback this machine's names.",
+        "Accepted host names, or *. Empty: all, or on loopback this machine's names.",
         takes="NAME[,NAME...]",
     )
     max_connections: int = setting(
