@@ -34,7 +34,7 @@ mm-attention-backend mm-processor-kwargs model-impl model-path moe-a2a-backend m
 moe-runner-backend nccl-port num-continuous-decode-steps num-gpu-blocks-override num-redundant-experts
 otlp-traces-endpoint override-generation-config page-size pipeline-parallel-size pp-size
 prefill-attention-backend random-seed rope-scaling runner sampling-defaults schedule-conservativeness
-scheduling-policy skip-server-warmup speculative-algorithm speculative-token-map ssl-ca-certs
+scheduling-policy skip-server-warmup speculative-eagle-topk speculative-token-map ssl-ca-certs
 structured-outputs-config task tokenizer-path tokenizer-worker-num tool-parser-plugin torch-compile-max-bs
 tp-size triton-attention-num-kv-splits uvicorn-log-level watchdog-timeout
 """.split()

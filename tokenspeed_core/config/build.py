@@ -77,7 +77,7 @@ def _explain(error: ValidationError, values: Mapping[str, tuple[Any, str]]) -> s
         shown, where = called(name, origin)
         text = "***" if name == "api_key" else _as_typed(value)
         keys = [part for part in each["loc"][1:] if isinstance(part, str)]
-        if name == "kv_events_config" and keys:
+        if name in ("kv_events_config", "speculative_config") and keys:
             message = f"{'.'.join(keys)} {message}"
         messages.setdefault(name, f"{shown} {text}{where}: {message}")
     return "; ".join(messages.values())
@@ -93,6 +93,8 @@ def _bound(error: Any) -> str:
     kind, context = error["type"], error.get("ctx", {})
     if kind == "extra_forbidden":
         return "is not a known key"
+    if kind == "missing":
+        return "is missing"
     if kind == "literal_error" and len(error["loc"]) > 1:
         return f"must be {context['expected']}"
     if kind == "literal_error":

@@ -9,6 +9,9 @@ from typing import Any, Literal, TypedDict
 class EngineKeywords(TypedDict, total=False):
     """The settings of a model and its engine; the meaning of each is in docs/parameters.md."""
 
+    speculative_algorithm: str | None
+    speculative_num_draft_tokens: int | None
+    speculative_config: Mapping[str, Any] | None
     chat_template: str | None
     enable_custom_logit_processor: bool
     log_level: Literal["debug", "info", "warning", "error", "critical"]

@@ -40,6 +40,16 @@ def _count(value: Any) -> Any:
     return int(count)
 
 
+def json_value(value: Any) -> Any:
+    """Read a text as JSON."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except RecursionError as error:
+        raise ValueError("is nested too deeply") from error
+    except ValueError as error:
+        raise ValueError(f"must be JSON: {error}") from error
+
+
 def split_names(value: Any) -> Any:
     """Read `a,b` or the JSON `["a", "b"]` as a list."""
     if not isinstance(value, str):

@@ -5,7 +5,6 @@ Flags, environment variables, YAML keys, Python keywords and the parameter page 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -19,9 +18,11 @@ from tokenspeed_core.config.readers import (
     DtypeName,
     OptionalTokenCount,
     TokenCount,
+    json_value,
 )
 from tokenspeed_core.config.sections import SECTIONS, setting
 from tokenspeed_core.config.server_settings import ServerSettings
+from tokenspeed_core.config.speculation_settings import SpeculationSettings
 
 
 def _split(value: Any) -> Any:
@@ -31,22 +32,13 @@ def _split(value: Any) -> Any:
     return value
 
 
-def _json(value: Any) -> Any:
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except RecursionError as error:
-        raise ValueError("is nested too deeply") from error
-    except ValueError as error:
-        raise ValueError(f"must be JSON: {error}") from error
-
-
 def _chunk(value: int) -> int:
     if value == -1 or value > 0:
         return value
     raise ValueError("must be at least 1, or -1 to disable chunked prefill")
 
 
-class Config(ParallelSettings, ServerSettings):
+class Config(ParallelSettings, ServerSettings, SpeculationSettings):
     """The user's settings, frozen. Resolving "auto" returns a new object (`resolved`).
 
     The constructor raises `pydantic.ValidationError`. `from_keywords` and the other sources raise
@@ -83,7 +75,7 @@ class Config(ParallelSettings, ServerSettings):
     download_dir: str | None = setting(
         None, "model", "Folder for downloads; default: the Hugging Face cache.", min_length=1
     )
-    hf_overrides: Annotated[dict[str, Any], BeforeValidator(_json)] = setting(
+    hf_overrides: Annotated[dict[str, Any], BeforeValidator(json_value)] = setting(
         {}, "model", "JSON object that overrides values of the model's config.json.", takes="JSON"
     )
 
@@ -245,7 +237,7 @@ class Config(ParallelSettings, ServerSettings):
         takes="NAME.KEY=VALUE",
     )
 
-    kv_events_config: Annotated[KVEventsConfig | None, BeforeValidator(_json)] = setting(
+    kv_events_config: Annotated[KVEventsConfig | None, BeforeValidator(json_value)] = setting(
         None,
         "observability",
         "Publisher of KV cache events, as a JSON object; default: none.",

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenspeed_core.api.drafters import Drafter, DrafterContext, DrafterSpec
+from tokenspeed_core.config.speculation_settings import Speculation
+from tokenspeed_core.errors import ConfigError
 from tokenspeed_core.plugins.catalog import Catalog, make
 from tokenspeed_core.plugins.entry import Entry
 from tokenspeed_core.scheduler.drafts import DraftDepth, FixedDepth, HostDrafts
@@ -22,18 +24,22 @@ class DrafterChoice:
     max_drafts: int
     options: Mapping[str, Any]
 
+    def __str__(self) -> str:
+        """Describe the choice for the log."""
+        return f"{self.entry}, at most {self.max_drafts} draft tokens"
 
-def find_drafter(
-    name: str, catalog: Catalog, *, max_drafts: int, options: Mapping[str, Any], flag: str
-) -> DrafterChoice:
-    """Return the drafter of that name, which the user gave with `flag`.
 
-    Raises PluginError, and ValueError if the drafter refuses the options.
-    """
-    entry = catalog.get("drafters", name, flag=flag)
+def find_drafter(wanted: Speculation | None, catalog: Catalog) -> DrafterChoice | None:
+    """Return the drafter that the settings name, if any. Raises PluginError, and ConfigError for its options."""
+    if wanted is None:
+        return None
+    entry = catalog.get("drafters", wanted.drafter, flag=wanted.flag)
     spec = catalog.need(entry, DrafterSpec)
-    spec.check_options(options)
-    return DrafterChoice(entry, spec, max_drafts, options)
+    try:
+        spec.check_options(wanted.options)
+    except ValueError as error:
+        raise ConfigError(f"{wanted.flag}: {error}") from error
+    return DrafterChoice(entry, spec, wanted.max_drafts, wanted.options)
 
 
 def use_drafter(

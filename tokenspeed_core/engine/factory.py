@@ -22,7 +22,7 @@ from tokenspeed_core.config.backends import AUTO
 from tokenspeed_core.config.build import called
 from tokenspeed_core.config.parallel_settings import LOCAL
 from tokenspeed_core.config.schema import flag
-from tokenspeed_core.engine.drafting import use_drafter
+from tokenspeed_core.engine.drafting import find_drafter, use_drafter
 from tokenspeed_core.engine.engine import MAX_FAILURES, Engine
 from tokenspeed_core.engine.grammars import GrammarBackend, Grammars, find_backend
 from tokenspeed_core.engine.messages import Ready
@@ -139,6 +139,7 @@ def resolve(
         max_model_len=max_model_len,
         dtype=info.dtype if config.dtype == "auto" else config.dtype,
     )
+    drafter = find_drafter(config.speculation(), catalog)
     limits = SchedulerLimits(
         config.max_num_seqs,
         max_model_len,
@@ -149,6 +150,7 @@ def resolve(
         config.seed,
         config.max_queued_tokens,
         config.max_sequences_per_key,
+        max_drafts=0 if drafter is None else drafter.max_drafts,
     )
     return Resolved(
         config=settled,
@@ -161,6 +163,7 @@ def resolve(
         num_threads=num_threads,
         grammars=find_backend(config.grammar_backend, catalog),
         parallel=config.parallel_sizes().layout(rank),
+        drafter=drafter,
     )
 
 
@@ -279,6 +282,8 @@ def _start(
         "kernel_plan": json.loads(runner.kernel_plan.to_json()),
     }
     log.info("%s", kernel_table(runner.kernel_plan))
+    if resolved.drafter is not None:
+        log.info("speculative decoding: %s", resolved.drafter)
     log.info("structured output: %s", "off" if backend is None else backend.entry)
     log.info(
         "%s on %s in %s: a KV cache of %d tokens in blocks of %d, sequences of up to %d tokens",

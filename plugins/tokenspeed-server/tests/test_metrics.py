@@ -105,6 +105,11 @@ def test_engine_numbers_come_with_its_heartbeat(tmp_path: Path) -> None:
         assert sample(page, "num_preemptions_total") == stats["totals"]["preemptions"] == 7
         assert sample(page, "kv_cache_usage_perc") == stats["kv_cache"]["usage"] == 0.5
         assert sample(page, "kv_cache_pages", state="cached") == 30
+        assert sample(page, "spec_decode_num_drafts_total") == 4
+        assert sample(page, "spec_decode_num_draft_tokens_total") == 12
+        assert sample(page, "spec_decode_num_accepted_tokens_total") == 5
+        name = "spec_decode_num_accepted_tokens_per_pos_total"
+        assert [sample(page, name, position=str(i)) for i in range(2)] == [3, 2]
         assert sample(page, "num_requests_running") == stats["requests"]["running"] == 0
         assert stats["engine"] == "ready"
         accept = {"accept": "application/openmetrics-text; version=1.0.0"}

@@ -102,10 +102,23 @@ class Metrics(Collector):
             ("generation_tokens", "Generated tokens.", stats.num_output_tokens),
             ("num_preemptions", "Preemptions of sequences.", stats.num_preemptions),
             ("engine_steps", "Steps of the engine.", last.num_steps),
+            ("spec_decode_num_drafts", "Decodes with draft tokens.", stats.num_draft_rows),
+            ("spec_decode_num_draft_tokens", "Draft tokens.", stats.num_draft_tokens),
+            (
+                "spec_decode_num_accepted_tokens",
+                "Accepted draft tokens: decodes that were saved.",
+                stats.num_saved_steps,
+            ),
         ):
             family = CounterMetricFamily(f"tokenspeed:{name}", text, labels=list(self._labels))
             family.add_metric(list(self._labels.values()), value)
             yield family
+        yield self._counters(
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Accepted draft tokens by their position in the draft.",
+            "position",
+            {str(position): count for position, count in enumerate(stats.num_accepted)},
+        )
         for name, text, bounds, counts in (
             ("request_queue_time", "From arrival to admission.", REQUEST_BOUNDS, stats.queue),
             ("request_prefill_time", "To the first token.", REQUEST_BOUNDS, stats.prefill),

@@ -1,0 +1,117 @@
+"""Decoding speed of the demo model with drafters, beside the same without, on tasks of its score set.
+
+Each task runs with every number of users in turn, without and with each drafter in alternation, `--repeats` times with
+other items each time, so that no drafter has seen the answers; `speedup` is the ratio of the seconds. The answers must
+be equal. `accepted` is the share of draft tokens that
+the model accepted. Example:
+
+    python benchmarks/speculation.py --users 1,8 --items 24
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenspeed_bench.result import machine
+from tokenspeed_demo.items import held_out_set
+from tokenspeed_demo.render import TEMPLATE, Renderer
+
+from tokenspeed_core import LLM, SamplingParams
+
+TASKS = "edit,copy,tool_call,sum_three_digits"
+
+
+def prompts_of(task: str, num_items: int, repeat: int) -> list[dict[str, Any]]:
+    """Return the prompts of some items of a task as token ids."""
+    tokenizer = Tokenizer.from_file(str(TEMPLATE.parent / "tokenizer.json"))
+    renderer = Renderer()
+    return [
+        {"prompt_token_ids": tokenizer.encode(renderer.prompt(item), add_special_tokens=False).ids}
+        for item in held_out_set(task, num_items * (repeat + 1))[num_items * repeat :]
+    ]
+
+
+class Engine:
+    """A demo model with a drafter ("none": without), and the seconds of its runs."""
+
+    def __init__(self, drafter: str, num_draft_tokens: int, num_users: int, dtype: Any) -> None:
+        """Start the model."""
+        settings: dict[str, Any] = {}
+        if drafter != "none":
+            settings = {
+                "speculative_algorithm": drafter,
+                "speculative_num_draft_tokens": num_draft_tokens,
+            }
+        self.drafter = drafter
+        self.llm = LLM(dtype=dtype, max_num_seqs=num_users, max_total_tokens=65536, **settings)
+        self.seconds: list[float] = []
+
+    def run(self, prompts: list[dict[str, Any]]) -> list[list[int]]:
+        """Answer all prompts with an empty prefix cache, and note the seconds."""
+        self.llm.reset_prefix_cache()
+        started = time.perf_counter()
+        outputs = self.llm.generate(
+            prompts, SamplingParams(temperature=0, max_tokens=256), use_tqdm=False
+        )
+        self.seconds.append(time.perf_counter() - started)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def drafts(self) -> tuple[int, tuple[int, ...]]:
+        """Return the draft tokens since the start, and how many were accepted at each position."""
+        scheduler = self.llm._engine.scheduler
+        stats = scheduler.counters.snapshot(scheduler.kv, 0)
+        return stats.num_draft_tokens, stats.num_accepted
+
+
+def main() -> None:
+    """Measure, and print a JSON line for each task, drafter and number of users."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--drafters", default="ngram,suffix")
+    parser.add_argument("--tasks", default=TASKS)
+    parser.add_argument("--users", default="1,8")
+    parser.add_argument("--items", type=int, default=24)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--num-draft-tokens", type=int, default=9)
+    parser.add_argument("--dtype", default="float32")
+    arguments = parser.parse_args()
+    print(json.dumps(machine()))
+    for num_users in map(int, arguments.users.split(",")):
+        engines = [
+            Engine(drafter, arguments.num_draft_tokens, num_users, arguments.dtype)
+            for drafter in ("none", *arguments.drafters.split(","))
+        ]
+        for task in arguments.tasks.split(","):
+            before = [engine.drafts() for engine in engines]
+            for engine in engines:
+                engine.seconds.clear()
+            num_tokens = 0
+            for repeat in range(arguments.repeats):
+                prompts = prompts_of(task, arguments.items, repeat)
+                expected, *others = (engine.run(prompts) for engine in engines)
+                assert all(other == expected for other in others), "the answers differ"
+                num_tokens += sum(map(len, expected))
+            plain = sum(engines[0].seconds)
+            for engine, (num_before, accepted_before) in zip(engines, before, strict=True):
+                seconds = sum(engine.seconds)
+                num_drafts, accepted = engine.drafts()
+                num_proposed = num_drafts - num_before
+                num_accepted = sum(accepted) - sum(accepted_before)
+                row = {
+                    "task": task,
+                    "users": num_users,
+                    "drafter": engine.drafter,
+                    "tokens_per_s": round(num_tokens / seconds, 1),
+                    "speedup": round(plain / seconds, 2),
+                    "accepted": round(num_accepted / num_proposed, 2) if num_proposed else None,
+                }
+                print(json.dumps(row), flush=True)
+        for engine in engines:
+            engine.llm.shutdown()
+
+
+if __name__ == "__main__":
+    main()
