@@ -14,7 +14,7 @@ from tokenspeed_core.api.step import I32
 from tokenspeed_core.engine.engine import Engine
 from tokenspeed_core.engine.messages import Submit, TokenLogprobs
 from tokenspeed_core.kv_cache.manager import KVManager
-from tokenspeed_core.scheduler.drafts import FixedDepth, HostDrafts
+from tokenspeed_core.scheduler.drafts import DraftDepth, FixedDepth, HostDrafts
 from tokenspeed_core.scheduler.policy import POLICIES
 from tokenspeed_core.scheduler.scheduler import Scheduler
 from tokenspeed_core.worker.local import LocalRunner
@@ -83,6 +83,7 @@ def make_engine(
     num_pages: int | None = None,
     depth: int = 1,
     caching: bool = True,
+    draft_depth: DraftDepth | None = None,
     **limits: Any,
 ) -> Engine:
     """Return an engine on an empty runner."""
@@ -103,7 +104,7 @@ def make_engine(
             HostDrafts(
                 drafter,
                 "guesser",
-                FixedDepth(max_drafts),
+                draft_depth or FixedDepth(max_drafts),
                 changed,
                 scheduler.columns,
                 scheduler.sequences,

@@ -37,8 +37,9 @@ def bounded(max_num_seqs: int, chunk_size: int) -> SchedulerLimits:
     return SchedulerLimits(max_num_seqs, 300, chunk_size, 8192, 0, 97)
 
 
-def test_warmup_steps_leave_slots_unchanged(runner: LocalRunner) -> None:
-    limits = runner.resolved.limits
+@pytest.mark.parametrize("max_drafts", [0, 3])
+def test_warmup_steps_leave_slots_unchanged(runner: LocalRunner, max_drafts: int) -> None:
+    limits = replace(runner.resolved.limits, max_drafts=max_drafts)
     before = runner._state.words.clone()
     for step in (largest_step(limits, 1), *warmup_steps(limits, 1)):
         runner.forward(step.plan)
@@ -57,6 +58,17 @@ def test_largest_step_has_all_tokens_and_rows() -> None:
         largest_step(bounded(max_num_seqs=64, chunk_size=16), 1).plan.num_query_tokens.tolist()
         == [1] * 64
     )
+
+
+@pytest.mark.parametrize("chunk_size", [16, 2000, -1])
+def test_largest_step_with_drafts_is_within_the_limits(chunk_size: int) -> None:
+    limits = replace(bounded(max_num_seqs=8, chunk_size=chunk_size), max_drafts=4)
+    plan = largest_step(limits, 1).plan
+    assert plan.num_decodes == 7
+    assert plan.num_draft_tokens == min(7 * 4, limits.max_num_tokens - 7)
+    assert plan.num_tokens <= limits.max_num_tokens
+    assert plan.draft_token_ids is not None
+    assert len(plan.draft_token_ids) == plan.num_draft_tokens
 
 
 def test_default_block_size_is_the_smallest_supported(catalog: Catalog, tiny: Make) -> None:

@@ -12,7 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenspeed_testing.requests import request
 
+from tokenspeed_core.api.drafters import Drafts
+from tokenspeed_core.api.step import I32
 from tokenspeed_core.engine.messages import Submit
+from tokenspeed_core.scheduler.drafts import FixedDepth
 from tokenspeed_core.worker.local import LocalRunner
 
 VOCAB = 97
@@ -120,6 +123,61 @@ def test_drafts_change_no_output(
     assert list(stats.num_accepted) == sorted(stats.num_accepted, reverse=True)
     if wrong == 0.0 and not preempt_every:
         assert stats.num_saved_steps > 0.5 * stats.num_draft_tokens
+
+
+class Alternating(FixedDepth):
+    """Wants no draft tokens in a part of the steps."""
+
+    num_calls = 0
+
+    def max_drafts(self, slots: I32) -> I32:
+        self.num_calls += 1
+        return super().max_drafts(slots) * np.int32(self.num_calls // 4 % 2)
+
+
+def test_steps_without_drafts_may_follow_steps_with_them(
+    runner: LocalRunner, expected: dict[int, Reply]
+) -> None:
+    drafter = Guesser(VOCAB, 0.3)
+    drafter.known = known(expected)
+    engine = make_engine(runner, drafter, max_drafts=3, depth=2, draft_depth=Alternating(3))
+    check(finish(engine, requests()), expected)
+    assert engine.scheduler.counters.snapshot(engine.scheduler.kv, 0).num_saved_steps
+
+
+class Failing(Guesser):
+    """Raises, or proposes what it may not, after some calls."""
+
+    num_calls = 0
+
+    def __init__(self, how: str) -> None:
+        super().__init__(VOCAB)
+        self.how = how
+
+    def propose(self, slots: I32, max_drafts: I32) -> Drafts:
+        self.num_calls += 1
+        if self.num_calls < 5:
+            return super().propose(slots, max_drafts)
+        if self.how == "raises":
+            raise RuntimeError("no idea")
+        ones = np.ones(len(slots), np.int32)
+        if self.how == "too many":
+            return Drafts(max_drafts + 1, np.zeros(int(max_drafts.sum()) + len(slots), np.int32))
+        return Drafts(ones, ones * VOCAB)
+
+    def end(self, slot: int) -> None:
+        if self.how == "cannot end":
+            raise RuntimeError("no end")
+        super().end(slot)
+
+
+@pytest.mark.parametrize("how", ["raises", "too many", "no such token", "cannot end"])
+def test_failing_drafter_is_switched_off(
+    runner: LocalRunner, expected: dict[int, Reply], how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine(runner, Failing(how), max_drafts=2, depth=2)
+    check(finish(engine, requests()), expected)
+    assert [record.message for record in caplog.records if "guesser failed" in record.message]
 
 
 class FewTokens(Guesser):

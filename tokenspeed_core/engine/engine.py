@@ -123,7 +123,12 @@ class Engine:
         if self._grammars is not None and self._grammars.is_compiling:
             self._grammars.poll(0.0 if self.scheduler.has_work else IDLE_SECONDS)
         drafts = self.scheduler.drafts
-        if drafts is not None and in_flight and drafts.needs_results:
+        # Lengths after a step with draft tokens are upper bounds, and an eager step needs exact ones.
+        if (
+            drafts is not None
+            and in_flight
+            and (in_flight[-1].plan.num_draft_tokens or drafts.needs_results)
+        ):
             while in_flight:
                 outputs.append(self.collect())
         has_decodes = self.scheduler.columns.has_decodes

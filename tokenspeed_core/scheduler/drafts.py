@@ -142,7 +142,8 @@ class HostDrafts:
         ids = np.zeros(has_token.shape, np.int32)
         ids[has_token] = drafts.token_ids
         self._ids[slots] = ids
-        left = max(0, self._limits.max_draft_tokens - len(slots))
+        limits = self._limits
+        left = min(limits.max_draft_tokens, max(0, limits.token_budget - len(slots)))
         kept: I32 = np.clip(left - (np.cumsum(counts) - counts), 0, counts).astype(np.int32)
         return kept
 

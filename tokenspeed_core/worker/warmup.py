@@ -6,7 +6,7 @@ Blocks of these plans are in the padding page, since no plan has named any.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -59,7 +59,9 @@ def warmup_steps(limits: SchedulerLimits, num_groups: int) -> Iterator[WarmupSte
         counts = _draft_counts(limits, num_rows)
         if sum(counts):
             inits = _inits(num_rows, special=True)
-            yield WarmupStep(_plan(num_groups, num_rows, [], inits, counts), None)
+            # The two steps before have added one token each to every row.
+            plan = _plan(num_groups, num_rows, [], inits, counts)
+            yield WarmupStep(replace(plan, num_computed_tokens=plan.num_computed_tokens + 2), None)
         if num_rows > 1 and num_rows + 4 <= limits.max_num_tokens:
             yield WarmupStep(
                 _plan(num_groups, num_rows - 1, [min(5, limits.max_model_len)], None), None
