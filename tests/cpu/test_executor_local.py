@@ -15,6 +15,7 @@ import torch
 from serving import DEMO, Background, has_ended, served, wait_for_work, wait_until
 
 from tokenspeed_core import LLM, AsyncLLM, RequestOutput, SamplingParams
+from tokenspeed_core.api.structured_outputs import StructuredOutputs
 from tokenspeed_core.errors import ConfigError, EngineDeadError
 from tokenspeed_core.worker.platform import check_num_devices
 
@@ -37,9 +38,11 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
 def test_two_ranks_answer_as_one_process_until_one_dies() -> None:
     params = SamplingParams(temperature=0, max_tokens=24)
     sampled = SamplingParams(temperature=1, seed=7, max_tokens=24, n=2)
+    masked = SamplingParams(seed=1, structured_outputs=StructuredOutputs(regex="[0-9]{3}-[a-z]{4}"))
     with LLM(**SMALL) as alone:
         expected = tokens(alone.chat(PROMPTS, params))
         expected_sampled = tokens(alone.chat(PROMPTS, sampled))
+        expected_masked = tokens(alone.chat(PROMPTS, masked))
     with LLM(**SMALL, tensor_parallel_size=2) as llm:
         (rank,) = ranks_of(psutil.Process())
         assert tokens(llm.chat(PROMPTS, params)) == expected
@@ -47,6 +50,7 @@ def test_two_ranks_answer_as_one_process_until_one_dies() -> None:
         llm._engine._depth = 2  # as on a device
         assert tokens(llm.chat(PROMPTS, params)) == expected
         assert tokens(llm.chat(PROMPTS, sampled)) == expected_sampled
+        assert tokens(llm.chat(PROMPTS, masked)) == expected_masked
         killer = threading.Timer(0.5, rank.kill)
         killer.start()
         with pytest.raises(EngineDeadError, match=r"rank 1 of 2 was killed by SIGKILL"):

@@ -40,8 +40,8 @@ class HostTransfer:
         return np.zeros(shape, np.int32)
 
     def send_from_buffer(self, array: I32) -> torch.Tensor:
-        """Return a tensor that shares the array's memory."""
-        return torch.from_numpy(array)
+        """Return a tensor that shares the array's memory, as `send` does."""
+        return self.send((array,))[0]
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Fetch:
         """Copy now."""
