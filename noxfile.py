@@ -326,6 +326,8 @@ def pytest(
     ours = {name: None for name in os.environ if name.startswith("TOKENSPEED_")}
     # One thread each, and waiting threads sleep: the processes share the cores.
     threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+    # Without cached bytecode, each process compiles the tests and our packages again.
+    ours["PYTHONDONTWRITEBYTECODE"] = None
     is_one = num_workers == 1 or session.posargs
     spread = ["-n", str(num_workers), "--dist", dist, "--no-loadscope-reorder"]
     run(
