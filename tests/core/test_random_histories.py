@@ -18,6 +18,12 @@ from tokenspeed_core.api.step import StepPlan
 
 pytestmark = pytest.mark.slow
 
+
+def with_release(quick: range, slow: range) -> list[Any]:
+    """Return seeds, of which the `release` checks run those in `slow`."""
+    return [*quick, *(pytest.param(seed, marks=pytest.mark.release) for seed in slow)]
+
+
 prompts = st.builds(
     lambda base, cut, tail: [(base * 5 + i) % 60 for i in range(cut)] + tail,
     st.integers(0, 2),
@@ -132,14 +138,14 @@ class EngineMachine(RuleBasedStateMachine):
 
 TestAnyHistory = EngineMachine.TestCase
 TestAnyHistory.settings = settings(
-    max_examples=100,
+    max_examples=40,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
 
 
-@pytest.mark.parametrize("seed", range(0, 80, 4))
+@pytest.mark.parametrize("seed", with_release(range(0, 24, 4), range(24, 80, 4)))
 def test_long_random_histories(seed: int) -> None:
     """Hypothesis prefers short histories, so these are long and short of blocks."""
     for each in range(seed, seed + 4):
@@ -262,7 +268,7 @@ def test_full_queue_rejects() -> None:
     assert rejected.reason == "queue_full"
 
 
-@pytest.mark.parametrize("seed", range(0, 60, 20))
+@pytest.mark.parametrize("seed", with_release(range(0, 20, 20), range(20, 60, 20)))
 def test_sequences_as_long_as_the_pool_finish(seed: int) -> None:
     for each in range(seed, seed + 20):
         rng = random.Random(each)

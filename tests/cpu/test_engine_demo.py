@@ -23,8 +23,9 @@ SMALL = {
 @pytest.mark.parametrize(
     ("checkpoint", "num_items", "settings"),
     [
-        (CHECKPOINT, 24, {}),
-        (DEEPSEEK, 6, SMALL),
+        (CHECKPOINT, 6, {}),
+        pytest.param(CHECKPOINT, 24, {}, marks=pytest.mark.release),
+        (DEEPSEEK, 2, SMALL),
         pytest.param(CHECKPOINT, 24, SMALL, marks=pytest.mark.release),
         pytest.param(DEEPSEEK, 48, {}, marks=pytest.mark.release),
         pytest.param(
@@ -34,7 +35,14 @@ SMALL = {
             marks=pytest.mark.release,
         ),
     ],
-    ids=["default", "deepseek", "small chunks in a small pool", "more of deepseek", "eight bits"],
+    ids=[
+        "default",
+        "more of the default",
+        "deepseek",
+        "small chunks in a small pool",
+        "more of deepseek",
+        "eight bits",
+    ],
 )
 def test_demo_scores_stay(checkpoint: Checkpoint, num_items: int, settings: dict[str, Any]) -> None:
     answer = in_process(Path(checkpoint.path), settings)

@@ -37,8 +37,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 # These differ from others in what takes no engine to compare, such as routing, soft caps and names of weights.
 SIMILAR = ("DeepseekV2", "Gemma2", "Mixtral", "Olmo2", "Phi3")
-# These differ in their layers, which one case of each test covers.
-BRIEF = {
+# Qwen3 runs every case. The others differ in their layers, which one or two cases of each test cover.
+BRIEF: dict[str, tuple[Any, ...]] = {
+    "DeepseekV3": ("chunks of 5", "a step ahead", (16, 1), 1),
+    "Gemma3": ("chunks of 16, blocks of 3", "no chunks", "a step ahead", (16, 1), (16, 2), 2),
+    "Llama": ("two at once", (16, 1), 1),
+    "Mistral": ("chunks of 5", "no chunks", (16, 2), 2),
+    "Qwen2": ("chunks of 16, blocks of 3", (-1, 1), 1),
+    "Qwen3Moe": ("no prefix cache", (-1, 1), 2),
     "Glm4Moe": ("chunks of 16, blocks of 3", (16, 1)),
     "GptOss": ("chunks of 16, blocks of 3", (16, 1)),
     "Llama4": ("chunks of 16, blocks of 3", (16, 1)),

@@ -96,9 +96,24 @@ def test_each_package_passes_the_conformance_kit(run: Callable[..., str]) -> Non
     ("family", "backend", "settings"),
     [
         ("attention", "acme/attention", {"attention_backend": "acme/attention"}),
-        ("linear", "acme/linear", {"kernel_backend": {"linear": ["acme/linear", "auto"]}}),
-        ("sampling", "acme/sampling", {"sampling_backend": "acme/sampling,auto"}),
-        ("moe", "acme/moe", {"moe_backend": "acme/moe,auto", "model": "moe/acme_moe/example"}),
+        pytest.param(
+            "linear",
+            "acme/linear",
+            {"kernel_backend": {"linear": ["acme/linear", "auto"]}},
+            marks=pytest.mark.release,
+        ),
+        pytest.param(
+            "sampling",
+            "acme/sampling",
+            {"sampling_backend": "acme/sampling,auto"},
+            marks=pytest.mark.release,
+        ),
+        pytest.param(
+            "moe",
+            "acme/moe",
+            {"moe_backend": "acme/moe,auto", "model": "moe/acme_moe/example"},
+            marks=pytest.mark.release,
+        ),
         ("attention", "", {"schedule_policy": "acme/policy"}),
         ("attention", "", {"model": "model/acme_model/example"}),
     ],

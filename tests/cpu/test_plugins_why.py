@@ -310,9 +310,17 @@ def test_json_contains_verdicts_if_nothing_fits(
 
 
 @pytest.mark.parametrize(
-    "settings", [(), ("--quantization", "mxfp8"), ("--attention-backend", "triton")]
+    ("platform", "settings"),
+    [
+        ("sm90", ()),
+        pytest.param("sm100", (), marks=pytest.mark.release),
+        *(
+            pytest.param(platform, settings, marks=pytest.mark.release)
+            for platform in ("sm90", "sm100")
+            for settings in (("--quantization", "mxfp8"), ("--attention-backend", "triton"))
+        ),
+    ],
 )
-@pytest.mark.parametrize("platform", ["sm90", "sm100"])
 def test_hint_for_a_fitting_kernel_selects_it(
     capsys: pytest.CaptureFixture[str], platform: str, settings: tuple[str, ...]
 ) -> None:

@@ -50,7 +50,7 @@ def make_damaged(folder: Path, damage: str) -> None:
     ("damage", "name"),
     [
         ("wrong shape", "mlp.down_proj.weight"),
-        ("no JSON", "config.json"),
+        pytest.param("no JSON", "config.json", marks=pytest.mark.release),
         ("no tokenizer", "tokenizer.json"),
     ],
 )
@@ -89,7 +89,7 @@ def test_dry_run_loads_no_weights(tmp_path: Path) -> None:
     assert "torch._dynamo" not in done.stderr
 
 
-@pytest.mark.parametrize("policy", [None, "active"])
+@pytest.mark.parametrize("policy", [None, pytest.param("active", marks=pytest.mark.release)])
 def test_idle_threads_sleep_unless_configured(tmp_path: Path, policy: str | None) -> None:
     # libgomp prints its settings when torch loads it.
     environ = {**environment(tmp_path), "OMP_DISPLAY_ENV": "verbose"}
@@ -153,7 +153,9 @@ def test_hook_changes_settings_of_the_first_process(
     ("flags", "expected"),
     [
         ("", ["isolated_template", "process", "serve"]),
-        ("--api-workers 1", ["isolated_template", "process"]),
+        pytest.param(
+            "--api-workers 1", ["isolated_template", "process"], marks=pytest.mark.release
+        ),
     ],
 )
 def test_number_of_api_workers_depends_on_processors(
@@ -169,7 +171,10 @@ def test_number_of_api_workers_depends_on_processors(
         assert running.process.wait(60) == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.release), signal.SIGKILL],
+)
 def test_interrupted_start_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
     starting = subprocess.Popen(
         [*COMMAND, "serve", "--port", "0"],

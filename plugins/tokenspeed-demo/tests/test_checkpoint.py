@@ -37,13 +37,16 @@ def test_draft_layer_has_the_published_names() -> None:
     assert "model.layers.4.mlp.experts.15.down_proj.weight" in names
 
 
-def test_most_held_out_items_are_answered_exactly() -> None:
-    items = [item for task in REQUIRED for item in held_out_set(task, 6)]
+@pytest.mark.parametrize(
+    "num_items", [2, pytest.param(6, marks=pytest.mark.release, id="more items")]
+)
+def test_most_held_out_items_are_answered_exactly(num_items: int) -> None:
+    items = [item for task in REQUIRED for item in held_out_set(task, num_items)]
     texts = with_transformers(FOLDER, "cpu", len(items))(items)
     wrong = [
         (item, text) for item, text in zip(items, texts, strict=True) if not is_right(item, text)
     ]
-    assert len(wrong) <= 3, [(item.task, item.answer, text) for item, text in wrong]
+    assert len(wrong) <= num_items // 2, [(item.task, item.answer, text) for item, text in wrong]
 
 
 def test_digits_are_tokens_and_words_have_no_space() -> None:

@@ -125,7 +125,7 @@ def test_signal_drains(tmp_path: Path, number: signal.Signals) -> None:
         assert "drained" in server.notes()
 
 
-@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("streams", [True, pytest.param(False, marks=pytest.mark.release)])
 def test_second_signal_ends_at_once(tmp_path: Path, streams: bool) -> None:
     with running(tmp_path, engine={"step_seconds": 0.5}) as server, server.client() as client:
         thread, answers = in_background(server, {**LONG, "stream": streams})
@@ -230,8 +230,15 @@ async def leave(server: Running, path: str, body: dict[str, Any]) -> None:
             await request
 
 
-@pytest.mark.parametrize("streams", [True, False])
-@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+@pytest.mark.parametrize(
+    ("path", "streams"),
+    [
+        ("completions", False),
+        ("chat/completions", True),
+        pytest.param("completions", True, marks=pytest.mark.release),
+        pytest.param("chat/completions", False, marks=pytest.mark.release),
+    ],
+)
 def test_disconnect_aborts_the_request(tmp_path: Path, path: str, streams: bool) -> None:
     body: dict[str, Any] = {"max_tokens": 400, "stream": streams, "n": 2}
     body |= (

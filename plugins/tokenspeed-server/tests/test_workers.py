@@ -220,6 +220,7 @@ def test_killed_worker_ends_the_server_after_a_drain(
         assert "API worker 1 of 2 was killed by SIGKILL" in server.complaints()
 
 
+@pytest.mark.release
 def test_requests_of_a_killed_worker_do_not_delay_the_end(tmp_path: Path) -> None:
     with (
         running(tmp_path, engine={"step_seconds": 0.5}, num_workers=2) as server,
@@ -247,7 +248,9 @@ def test_worker_that_cannot_start_ends_the_server(tmp_path: Path) -> None:
         assert "API worker 1 of 2 was killed by SIGKILL" in server.complaints()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.release)]
+)
 def test_signal_drains_all_workers(tmp_path: Path, number: signal.Signals) -> None:
     with (
         running(tmp_path, engine=SLOW, num_workers=3) as server,
@@ -264,7 +267,7 @@ def test_signal_drains_all_workers(tmp_path: Path, number: signal.Signals) -> No
         assert server.said().count("draining") == 1
 
 
-@pytest.mark.parametrize("worker", [0, 1])
+@pytest.mark.parametrize("worker", [pytest.param(0, marks=pytest.mark.release), 1])
 def test_drain_is_announced_whichever_worker_is_busy(tmp_path: Path, worker: int) -> None:
     held = tmp_path / "held"
     with (
@@ -308,7 +311,7 @@ def test_worker_killed_in_a_drain_is_reported(tmp_path: Path) -> None:
         assert "API worker 1 of 2 was killed by SIGKILL" in server.complaints()
 
 
-@pytest.mark.parametrize("worker", [0, 1])
+@pytest.mark.parametrize("worker", [pytest.param(0, marks=pytest.mark.release), 1])
 def test_engine_death_in_a_drain_ends_the_server(tmp_path: Path, worker: int) -> None:
     with (
         running(tmp_path, engine=SLOW, num_workers=2) as server,
@@ -325,7 +328,7 @@ def test_engine_death_in_a_drain_ends_the_server(tmp_path: Path, worker: int) ->
         assert "the engine died: its process was killed by SIGKILL" in server.complaints()
 
 
-@pytest.mark.parametrize("worker_seconds", [0, 30])
+@pytest.mark.parametrize("worker_seconds", [pytest.param(0, marks=pytest.mark.release), 30])
 def test_signal_during_the_start_ends_all_processes(tmp_path: Path, worker_seconds: int) -> None:
     slow = {"start_seconds": 300, "worker_seconds": worker_seconds}
     with running(tmp_path, engine=slow, num_workers=3, waits=False) as server:
@@ -337,6 +340,7 @@ def test_signal_during_the_start_ends_all_processes(tmp_path: Path, worker_secon
         assert all_ended(server, others) == 0
 
 
+@pytest.mark.release
 def test_sigterm_to_every_process_drains(tmp_path: Path) -> None:
     with (
         running(tmp_path, engine=SLOW, num_workers=2) as server,
@@ -351,6 +355,7 @@ def test_sigterm_to_every_process_drains(tmp_path: Path) -> None:
         assert all('"finish_reason":"length"' in each.text for each in answers)
 
 
+@pytest.mark.release
 def test_second_signal_ends_all_workers(tmp_path: Path) -> None:
     with (
         running(tmp_path, engine={"step_seconds": 0.5}, num_workers=2) as server,
