@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from tokenspeed_core.api.sampling import SamplingParams
 from tokenspeed_core.engine.messages import PromptLogprobs, TokenLogprobs
@@ -84,14 +85,19 @@ class SequenceCollector:
         """
         if self.finish_reason is not None:
             return False
-        self._token_ids += token_ids
         self.num_cached_tokens = self.num_cached_tokens or num_cached
+        num_kept, assembler = len(token_ids), self._assembler
+        if assembler is not None:
+            num_before = assembler.num_tokens
+            self._text += assembler.feed(token_ids, finish)
+            self.finish_reason = assembler.finish_reason
+            # Up to the token that completes a stop string.
+            num_kept = assembler.num_tokens - num_before
+        self._token_ids += token_ids[:num_kept]
         if self._params.logprobs is not None:
-            self._logprobs += _read_logprobs(token_ids, logprobs, self._params.logprobs)
-        if self._assembler is not None:
-            self._text += self._assembler.feed(token_ids, finish)
-            self.finish_reason = self._assembler.finish_reason
-        elif finish:
+            read = _read_logprobs(token_ids, logprobs, self._params.logprobs)
+            self._logprobs += islice(read, num_kept)
+        if assembler is None and finish:
             assembler = _make_assembler(self._params, self._tokenizer)
             self._text = assembler.feed(self._token_ids, finish)
             self.finish_reason = assembler.finish_reason

@@ -173,9 +173,11 @@ class Choice:
             text = self._feed_with_logprobs(token_ids, finish, logprobs)
         else:
             text = assembler.feed(token_ids, finish)
-        reply.usage.num_output += assembler.num_tokens - num_before
+        # Up to the token that completes a stop string.
+        num_kept = assembler.num_tokens - num_before
+        reply.usage.num_output += num_kept
         if reply.options.wants_ids:
-            self._token_ids += token_ids
+            self._token_ids += token_ids[:num_kept]
         reason = assembler.finish_reason
         if reason is None:
             if reply.options.is_stream:
