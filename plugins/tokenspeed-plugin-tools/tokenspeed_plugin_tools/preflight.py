@@ -26,15 +26,19 @@ def check(entries: Sequence[Entry], lock: str | None) -> Preflight:
     """
     digests = enforce(lock, entries) if lock is not None else {}
     builds: dict[tuple[str, str], str] = {}
+    places: dict[tuple[str, str, str], str] = {}
     problems: dict[Entry, str] = {}
     for entry in entries:
         if entry.status is not Status.OK:
             continue
-        distribution = metadata_of(entry)
+        # Many entries share a distribution or a module, and each search of `sys.path` takes time.
         key = entry.distribution, entry.root
         if key not in builds:
-            builds[key] = build_mismatch(distribution)
-        problem = misplaced(entry) or replaced(entry) or builds[key]
+            builds[key] = build_mismatch(metadata_of(entry))
+        place = entry.value.partition(":")[0], entry.root, entry.origin
+        if place not in places:
+            places[place] = misplaced(entry) or replaced(entry)
+        problem = places[place] or builds[key]
         if problem:
             problems[entry] = problem
     return Preflight(problems, digests)
