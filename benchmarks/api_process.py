@@ -27,6 +27,7 @@ from tokenspeed_bench.shapes import write
 from tokenspeed_bench.traffic import Traffic, load
 from tokenspeed_server.lifecycle import WorkerConfig, serve
 from tokenspeed_server.listen import listen, url
+from tokenspeed_server.replicas.memory import ReplicaMemory
 from tokenspeed_server.service import ModelText, Options
 from tokenspeed_server.supervisor import Supervised, Supervisor
 
@@ -111,17 +112,18 @@ def be_server(step_seconds: float, num_workers: int, folder: str) -> int:
     print(url(bound), flush=True)
     engine = Program([sys.executable, str(HERE), "--engine"], {"step_seconds": step_seconds})
     command = [sys.executable, str(HERE), "--worker", folder]
-    return serve(
-        worker_config(bound, Path(folder)),
-        Supervisor(engine, [Program(command, {}, each) for each in others]),
-    )
+    memory = ReplicaMemory(num_workers, 1)
+    shared = {"num_workers": num_workers, "replicas_fd": memory.fd}
+    workers = [Program(command, shared, each, [memory.fd]) for each in others]
+    return serve(worker_config(bound, Path(folder)), Supervisor([engine], workers, memory))
 
 
 def be_worker(folder: str, arguments: list[str]) -> int:
     """Run a secondary worker."""
     data, pipe = attach_to_parent(arguments)
     number = data["worker"]
-    supervised = Supervised(number, data["addresses"][number], pipe)
+    memory = ReplicaMemory(data["num_workers"], 1, data["replicas_fd"])
+    supervised = Supervised(number, data["addresses"], pipe, memory)
     return serve(worker_config(Socket(fileno=data["listen_fds"][0]), Path(folder)), supervised)
 
 

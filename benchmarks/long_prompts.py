@@ -63,7 +63,7 @@ def be_server() -> int:
         log_level="warning",
         on_ready=lambda text: print("ready", flush=True),
     )
-    return serve(config, Supervisor(engine, ()))
+    return serve(config, Supervisor([engine], ()))
 
 
 def prompts(case: str) -> Iterator[tuple[str, dict[str, Any]]]:

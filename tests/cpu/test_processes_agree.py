@@ -26,6 +26,7 @@ def ended(module: str, folder: Path, digest: str) -> tuple[int, str, str]:
         "config": config.to_wire(),
         "catalog_digest": digest,
         "addresses": [address],
+        "replica": 0,
         "worker": 0,
         "listen_fds": [0],
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.checkpoint.resolve import ResolvedCheckpoint, resolve_checkpoint
-from tokenspeed_core.engine.client import EchoClient, EngineClient, State
+from tokenspeed_core.engine.client import Delivery, EchoClient, EngineClient, Sink, State
 from tokenspeed_core.engine.engine_process import EngineProcess, engine_program
 from tokenspeed_core.engine.factory import (
     discover,
@@ -57,6 +57,7 @@ from tokenspeed_core.errors import (
     suggest,
 )
 from tokenspeed_core.executor.nodes import run_node
+from tokenspeed_core.kv_cache.hashing import HashChain
 from tokenspeed_core.logs import current_request_id, log_fields
 from tokenspeed_core.plugins.catalog import make
 from tokenspeed_core.plugins.hooks import Hooks
@@ -72,6 +73,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "Defaults",
+    "Delivery",
     "Detokenizer",
     "Drain",
     "EchoClient",
@@ -80,6 +82,7 @@ __all__ = [
     "EngineProcess",
     "FinishReason",
     "Grammar",
+    "HashChain",
     "Hooks",
     "LogitsProcessorTable",
     "PluginError",
@@ -89,6 +92,7 @@ __all__ = [
     "Reasoning",
     "RequestFailedError",
     "ResolvedCheckpoint",
+    "Sink",
     "State",
     "Submit",
     "Subprocess",

@@ -86,6 +86,14 @@ class ParallelSettings(BaseModel):
         ge=1,
         le=4096,
     )
+    data_parallel_size: int = setting(
+        1,
+        "parallel",
+        "Number of engines that share the requests, each with the whole model.",
+        unit="engines",
+        ge=1,
+        le=64,
+    )
     enable_expert_parallel: bool = setting(
         False, "parallel", "Distribute whole experts over all processes."
     )
@@ -150,6 +158,10 @@ class ParallelSettings(BaseModel):
                 raise ValueError(
                     f"--dist-init-addr {self.dist_init_addr} must be HOST:PORT, such as node0:29500"
                 )
+        if self.data_parallel_size > 1 and sizes.num_nodes > 1:
+            raise ValueError(
+                "--data-parallel-size runs its engines on one machine; remove --nnodes, or start a server on each node"
+            )
         if self.distributed_executor_backend != LOCAL:
             self._refuse_own_nodes()
         elif self.nnodes > 1 and self.dist_init_addr is None:

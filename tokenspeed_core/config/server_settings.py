@@ -13,7 +13,7 @@ from tokenspeed_core.config.sections import setting
 
 # Settings that `LLM` uses although the server has them too, and one that only the server uses.
 _SHARED = frozenset({"chat_template", "enable_custom_logit_processor", "log_level"})
-_SERVER_ONLY = frozenset({"api_workers"})
+_SERVER_ONLY = frozenset({"api_workers", "data_parallel_size"})
 
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 

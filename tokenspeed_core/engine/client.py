@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
@@ -61,21 +62,33 @@ class State(Enum):
     DEAD = "dead"
 
 
+@dataclass(slots=True)
+class Delivery:
+    """When the newest tokens arrived, on the monotonic clock in seconds."""
+
+    at: float = 0.0
+
+
 class EngineClient:
     """The connection to one engine, driven by the event loop. Nothing blocks or polls."""
 
     def __init__(
-        self, address: str, clock: Callable[[], float] = time.monotonic, worker: int = 0
+        self,
+        address: str,
+        clock: Callable[[], float] = time.monotonic,
+        worker: int = 0,
+        delivery: Delivery | None = None,
     ) -> None:
         """Connect to the `address` (ipc://...) that the engine binds. Needs a running event loop.
 
-        `worker` is the number of this API worker; it makes sequence ids unique among workers.
+        `worker` is the number of this API worker; it makes sequence ids unique among workers. The clients of several
+        engines share a `delivery`.
         """
         self.state = State.STARTING
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self.dead: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.heartbeat: Heartbeat | None = None
-        self.delivered_at = 0.0  # when the newest tokens arrived, on the monotonic clock in seconds
+        self.delivery = delivery or Delivery()
         self.on_heartbeat: Callable[[Heartbeat], None] = lambda heartbeat: None
         self._clock = clock
         self._heartbeat_at = self._progress_at = clock()
@@ -117,6 +130,10 @@ class EngineClient:
         for index, sink in enumerate(sinks):
             self._sinks[request.request_id + index] = sink
         self.send(request)
+
+    def replace(self, sequence_id: int, sink: Sink) -> None:
+        """Let another sink have the next tokens of a sequence."""
+        self._sinks[sequence_id] = sink
 
     def abort(self, sequence_ids: Iterable[int]) -> None:
         """Abort sequences. Ids of ended sequences are ignored."""
@@ -220,7 +237,7 @@ class EngineClient:
 
     def _deliver(self, outputs: Outputs) -> None:
         """Deliver the tokens of each sequence; abort the sequences that their sinks completed."""
-        self.delivered_at = self._clock()
+        self.delivery.at = self._clock()
         ended = []
         for prompt in outputs.prompts:
             sink = self._sinks.get(prompt.sequence_id)

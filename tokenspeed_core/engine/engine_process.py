@@ -23,9 +23,10 @@ ENGINE_MODULE = "tokenspeed_core.engine.process"  # run as `python -m`, this is 
 EXIT_SECONDS = 10.0  # that a drained engine has to exit
 
 
-def engine_program(config: Config, catalog: Catalog) -> Program:
-    """Return the program of an engine. Its model is a path, and it gets no API key."""
+def engine_program(config: Config, catalog: Catalog, replica: int = 0) -> Program:
+    """Return the program of an engine, of which `--data-parallel-size` run. Its model is a path, and it gets no API key."""
     data = {
+        "replica": replica,
         "config": config.resolved(api_key=None).to_wire(),
         "catalog_digest": catalog.digest(),
     }

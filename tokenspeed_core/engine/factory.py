@@ -111,7 +111,16 @@ def threads_per_rank(config: Config, *, num_reserved: int) -> int:
     if given.isdecimal() and int(given):
         return int(given)
     num_free = len(os.sched_getaffinity(0)) - num_reserved
-    return max(1, num_free // config.parallel_sizes().num_per_node)
+    return max(1, num_free // (config.parallel_sizes().num_per_node * config.data_parallel_size))
+
+
+def take_devices(config: Config, replica: int) -> None:
+    """Leave this process and its ranks the devices of one of `--data-parallel-size` engines. Raises ConfigError."""
+    prepare_torch()
+    from tokenspeed_core.worker.platform import take_devices
+
+    num_ranks = config.parallel_sizes().num_per_node
+    take_devices(config.device, replica, config.data_parallel_size, num_ranks)
 
 
 def resolve(
@@ -121,6 +130,7 @@ def resolve(
     num_threads: int | None = None,
     with_weights: bool = True,
     rank: int = 0,
+    replica: int = 0,
 ) -> Resolved:
     """Find the checkpoint, downloading it if needed, and decide what follows from it.
 
@@ -147,7 +157,7 @@ def resolve(
         config.max_prefill_tokens,
         config.max_queued_requests,
         info.vocab_size,
-        config.seed,
+        config.seed + replica,  # engines draw different numbers
         config.max_queued_tokens,
         config.max_sequences_per_key,
         max_drafts=0 if drafter is None else drafter.max_drafts,

@@ -21,6 +21,7 @@ from tokenspeed_core.engine.factory import (
     discover_in_subprocess,
     resolve,
     start,
+    take_devices,
     threads_per_rank,
 )
 from tokenspeed_core.engine.kv_event_publisher import KVEventPublisher
@@ -170,8 +171,11 @@ def main() -> int:
 def _serve(settings: dict[str, Any], sockets: Sequence[Socket], parent_fd: int) -> None:
     # The launcher has logged the same warnings already.
     logging.getLogger("tokenspeed.plugins.metadata").disabled = True
-    config, catalog = discover_in_subprocess(settings, "engine")
+    replica = settings["replica"]
+    config, catalog = discover_in_subprocess(settings, f"engine-{replica}" if replica else "engine")
     hooks = Hooks.load(catalog)
+    if config.data_parallel_size > 1:
+        take_devices(config, replica)
 
     def exit_if_stuck(reason: str) -> None:
         """End this process soon, since its main thread may wait for ever for a rank that failed."""
@@ -179,26 +183,36 @@ def _serve(settings: dict[str, Any], sockets: Sequence[Socket], parent_fd: int) 
         timer.daemon = True
         timer.start()
 
-    with StartProgress(has_bar=None if config.log_format == "text" else False) as progress:
+    if replica:
+        logging.disable(logging.INFO)  # the first replica logs the start
+    has_bar = config.log_format == "text" and not replica
+    with StartProgress(has_bar=None if has_bar else False) as progress:
         num_threads = threads_per_rank(config, num_reserved=len(sockets))
-        resolved = resolve(config, catalog, num_threads=num_threads)
+        resolved = resolve(config, catalog, num_threads=num_threads, replica=replica)
         started = start(resolved, catalog, hooks, progress.report, on_failure=exit_if_stuck)
+    logging.disable(logging.NOTSET)
     # Garbage collections skip the objects that exist now.
     gc.collect()
     gc.freeze()
     try:
-        run_engine(config, started, sockets, parent_fd)
+        run_engine(config, started, sockets, parent_fd, replica)
     finally:
         started.engine.close()
 
 
-def run_engine(config: Config, started: Started, sockets: Sequence[Socket], parent_fd: int) -> None:
+def run_engine(
+    config: Config,
+    started: Started,
+    sockets: Sequence[Socket],
+    parent_fd: int,
+    replica: int = 0,
+) -> None:
     """Serve, and publish KV events if they are on. Raises what `EngineLoop.run` raises, and CapacityError."""
     events = config.kv_events_config
     if events is None or not events.enable_kv_cache_events:
         EngineLoop(started.engine, started.ready, sockets, parent_fd, ranks=started.ranks).run()
         return
-    publisher = KVEventPublisher(events, started.engine.scheduler.kv.collect_events())
+    publisher = KVEventPublisher(events, started.engine.scheduler.kv.collect_events(), replica)
     try:
         EngineLoop(
             started.engine,

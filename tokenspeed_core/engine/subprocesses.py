@@ -140,6 +140,12 @@ class Subprocess:
             self.send(signal.SIGKILL)
             await self._process.wait()
 
+    def tell(self, line: str) -> None:
+        """Write a line to the pipe, unless it is closed."""
+        if self._pipe >= 0:
+            with contextlib.suppress(BrokenPipeError):
+                os.write(self._pipe, f"{line}\n".encode())
+
     def send(self, number: signal.Signals) -> None:
         """Send a signal, if it runs."""
         if self._process.returncode is None:

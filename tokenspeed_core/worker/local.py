@@ -248,5 +248,7 @@ def _wanted_pages(assembly: Assembly) -> int | None:
 
 def _host_pages(assembly: Assembly) -> int:
     return pages_of_host(
-        assembly.pool, int(psutil.virtual_memory().available), _wanted_pages(assembly)
+        assembly.pool,
+        int(psutil.virtual_memory().available) // assembly.resolved.config.data_parallel_size,
+        _wanted_pages(assembly),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from tokenspeed_core.api.kernels import PlatformInfo
@@ -52,6 +54,36 @@ def check_num_devices(name: str, num_processes: int) -> None:
         raise ConfigError(
             f"{num_processes} processes on this machine need as many CUDA devices; torch finds {found}. Lower "
             "--tensor-parallel-size, or use more nodes (--nnodes)."
+        )
+
+
+def take_devices(name: str, replica: int, num_replicas: int, num_ranks: int) -> None:
+    """Make only the devices of a replica visible to this process and those that it starts.
+
+    Call it before CUDA is used. Raises ConfigError.
+    """
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
+        "1"  # otherwise the driver starts, and reads the devices
+    )
+    if resolve_device(name).type == "cpu":
+        return
+    found, needed = torch.cuda.device_count(), num_replicas * num_ranks
+    if ":" in name or found < needed:
+        raise ConfigError(
+            f"--data-parallel-size {num_replicas} needs {needed} CUDA devices, {num_ranks} for each engine; found "
+            + (
+                f"--device {name}. Use --device cuda and CUDA_VISIBLE_DEVICES."
+                if ":" in name
+                else f"{found}."
+            )
+        )
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(found)))
+    own = visible.split(",")[replica * num_ranks : (replica + 1) * num_ranks]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+    if torch.cuda.device_count() != num_ranks:  # the driver has read the variable already
+        raise ConfigError(
+            "the CUDA devices of an engine cannot be chosen, because torch finds no NVML. Start one server per device "
+            "with CUDA_VISIBLE_DEVICES."
         )
 
 

@@ -17,7 +17,7 @@ from tokenspeed_server.reply_parsers import Parsers, find_parsers
 from tokenspeed_server.service import ModelText, Options, Service
 
 from tokenspeed_core.api.sampling import FinishReason
-from tokenspeed_core.commands.serving import RequestFailedError, State
+from tokenspeed_core.commands.serving import Delivery, RequestFailedError, State
 from tokenspeed_core.config.sources import load
 from tokenspeed_core.engine.factory import discover
 from tokenspeed_core.engine.messages import Ready, Submit, TokenLogprobs
@@ -41,6 +41,7 @@ class ScriptedEngine:
     """The client of an engine that answers each request with the next text, token by token."""
 
     state = State.READY
+    delivery = Delivery()
 
     def __init__(self, replies: Sequence[str]) -> None:
         self.replies = list(replies)

@@ -24,6 +24,7 @@ from tokenspeed_server.lifecycle import WorkerConfig, serve
 from tokenspeed_server.listen import listen, url
 from tokenspeed_server.metrics import MetricsMemory
 from tokenspeed_server.observability import Observability
+from tokenspeed_server.replicas.memory import ReplicaMemory
 from tokenspeed_server.service import ModelText, Options
 from tokenspeed_server.supervisor import Supervised, Supervisor
 from tokenspeed_server.unix_socket import listen_unix
@@ -75,6 +76,7 @@ class Setup:
     uds: str | None = None
     certificate: str | None = None  # a file with a certificate and its key
     has_metrics: bool = False
+    num_engines: int = 1
 
 
 @dataclass
@@ -148,6 +150,7 @@ def running(
     uds: str | None = None,
     certificate: str | None = None,
     has_metrics: bool = False,
+    num_engines: int = 1,
     waits: bool = True,
 ) -> Iterator[Running]:
     """Run a server until the block ends."""
@@ -162,6 +165,7 @@ def running(
         uds,
         certificate,
         has_metrics,
+        num_engines,
     )
     with open(f"{log}.stderr", "w", encoding="utf-8") as stderr:
         process = subprocess.Popen(
@@ -206,7 +210,9 @@ def launch(
     options = Options(**{"model_name": "fake", "request_log_level": 0, **setup.options})
     observability = None
     if memory is not None:
-        observability = Observability.with_metrics(memory, worker, "fake", has_prometheus=True)
+        observability = Observability.with_metrics(
+            memory, worker, "fake", has_prometheus=True, num_engines=setup.num_engines
+        )
     return WorkerConfig(
         bound,
         options,
@@ -234,16 +240,16 @@ def main(argument: str) -> int:
 
 def serve_setup(setup: Setup, bound: socket.socket, *others: socket.socket) -> int:
     """Serve on these sockets, one per API worker."""
-    engine = Program(
-        [sys.executable, str(HERE / "fake_engine.py")],
-        {"config": {"vocab_size": 400, "log": setup.log, **setup.engine}},
-    )
+    command = [sys.executable, str(HERE / "fake_engine.py")]
+    config = {"vocab_size": 400, "log": setup.log, **setup.engine}
+    engines = [Program(command, {"config": config})] * setup.num_engines
     memory = MetricsMemory(setup.num_workers) if setup.has_metrics else None
-    fds = () if memory is None else (memory.fd,)
+    replicas = ReplicaMemory(setup.num_workers, setup.num_engines)
+    fds = [replicas.fd] if memory is None else [replicas.fd, memory.fd]
     command = [sys.executable, str(HERE / "server_support.py")]
     data = {"setup": asdict(setup), "fds": fds}
     workers = [Program(command, data, each, fds) for each in others]
-    return serve(launch(setup, bound, 0, memory), Supervisor(engine, workers))
+    return serve(launch(setup, bound, 0, memory), Supervisor(engines, workers, replicas))
 
 
 def be_worker(arguments: list[str]) -> int:
@@ -251,11 +257,13 @@ def be_worker(arguments: list[str]) -> int:
     data, pipe = attach_to_parent(arguments)
     time.sleep(data["setup"]["engine"].get("worker_seconds", 0))
     bound, number = socket.socket(fileno=data["listen_fds"][0]), data["worker"]
-    memories = [MetricsMemory(len(data["addresses"]), fd) for fd in data["fds"]]
+    setup = Setup(**data["setup"])
+    replicas = ReplicaMemory(setup.num_workers, setup.num_engines, data["fds"][0])
+    memories = [MetricsMemory(setup.num_workers, fd) for fd in data["fds"][1:]]
     try:
         return serve(
-            launch(Setup(**data["setup"]), bound, number, *memories),
-            Supervised(number, data["addresses"][number], pipe),
+            launch(setup, bound, number, *memories),
+            Supervised(number, data["addresses"], pipe, replicas),
         )
     except EngineDeadError:
         return 1

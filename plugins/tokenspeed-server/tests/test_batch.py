@@ -189,7 +189,7 @@ def batch(tmp_path: Path, **engine: Any) -> tuple[Batch, Path, Path]:
     program = Program([sys.executable, str(FAKE_ENGINE)], {"config": fake})
     config = Config()
     options = Options("fake", logs_exchanges=False)
-    made = Batch(program, options, Hooks.load(discover(config)), concurrency=2)
+    made = Batch([program], options, Hooks.load(discover(config)), concurrency=2)
     return made, tmp_path / "in.jsonl", tmp_path / "out.jsonl"
 
 

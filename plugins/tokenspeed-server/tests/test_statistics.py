@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
-from tokenspeed_server.statistics import EngineMonitor
+from tokenspeed_server.statistics import EngineMonitors
 
 from tokenspeed_core.engine.messages import Heartbeat
 from tokenspeed_core.engine.stats import EngineStats, HistogramCounts
@@ -45,11 +45,11 @@ class Clock:
 
 def test_rates_cover_the_last_ten_seconds() -> None:
     clock = Clock()
-    monitor = EngineMonitor(clock)
+    monitor = EngineMonitors(clock=clock)
     assert monitor.as_json() == {}
     for second in range(31):
         clock.now = float(second)
-        monitor.add(heartbeat(100 * second if second > 20 else 0, num_running=1))
+        monitor.add(0, heartbeat(100 * second if second > 20 else 0, num_running=1))
     found = monitor.as_json()
     assert found["window"]["seconds"] == 10
     assert found["window"]["output_tokens_per_s"] == pytest.approx(4 * 3000 / 10)
@@ -61,23 +61,23 @@ def test_rates_cover_the_last_ten_seconds() -> None:
 
 def test_restarted_engine_begins_a_new_window() -> None:
     clock = Clock()
-    monitor = EngineMonitor(clock)
-    monitor.add(heartbeat(1000))
+    monitor = EngineMonitors(clock=clock)
+    monitor.add(0, heartbeat(1000))
     clock.now = 1.0
-    monitor.add(heartbeat(3))
+    monitor.add(0, heartbeat(3))
     assert monitor.as_json()["window"]["output_tokens_per_s"] == 0
 
 
 def test_statistics_line_comes_only_while_requests_run(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "tokenspeed.statistics")
     clock = Clock()
-    monitor = EngineMonitor(clock)
+    monitor = EngineMonitors(clock=clock)
     monitor.log_every(10)
     for second in range(100):
         clock.now = float(second)
         is_busy = 20 <= second < 55
         monitor.add(
-            heartbeat(100 * second, num_running=2 if is_busy else 0, num_preemptions=second)
+            0, heartbeat(100 * second, num_running=2 if is_busy else 0, num_preemptions=second)
         )
     lines = [record.fields for record in caplog.records]  # type: ignore[attr-defined]
     assert len(lines) == 3

@@ -49,7 +49,7 @@ class GenerationResponse(Response):
             reply.timing = Timing(
                 metrics.time_to_first_token,
                 metrics.inter_token_latency,
-                self._service.engine,
+                self._service.engine.delivery,
                 self._started_at,
             )
         headers: Headers = []

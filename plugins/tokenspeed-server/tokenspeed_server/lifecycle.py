@@ -17,7 +17,6 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from tokenspeed_core.commands.serving import (
-    EngineClient,
     EngineDeadError,
     RequestFailedError,
     WorkerReady,
@@ -25,6 +24,7 @@ from tokenspeed_core.commands.serving import (
 from tokenspeed_server.app import Wrap, create_app
 from tokenspeed_server.connections import Connection, ConnectionLimits
 from tokenspeed_server.observability import Observability
+from tokenspeed_server.replicas.engines import EngineReplicas
 from tokenspeed_server.service import ModelText, Options, Service
 from tokenspeed_server.supervisor import Supervised
 from tokenspeed_server.warmup import check_vocabulary, warm_up
@@ -92,7 +92,7 @@ class ApiWorker:
     def __init__(self, config: WorkerConfig, processes: Supervised) -> None:
         self._config = config
         self._processes = processes
-        self._engine: EngineClient | None = None
+        self._engine: EngineReplicas | None = None
         self._signals: list[signal.Signals] = []
         self._interrupted = asyncio.Event()
         self._interrupted_again = asyncio.Event()
@@ -105,7 +105,7 @@ class ApiWorker:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 loop.add_signal_handler(number, self._on_signal, number)
         processes, config = self._processes, self._config
-        engine = EngineClient(processes.address, worker=processes.worker)
+        engine = EngineReplicas(processes.addresses, processes.worker, processes.memory)
         self._engine = engine
         service = Service(config.options, engine, config.observability)
         sockets = [config.socket]
@@ -118,7 +118,7 @@ class ApiWorker:
             await http.startup(sockets)
             config.socket.listen(KERNEL_BACKLOG)
             await processes.start(engine)
-            return await self._live(service)
+            return await self._live(service, engine)
         finally:
             await processes.stop()
             if http is not None and http.started:
@@ -127,43 +127,49 @@ class ApiWorker:
             service.close()
             engine.close()
 
-    async def _live(self, service: Service) -> int:
-        engine, other_workers = service.engine, self._processes.watches
-        watch = asyncio.create_task(self._processes.watch_engine(engine))
-        opening = asyncio.create_task(self._open(service))
+    async def _live(self, service: Service, engine: EngineReplicas) -> int:
+        other_workers = self._processes.watches
+        watch = asyncio.create_task(self._processes.watch_engines(engine))
+        opening = asyncio.create_task(self._open(service, engine))
+        ends: list[asyncio.Future[Any]] = [engine.dead, watch, *other_workers]
         try:
-            await _first(engine.dead, opening, *other_workers, self._interrupted.wait())
+            await _first(*ends, opening, self._interrupted.wait())
             if opening.done():
                 opening.result()  # raises if the tokenizer could not be loaded
-                await _first(engine.dead, *other_workers, self._interrupted.wait())
+                await _first(*ends, self._interrupted.wait())
         finally:
             opening.cancel()
-        is_drained = not engine.dead.done() and await self._drain(service)
-        watch.cancel()
+        if watch.done() and watch.exception() is None:
+            await _first(engine.dead, self._interrupted.wait())  # the loop may report it later
+        is_drained = not engine.dead.done() and await self._drain(service, engine)
+        if not watch.done():
+            watch.cancel()
         if self._interrupted_again.is_set():
             self._processes.ask_to_stop(signal.SIGINT)
             return 128 + self._signals[-1]
         if is_drained:
             await asyncio.gather(*other_workers)  # raises EngineDeadError if one died
+            if watch.done() and not watch.cancelled():
+                watch.result()  # raises it if one of several engines died
             return 0
         what = "died" if engine.ready.done() else "could not start"
         raise EngineDeadError(f"the engine {what}: {engine.dead.result()}")
 
-    async def _open(self, service: Service) -> None:
+    async def _open(self, service: Service, engine: EngineReplicas) -> None:
         """Load the tokenizer while the engine loads, then admit requests."""
         text = await asyncio.to_thread(self._config.load_text)
         await warm_up(self._config.options, text)
-        service.engine.send(WorkerReady())
-        ready = await asyncio.shield(service.engine.ready)
+        engine.send(WorkerReady())
+        ready = await asyncio.shield(engine.ready)
         await asyncio.to_thread(check_vocabulary, text, ready)
         gc.collect()
         gc.freeze()  # collections need not look at the objects that exist now
         service.open(text, ready)
         self._config.on_ready(text)
 
-    async def _drain(self, service: Service) -> bool:
+    async def _drain(self, service: Service, engine: EngineReplicas) -> bool:
         """Finish the active requests and end the engine. Return whether all of that worked."""
-        engine, processes = service.engine, self._processes
+        processes = self._processes
         processes.ask_to_stop(signal.SIGTERM)
         if not processes.worker:
             is_busy = service.num_active or engine.has_work
@@ -214,7 +220,7 @@ class ApiWorker:
         self._interrupted.set()
 
 
-async def _only_unread(engine: EngineClient) -> None:
+async def _only_unread(engine: EngineReplicas) -> None:
     """Return when the engine has been idle for a while, so that only unread responses remain."""
     since = time.monotonic()
     while time.monotonic() - since < UNREAD_SECONDS:

@@ -17,7 +17,7 @@ from tokenspeed_core.commands.serving import (
     HistogramCounts,
 )
 from tokenspeed_server.metrics import HISTOGRAMS, OTHER_STATUS, MetricsMemory, merged
-from tokenspeed_server.statistics import EngineMonitor, Sample
+from tokenspeed_server.statistics import EngineMonitors, Sample
 
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
@@ -39,11 +39,13 @@ _REQUEST_HISTOGRAMS = (
 class Metrics(Collector):
     """Collects what all API workers counted and what the engine last reported."""
 
-    def __init__(self, memory: MetricsMemory, monitor: EngineMonitor, model_name: str) -> None:
+    def __init__(self, memory: MetricsMemory, monitor: EngineMonitors, model_name: str) -> None:
         """Take the shared memory of the workers, and this worker's view of the engine."""
         self._memory = memory
         self._monitor = monitor
-        self._labels = {"model_name": model_name, "engine": "0"}
+        # The API workers count requests of all engines together.
+        engine = "0" if len(monitor.last) == 1 else "all"
+        self._labels = {"model_name": model_name, "engine": engine}
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -59,34 +61,49 @@ class Metrics(Collector):
     def collect(self) -> Iterable[Family]:
         """Yield all metrics."""
         yield from self._of_requests()
-        last = self._monitor.last
-        if last is not None:
-            yield from self._of_engine(last)
+        families: dict[str, Family] = {}
+        for engine, last in enumerate(self._monitor.last):
+            if last is None:
+                continue
+            for family in _Writer({**self._labels, "engine": str(engine)}).of_engine(last):
+                if family.name in families:
+                    families[family.name].samples += family.samples
+                else:
+                    families[family.name] = family
+        yield from families.values()
 
     def _of_requests(self) -> Iterator[Family]:
-        rows = self._memory.rows()
+        rows, writer = self._memory.rows(), _Writer(self._labels)
         for name, shown, text in _REQUEST_HISTOGRAMS:
-            yield self._histogram(shown, text, HISTOGRAMS[name], merged(rows, name))
+            yield writer.histogram(shown, text, HISTOGRAMS[name], merged(rows, name))
         reasons: Counter[str] = Counter()
         statuses: Counter[int] = Counter()
         for row in rows:
             reasons.update(row.finish_reasons())
             statuses.update(row.statuses())
-        yield self._counters(
+        yield writer.counters(
             "request_success", "Finished requests by reason.", "finished_reason", reasons
         )
-        yield self._counters(
+        yield writer.counters(
             "http_responses",
             "HTTP responses by status, without those to probes.",
             "status",
             {"other" if key == OTHER_STATUS else str(key): n for key, n in statuses.items()},
         )
 
-    def _of_engine(self, last: Sample) -> Iterator[Family]:
+
+class _Writer:
+    """Writes metrics with the same labels."""
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        self._labels = labels
+
+    def of_engine(self, last: Sample) -> Iterator[Family]:
+        """Yield what an engine reported."""
         stats = last.stats
-        yield self._gauge("num_requests_running", "Sequences that run.", last.num_running)
-        yield self._gauge("num_requests_waiting", "Sequences that wait.", last.num_waiting)
-        yield self._gauge("kv_cache_usage_perc", "Used KV pages, from 0 to 1.", stats.kv_usage)
+        yield self.gauge("num_requests_running", "Sequences that run.", last.num_running)
+        yield self.gauge("num_requests_waiting", "Sequences that wait.", last.num_waiting)
+        yield self.gauge("kv_cache_usage_perc", "Used KV pages, from 0 to 1.", stats.kv_usage)
         pages = GaugeMetricFamily(
             "tokenspeed:kv_cache_pages", "KV pages by state.", labels=[*self._labels, "state"]
         )
@@ -113,7 +130,7 @@ class Metrics(Collector):
             family = CounterMetricFamily(f"tokenspeed:{name}", text, labels=list(self._labels))
             family.add_metric(list(self._labels.values()), value)
             yield family
-        yield self._counters(
+        yield self.counters(
             "spec_decode_num_accepted_tokens_per_pos",
             "Accepted draft tokens by their position in the draft.",
             "position",
@@ -125,23 +142,26 @@ class Metrics(Collector):
             ("step_time", "Duration of a step.", STEP_BOUNDS, stats.step),
             ("step_host_time", "Planning and bookkeeping of a step.", HOST_BOUNDS, stats.host),
         ):
-            yield self._histogram(f"{name}_seconds", text, bounds, counts)
+            yield self.histogram(f"{name}_seconds", text, bounds, counts)
 
-    def _gauge(self, name: str, text: str, value: float) -> Family:
+    def gauge(self, name: str, text: str, value: float) -> Family:
+        """Return a gauge."""
         family = GaugeMetricFamily(f"tokenspeed:{name}", text, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), value)
         return family
 
-    def _counters(self, name: str, text: str, label: str, values: Mapping[str, int]) -> Family:
+    def counters(self, name: str, text: str, label: str, values: Mapping[str, int]) -> Family:
+        """Return a counter for each value of a label."""
         labels = [*self._labels, label]
         family = CounterMetricFamily(f"tokenspeed:{name}", text, labels=labels)
         for key, value in values.items():
             family.add_metric([*self._labels.values(), key], value)
         return family
 
-    def _histogram(
+    def histogram(
         self, name: str, text: str, bounds: Sequence[float], values: HistogramCounts
     ) -> Family:
+        """Return a histogram."""
         family = HistogramMetricFamily(f"tokenspeed:{name}", text, labels=list(self._labels))
         buckets, total = [], 0
         for bound, count in zip((*map(repr, bounds), "+Inf"), values.counts, strict=True):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from tokenspeed_core.commands.serving import (
     Assembler,
-    EngineClient,
+    Delivery,
     FinishReason,
     Histogram,
     PromptLogprobs,
@@ -45,7 +45,7 @@ class Timing:
 
     first_token_times: Histogram
     token_times: Histogram
-    engine: EngineClient
+    delivery: Delivery
     started_at: float
 
 
@@ -161,7 +161,7 @@ class Choice:
         if token_ids:
             timing, last = reply.timing, self._last_token_at
             if last and timing is not None:
-                self._last_token_at = now = timing.engine.delivered_at
+                self._last_token_at = now = timing.delivery.at
                 num = len(token_ids)
                 timing.token_times.observe((now - last) / num, num)
             elif reply.first_token_at is None or timing is not None:
@@ -208,7 +208,7 @@ class Choice:
         if timing is None:
             reply.first_token_at = time.monotonic()
             return
-        self._last_token_at = timing.engine.delivered_at
+        self._last_token_at = timing.delivery.at
         if reply.first_token_at is None:
             reply.first_token_at = self._last_token_at
             timing.first_token_times.observe(self._last_token_at - timing.started_at)

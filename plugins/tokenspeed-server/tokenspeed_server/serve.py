@@ -44,9 +44,11 @@ from tokenspeed_server.lifecycle import WorkerConfig, serve
 from tokenspeed_server.listen import listen
 from tokenspeed_server.metrics import MetricsMemory
 from tokenspeed_server.observability import Observability
+from tokenspeed_server.replicas.memory import ReplicaMemory
 from tokenspeed_server.reply_parsers import describe_parsers, find_parsers, model_traits
 from tokenspeed_server.responses_api.store import forget_path, shared_file
 from tokenspeed_server.service import ModelText, Options
+from tokenspeed_server.statistics import EngineMonitors
 from tokenspeed_server.supervisor import Supervised, Supervisor
 from tokenspeed_server.tls import check_certificate
 from tokenspeed_server.unix_socket import listen_unix
@@ -101,6 +103,8 @@ def _run_once(config: Config, catalog: Catalog, hooks: Hooks, restarts: Restarts
         )
         store = opened.enter_context(shared_file()) if others else None
         memory = MetricsMemory(1 + len(others)) if settled.enable_metrics else None
+        num_engines = settled.data_parallel_size
+        replicas = ReplicaMemory(1 + len(others), num_engines)
 
         def on_ready(text: ModelText) -> None:
             if store is not None:
@@ -113,12 +117,12 @@ def _run_once(config: Config, catalog: Catalog, hooks: Hooks, restarts: Restarts
         if settled.decode_log_interval:
             observability.monitor.log_every(settled.decode_log_interval)
         worker = replace(worker, observability=observability)
-        engine = engine_program(settled, catalog)
+        engines = [engine_program(settled, catalog, each) for each in range(num_engines)]
         workers = [
-            _worker_program(settled, catalog, each, memory, response_store=str(store))
+            _worker_program(settled, catalog, each, memory, replicas, response_store=str(store))
             for each in others
         ]
-        return serve(worker, Supervisor(engine, workers))
+        return serve(worker, Supervisor(engines, workers, replicas))
 
 
 class Restarts:
@@ -182,11 +186,12 @@ def main() -> int:
             lambda text: logging.disable(logging.NOTSET),
             Path(data["response_store"]),
         )
-        memory = None
+        memory, num_workers = None, config.api_workers or 1
         if data["metrics_fd"] is not None:
-            memory = MetricsMemory(len(data["addresses"]), data["metrics_fd"])
+            memory = MetricsMemory(num_workers, data["metrics_fd"])
+        replicas = ReplicaMemory(num_workers, config.data_parallel_size, data["replicas_fd"])
         worker = replace(worker, observability=_observability(config, memory, number))
-        return serve(worker, Supervised(number, data["addresses"][number], pipe))
+        return serve(worker, Supervised(number, data["addresses"], pipe, replicas))
     except EngineDeadError:
         return 1  # the first worker reports it
     except TokenSpeedError as error:
@@ -199,23 +204,26 @@ def _worker_program(
     catalog: Catalog,
     listener: socket.socket,
     memory: MetricsMemory | None,
+    replicas: ReplicaMemory,
     **more: str,
 ) -> Program:
     data: dict[str, Any] = {"config": config.to_wire(), "catalog_digest": catalog.digest(), **more}
     data["metrics_fd"] = None if memory is None else memory.fd
-    shared = () if memory is None else (memory.fd,)
+    data["replicas_fd"] = replicas.fd
+    shared = [replicas.fd] if memory is None else [replicas.fd, memory.fd]
     return Program((sys.executable, "-P", "-m", __name__), data, listener, shared)
 
 
 def _observability(config: Config, memory: MetricsMemory | None, worker: int) -> Observability:
     if memory is None:
-        return Observability()
+        return Observability(EngineMonitors(config.data_parallel_size))
     assert config.served_model_name is not None
     return Observability.with_metrics(
         memory,
         worker,
         config.served_model_name,
         has_prometheus="prometheus" in config.metrics_reporters,
+        num_engines=config.data_parallel_size,
     )
 
 

@@ -13,7 +13,7 @@ from tokenspeed_core.api.hooks import RequestRecord
 from tokenspeed_core.commands.serving import (
     ChatTemplate,
     Defaults,
-    EngineClient,
+    EchoClient,
     LogitsProcessorTable,
     Ready,
     State,
@@ -23,8 +23,10 @@ from tokenspeed_server import body_limits
 from tokenspeed_server.access import Access, split_keys
 from tokenspeed_server.errors import ApiError
 from tokenspeed_server.observability import Observability
+from tokenspeed_server.replicas.engines import EngineReplicas
 from tokenspeed_server.reply_parsers import Parsers
 from tokenspeed_server.responses_api.store import ResponseStore
+from tokenspeed_server.statistics import EngineMonitors
 from tokenspeed_server.unknown_fields import IgnoredFieldsLog, Policy
 
 MAX_FAILURES = 8  # in a row, after which the server is unhealthy
@@ -84,12 +86,18 @@ class Service:
     """Admits requests while the engine is ready and the server is not draining."""
 
     def __init__(
-        self, options: Options, engine: EngineClient, observability: Observability | None = None
+        self,
+        options: Options,
+        engine: EngineReplicas | EchoClient,
+        observability: Observability | None = None,
     ) -> None:
         self.options = options
         self.engine = engine
         self.observability = observability or Observability()
-        engine.on_heartbeat = self.observability.note_heartbeat
+        if isinstance(engine, EngineReplicas):
+            if observability is None:
+                self.observability.monitor = EngineMonitors(len(engine.clients))
+            engine.on_heartbeat = self.observability.note_heartbeat
         self.is_draining = False
         self.num_active = 0
         self.ignored_fields = IgnoredFieldsLog()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from tokenspeed_core.commands.serving import EngineStats, Heartbeat, HistogramCounts, log_fields
@@ -65,21 +66,16 @@ def _mean(old: HistogramCounts, new: HistogramCounts) -> float | None:
 
 
 class EngineMonitor:
-    """Keeps the engine's heartbeats of the last seconds. `add` is the client's `on_heartbeat`."""
+    """Keeps an engine's heartbeats of the last seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._samples: deque[Sample] = deque()
-        self._statistics_log: StatisticsLog | None = None
 
     @property
-    def last(self) -> Sample | None:
-        """The newest sample."""
-        return self._samples[-1] if self._samples else None
-
-    def log_every(self, seconds: float) -> None:
-        """Log a line every so many seconds while requests run."""
-        self._statistics_log = StatisticsLog(seconds)
+    def window(self) -> tuple[Sample, Sample] | None:
+        """The oldest and the newest sample."""
+        return (self._samples[0], self._samples[-1]) if self._samples else None
 
     def add(self, heartbeat: Heartbeat) -> None:
         """Keep a heartbeat, and forget those that left the window."""
@@ -93,49 +89,105 @@ class EngineMonitor:
         self._samples.append(sample)
         while len(self._samples) > 2 and self._samples[1].at <= now - WINDOW_SECONDS:
             self._samples.popleft()
-        if self._statistics_log is not None:
-            self._statistics_log.add(sample)
+
+
+class EngineMonitors:
+    """The monitors of all engines, and the numbers of the engines together."""
+
+    def __init__(self, num_engines: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
+        self._monitors = [EngineMonitor(clock) for _ in range(num_engines)]
+        self._statistics_log: StatisticsLog | None = None
+
+    @property
+    def last(self) -> list[Sample | None]:
+        """The newest sample of each engine."""
+        return [each.window and each.window[1] for each in self._monitors]
+
+    def log_every(self, seconds: float) -> None:
+        """Log a line every so many seconds while requests run."""
+        self._statistics_log = StatisticsLog(seconds)
+
+    def add(self, engine: int, heartbeat: Heartbeat) -> None:
+        """Keep a heartbeat of an engine."""
+        self._monitors[engine].add(heartbeat)
+        if self._statistics_log is not None and heartbeat.stats is not None:
+            self._statistics_log.add(total([each for each in self.last if each is not None]))
 
     def as_json(self) -> dict[str, Any]:
         """Return the state and the rates for a dashboard, or an empty object before the first heartbeat.
 
         The shape is documented at the route, `GET /v1/stats`.
         """
-        last = self.last
-        if last is None:
+        windows = [each.window for each in self._monitors]
+        known = [window for window in windows if window is not None]
+        if not known:
             return {}
-        stats, rates = last.stats, Rates.between(self._samples[0], last)
-        return {
-            "requests": {"running": last.num_running, "waiting": last.num_waiting},
-            "kv_cache": {
-                "usage": stats.kv_usage,
-                "pages": {
-                    "free": stats.num_free_pages,
-                    "cached": stats.num_cached_pages,
-                    "held": stats.num_held_pages,
-                    "pending": stats.num_pending_pages,
-                },
+        numbers = _as_json(total([first for first, _ in known]), total([last for _, last in known]))
+        if len(windows) == 1:
+            return numbers
+        return {**numbers, "replicas": [window and _as_json(*window) for window in windows]}
+
+
+def total(samples: Sequence[Sample]) -> Sample:
+    """Return the sums of the samples of several engines, at the mean of their times."""
+    if len(samples) == 1:
+        return samples[0]
+    return Sample(
+        at=sum(each.at for each in samples) / len(samples),
+        num_steps=sum(each.num_steps for each in samples),
+        num_running=sum(each.num_running for each in samples),
+        num_waiting=sum(each.num_waiting for each in samples),
+        stats=EngineStats(
+            *(
+                _sum([getattr(each.stats, name) for each in samples])
+                for name in EngineStats.__struct_fields__
+            )
+        ),
+    )
+
+
+def _sum(values: Sequence[Any]) -> Any:
+    if isinstance(values[0], tuple):
+        return tuple(map(sum, zip_longest(*values, fillvalue=0)))
+    if not isinstance(values[0], HistogramCounts):
+        return sum(values)
+    counts = tuple(map(sum, zip(*(each.counts for each in values), strict=True)))
+    return HistogramCounts(counts, sum(each.total for each in values))
+
+
+def _as_json(first: Sample, last: Sample) -> dict[str, Any]:
+    stats, rates = last.stats, Rates.between(first, last)
+    return {
+        "requests": {"running": last.num_running, "waiting": last.num_waiting},
+        "kv_cache": {
+            "usage": stats.kv_usage,
+            "pages": {
+                "free": stats.num_free_pages,
+                "cached": stats.num_cached_pages,
+                "held": stats.num_held_pages,
+                "pending": stats.num_pending_pages,
             },
-            "totals": {
-                "steps": last.num_steps,
-                "preemptions": stats.num_preemptions,
-                "prompt_tokens": stats.num_prompt_tokens,
-                "prefill_tokens": stats.num_prefill_tokens,
-                "output_tokens": stats.num_output_tokens,
-                "prefix_cache_queries": stats.num_prefix_queries,
-                "prefix_cache_hits": stats.num_prefix_hits,
-            },
-            "window": {
-                "seconds": rates.seconds,
-                "steps": rates.num_steps,
-                "prompt_tokens_per_s": rates.prompt_tokens_per_s,
-                "output_tokens_per_s": rates.output_tokens_per_s,
-                "step_seconds": rates.step_seconds,
-                "host_seconds": rates.host_seconds,
-                "prefix_hit_rate": rates.prefix_hit_rate,
-                "preemptions": rates.num_preemptions,
-            },
-        }
+        },
+        "totals": {
+            "steps": last.num_steps,
+            "preemptions": stats.num_preemptions,
+            "prompt_tokens": stats.num_prompt_tokens,
+            "prefill_tokens": stats.num_prefill_tokens,
+            "output_tokens": stats.num_output_tokens,
+            "prefix_cache_queries": stats.num_prefix_queries,
+            "prefix_cache_hits": stats.num_prefix_hits,
+        },
+        "window": {
+            "seconds": rates.seconds,
+            "steps": rates.num_steps,
+            "prompt_tokens_per_s": rates.prompt_tokens_per_s,
+            "output_tokens_per_s": rates.output_tokens_per_s,
+            "step_seconds": rates.step_seconds,
+            "host_seconds": rates.host_seconds,
+            "prefix_hit_rate": rates.prefix_hit_rate,
+            "preemptions": rates.num_preemptions,
+        },
+    }
 
 
 class StatisticsLog:

@@ -7,7 +7,7 @@ import errno
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +17,7 @@ from tqdm import tqdm
 
 from tokenspeed_core.commands.serving import (
     ConfigError,
-    EngineClient,
     EngineDeadError,
-    EngineProcess,
     Hooks,
     Program,
     WorkerReady,
@@ -31,9 +29,11 @@ from tokenspeed_core.commands.settings import Config
 from tokenspeed_server.app import create_app
 from tokenspeed_server.batch.lines import count_lines, read_lines
 from tokenspeed_server.batch.runner import BatchRunner, Counts
+from tokenspeed_server.replicas.engines import EngineReplicas
 from tokenspeed_server.reply_parsers import find_parsers
 from tokenspeed_server.serve import load_model_text, make_options
 from tokenspeed_server.service import ModelText, Options, Service
+from tokenspeed_server.supervisor import Supervisor
 
 INTERRUPTED = 130  # the exit status after Ctrl-C
 LINE_OVERHEAD = 4096  # bytes of a line around its body
@@ -62,10 +62,10 @@ def run(config: Config, source: Path, target: Path, *, overwrite: bool) -> int:
     )
     options = replace(make_options(settled, catalog, hooks, checkpoint), logs_exchanges=False)
     batch = Batch(
-        engine_program(settled, catalog),
+        [engine_program(settled, catalog, each) for each in range(settled.data_parallel_size)],
         options,
         hooks,
-        concurrency=2 * settled.max_num_seqs,
+        concurrency=2 * settled.max_num_seqs * settled.data_parallel_size,
     )
     with readable_write_errors(target), ExitStack() as opened:
         try:
@@ -124,10 +124,10 @@ class Batch:
     """The processes of one batch."""
 
     def __init__(
-        self, program: Program, options: Options, hooks: Hooks, *, concurrency: int
+        self, programs: Sequence[Program], options: Options, hooks: Hooks, *, concurrency: int
     ) -> None:
         self.counts = Counts()
-        self._program = program
+        self._programs = programs
         self._options = options
         self._hooks = hooks
         self._concurrency = concurrency
@@ -143,40 +143,47 @@ class Batch:
         stopped = loop.create_future()  # by a signal, or by the end of the engine
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, _stop, stopped)
-        process = EngineProcess(self._program)
-        client = EngineClient(process.addresses[0])
-        client.dead.add_done_callback(lambda _: _stop(stopped))
+        processes = Supervisor(self._programs, ())
+        client = EngineReplicas(processes.addresses, memory=processes.memory)
+        for each in client.clients:
+            each.dead.add_done_callback(lambda _: _stop(stopped))
         service = Service(self._options, client)
         watch: asyncio.Task[None] | None = None
         try:
-            await process.start(client)
-            watch = asyncio.create_task(process.watch(client))
-            is_whole = await self._open(service, load_text, stopped) and await self._answer(
+            await processes.start(client)
+            watch = asyncio.create_task(processes.watch_engines(client))
+            is_whole = await self._open(service, client, load_text, stopped) and await self._answer(
                 service, stopped, reading, writing
             )
-            if client.dead.done():
-                raise EngineDeadError(f"the engine ended: {client.dead.result()}")
+            for replica, each in enumerate(client.clients):
+                if each.dead.done():
+                    name = client.name_of(replica)
+                    raise EngineDeadError(f"{name} ended: {each.dead.result()}")
             if is_whole:
-                await process.drain(client)
+                await processes.retire(client)
             return is_whole
         finally:
             if watch is not None:
                 watch.cancel()
-            await process.kill()
+            await processes.stop()
             service.close()
             client.close()
 
     async def _open(
-        self, service: Service, load_text: Callable[[], ModelText], stopped: asyncio.Future[None]
+        self,
+        service: Service,
+        engine: EngineReplicas,
+        load_text: Callable[[], ModelText],
+        stopped: asyncio.Future[None],
     ) -> bool:
         """Load the tokenizer while the engine loads; return whether requests can be answered."""
         text = await asyncio.to_thread(load_text)
-        service.engine.send(WorkerReady())
-        events: list[asyncio.Future[Any]] = [service.engine.ready, stopped]
+        engine.send(WorkerReady())
+        events: list[asyncio.Future[Any]] = [engine.ready, stopped]
         await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
         if stopped.done():
             return False
-        service.open(text, service.engine.ready.result())
+        service.open(text, engine.ready.result())
         return True
 
     async def _answer(

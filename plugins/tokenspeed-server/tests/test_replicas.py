@@ -1,0 +1,156 @@
+"""Several engines with one model: which one gets a request, and what clients see when one dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from server_support import Running, running, wait_until
+from test_metrics import sample
+from test_workers import all_ended, ask_from_all, connections, in_background, workers
+from tokenspeed_server.replicas.memory import GRANULARITY, ReplicaMemory, prefix_digests
+from tokenspeed_server.replicas.router import SEQUENCE_COST, ReplicaLoad, choose
+
+TOKENS = np.arange(10 * GRANULARITY, dtype=np.int32)
+ENDLESS: dict[str, Any] = {"prompt": [70, 71], "max_tokens": 400, "stream": True}
+
+
+def test_cached_prefix_decides_between_equal_loads() -> None:
+    assert choose([ReplicaLoad(3), ReplicaLoad(3)], [0, 64], 100) == 1
+
+
+def test_load_outweighs_a_short_prefix() -> None:
+    loads = [ReplicaLoad(0), ReplicaLoad(1 + 64 // SEQUENCE_COST)]
+    assert choose(loads, [0, 64], 100) == 0
+    assert choose([ReplicaLoad(0, 0), ReplicaLoad(0, 65)], [0, 64], 100) == 0
+
+
+def test_idle_replicas_take_turns() -> None:
+    assert choose([ReplicaLoad(0, 0, 500), ReplicaLoad(0, 0, 499)], [0, 0], 10) == 1
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 99), st.integers(0, 9999), st.integers(0, 999), st.booleans()),
+        max_size=6,
+    )
+)
+def test_only_usable_replicas_are_chosen(given: list[tuple[int, int, int, bool]]) -> None:
+    loads = [ReplicaLoad(a, b) if usable else None for a, b, _, usable in given]
+    chosen = choose(loads, [cached for _, _, cached, _ in given], 1000)
+    if chosen is None:
+        assert not any(loads)
+    else:
+        assert loads[chosen] is not None
+
+
+def test_longest_prefix_of_each_replica_is_found_by_all_workers() -> None:
+    memory = ReplicaMemory(2, 3)
+    other = ReplicaMemory(2, 3, memory.fd)  # as in another process
+    digests = prefix_digests(TOKENS, "key", "")
+    memory.add(0, digests[:2])
+    other.add(2, digests)
+    expected = [2 * GRANULARITY, 0, 9 * GRANULARITY]  # the last token is always computed
+    assert memory.find(digests) == other.find(digests) == expected
+    memory.set_load(0, 1, ReplicaLoad(2, 30, 5))
+    other.set_load(1, 1, ReplicaLoad(1, 4, 5))
+    assert memory.loads()[1] == ReplicaLoad(3, 34, 10)
+
+
+@pytest.mark.parametrize(("tenant", "salt"), [("other", ""), ("key", "salt")])
+def test_tenants_and_salts_share_no_prefix(tenant: str, salt: str) -> None:
+    memory = ReplicaMemory(1, 2)
+    memory.add(0, prefix_digests(TOKENS, "key", ""))
+    assert memory.find(prefix_digests(TOKENS, tenant, salt)) == [0, 0]
+
+
+def test_table_of_a_small_cache_forgets_old_prefixes() -> None:
+    memory = ReplicaMemory(1, 1)
+    memory.fit(4 * GRANULARITY)
+    first = prefix_digests(TOKENS, "a", "")
+    memory.add(0, first)
+    for number in range(40):
+        memory.add(0, prefix_digests(TOKENS, f"other {number}", ""))
+    assert memory.find(first) == [0]
+
+
+def engine_of(server: Running) -> Counter[int]:
+    """Return how many requests each engine process got."""
+    lines = server.log.read_text().splitlines()
+    return Counter(int(line.split()[0]) for line in lines if line.split()[1] == "submit")
+
+
+@pytest.mark.slow
+def test_conversation_stays_on_its_replica_in_all_workers(tmp_path: Path) -> None:
+    with (
+        running(tmp_path, num_workers=2, num_engines=2, has_metrics=True) as server,
+        connections(server, 8) as clients,
+    ):
+        prompt = [1 + i % 300 for i in range(3 * GRANULARITY + 1)]
+        for client in clients:
+            answer = client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2})
+            assert answer.json()["choices"][0]["finish_reason"] == "length"
+        assert sorted(engine_of(server).values()) == [8]
+        answers = ask_from_all(clients, {"prompt": [5] * 8, "max_tokens": 2, "n": 2})
+        assert all(not isinstance(each, Exception) for each in answers)
+        stats = clients[0].get("/v1/stats").json()
+        wait_until(lambda: "replicas" in clients[0].get("/v1/stats").json(), 30, "heartbeats")
+        stats = clients[0].get("/v1/stats").json()
+        assert len(stats["replicas"]) == 2
+        assert stats["totals"]["preemptions"] == 14  # 7 of each fake engine
+        page = clients[0].get("/metrics").text
+        assert sample(page, "num_preemptions_total", engine="0") == 7
+        assert sample(page, "num_preemptions_total", engine="1") == 7
+        wait_until(
+            lambda: (
+                sample(clients[0].get("/metrics").text, "request_success_total", engine="all") >= 0
+            ),
+            30,
+            "requests of all engines",
+        )
+        server.process.send_signal(signal.SIGTERM)
+        assert all_ended(server, workers(server)) == 0
+        assert server.notes().count("drained") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_requests_of_the_other_replica_survive_a_death(tmp_path: Path, num_workers: int) -> None:
+    held = tmp_path / "held"
+    held.touch()
+    engine = {"held_by": str(held)}
+    with (
+        running(tmp_path, engine=engine, num_workers=num_workers, num_engines=2) as server,
+        connections(server, 8) as clients,
+    ):
+        others = workers(server)
+        thread, answers = in_background(server, clients, ENDLESS | {"max_tokens": 30})
+        requests = engine_of(server)
+        assert len(requests) == 2, "one replica got all requests"
+        victim = next(iter(requests))
+        os.kill(victim, signal.SIGKILL)
+        wait_until(lambda: "died: its process was killed" in server.said(), 60, "a log line")
+        assert thread.is_alive()
+        held.unlink()
+        thread.join(60)
+        texts = [each.text for each in answers]
+        num_failed = sum('"code": "engine_dead"' in text for text in texts)
+        num_whole = sum('"finish_reason":"length"' in text for text in texts)
+        assert (num_failed, num_whole) == (requests[victim], 8 - requests[victim])
+        assert all_ended(server, others) == 1
+        assert "of 2 died: its process was killed by SIGKILL" in server.complaints()
+
+
+@pytest.mark.slow
+def test_replica_that_cannot_start_ends_the_server(tmp_path: Path) -> None:
+    engine = {"fails": "no memory"}
+    with running(tmp_path, engine=engine, num_engines=2, waits=False) as server:
+        assert server.process.wait(60) == 1
+        assert "the engine could not start: no memory" in server.complaints()
