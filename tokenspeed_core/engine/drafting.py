@@ -11,7 +11,8 @@ from tokenspeed_core.config.speculation_settings import Speculation
 from tokenspeed_core.errors import ConfigError
 from tokenspeed_core.plugins.catalog import Catalog, make
 from tokenspeed_core.plugins.entry import Entry
-from tokenspeed_core.scheduler.drafts import DraftDepth, FixedDepth, HostDrafts
+from tokenspeed_core.scheduler.draft_depth import AdaptiveDepth
+from tokenspeed_core.scheduler.drafts import DraftDepth, HostDrafts
 from tokenspeed_core.scheduler.scheduler import Scheduler
 
 
@@ -47,7 +48,7 @@ def use_drafter(
 ) -> None:
     """Make a drafter, and give the scheduler's rows its draft tokens. Raises PluginError.
 
-    Without a `depth`, each row gets as many as the choice allows.
+    Without a `depth`, the number of draft tokens follows measurements.
     """
     limits = scheduler.limits
     context = DrafterContext(
@@ -63,7 +64,7 @@ def use_drafter(
         HostDrafts(
             drafter,
             str(choice.entry),
-            depth or FixedDepth(choice.max_drafts),
+            depth or AdaptiveDepth(limits.max_num_seqs, choice.max_drafts),
             limits,
             scheduler.columns,
             scheduler.sequences,

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from tokenspeed_core.api.drafters import Drafter, Drafts
-from tokenspeed_core.api.step import I32
+from tokenspeed_core.api.step import F32, I32
 from tokenspeed_core.scheduler.columns import VACANT, SlotColumns
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.scheduler.sequence_table import SequenceTable
@@ -47,6 +47,14 @@ class DraftDepth(Protocol):
     def max_drafts(self, slots: I32) -> I32:
         """Return the maximum number of draft tokens of each row; 0: none."""
 
+    def choose(
+        self, slots: I32, counts: I32, probabilities: F32 | None, num_rows: int, num_left: int
+    ) -> I32:
+        """Return how many of the `counts` proposed tokens of each row to verify, `num_left` in all at most.
+
+        `probabilities` are those of `Drafts`. The step has `num_rows` decode rows.
+        """
+
     def begin(self, slot: int) -> None:
         """Forget what was observed in a slot: another sequence has it."""
 
@@ -68,6 +76,13 @@ class FixedDepth:
     def max_drafts(self, slots: I32) -> I32:
         """Return this number for each row."""
         return np.full(len(slots), self._max_drafts, np.int32)
+
+    def choose(
+        self, slots: I32, counts: I32, probabilities: F32 | None, num_rows: int, num_left: int
+    ) -> I32:
+        """Return the counts, cut where nothing is left."""
+        kept: I32 = np.clip(num_left - (np.cumsum(counts) - counts), 0, counts).astype(np.int32)
+        return kept
 
     def begin(self, slot: int) -> None:
         """Do nothing."""
@@ -144,8 +159,10 @@ class HostDrafts:
         self._ids[slots] = ids
         limits = self._limits
         left = min(limits.max_draft_tokens, max(0, limits.token_budget - len(slots)))
-        kept: I32 = np.clip(left - (np.cumsum(counts) - counts), 0, counts).astype(np.int32)
-        return kept
+        counts[places] = self._depth.choose(
+            slots[places], drafts.counts, drafts.probabilities, len(slots), left
+        )
+        return counts
 
     def take(self, slots: I32, counts: I32) -> I32 | None:
         """Return the first `counts[i]` draft tokens that `count` found for each row, concatenated."""
@@ -201,6 +218,8 @@ class HostDrafts:
             raise ValueError(f"counts {counts.tolist()} for at most {most.tolist()} tokens")
         if len(ids) != int(counts.sum()):
             raise ValueError(f"{len(ids)} tokens for counts {counts.tolist()}")
+        if drafts.probabilities is not None and len(drafts.probabilities) != len(ids):
+            raise ValueError(f"{len(drafts.probabilities)} probabilities for {len(ids)} tokens")
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self._limits.vocab_size:
             raise ValueError(f"tokens {ids.tolist()} for a vocabulary of {self._limits.vocab_size}")
 

@@ -1,0 +1,173 @@
+"""The number of draft tokens follows acceptance and measured step times, and never costs much."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tokenspeed_core.scheduler.draft_depth import (
+    MARGIN,
+    AdaptiveDepth,
+    StepCost,
+    choose_counts,
+    size_class,
+)
+
+
+def test_size_classes_ascend_with_numbers() -> None:
+    classes = [size_class(number) for number in range(1000)]
+    assert classes == sorted(classes)
+    assert len(set(classes)) == classes[-1] + 1
+
+
+@settings(max_examples=150)
+@given(data=st.data(), num_rows=st.integers(1, 3), width=st.integers(1, 3))
+def test_chosen_counts_are_the_fastest(data: st.DataObject, num_rows: int, width: int) -> None:
+    chances = st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0])
+    cells = data.draw(st.lists(chances, min_size=num_rows * width, max_size=num_rows * width))
+    extra = data.draw(
+        st.lists(st.floats(0, 1), min_size=num_rows * width, max_size=num_rows * width)
+    )
+    probabilities = np.asarray(cells, np.float32).reshape(num_rows, width)
+    seconds = np.cumsum([1.0, *extra]).astype(np.float32)
+    counts, gain = choose_counts(probabilities, seconds)
+
+    all_right = np.cumprod(probabilities, axis=1)
+
+    def rate(counts: tuple[int, ...]) -> float:
+        tokens = num_rows + sum(all_right[row, :n].sum() for row, n in enumerate(counts))
+        return float(tokens / seconds[sum(counts)])
+
+    best = max(rate(each) for each in product(range(width + 1), repeat=num_rows))
+    plain = rate((0,) * num_rows)
+    chosen = rate(tuple(counts.tolist()))
+    assert chosen == pytest.approx(best if best > MARGIN * plain else plain, rel=0.02)
+    assert (num_rows + gain) / seconds[counts.sum()] == pytest.approx(chosen, rel=1e-3)
+
+
+def test_an_unmeasured_number_counts_as_the_next_smaller_one() -> None:
+    cost = StepCost()
+    cost.observe(1, 0, 1.0)
+    cost.observe(1, 4, 3.0)
+    assert cost.with_drafts(1, 8).tolist() == [1.0, 1.0, 1.0, 1.0, 3.0, 3.0, 3.0, 3.0, 3.0]
+
+
+class Simulation:
+    """Decodes rows whose draft tokens are right with a given probability, at a given cost of a step."""
+
+    def __init__(
+        self,
+        num_rows: int,
+        acceptance: float,
+        base: float,
+        per_token: float,
+        *,
+        seed: int,
+        claimed: float | None,
+        overhead: float = 0.0,
+        noise: float = 0.0,
+        max_drafts: int = 8,
+    ) -> None:
+        self.depth = AdaptiveDepth(num_rows, max_drafts)
+        self.random = np.random.default_rng(seed)
+        self.slots = np.arange(num_rows, dtype=np.int32)
+        self.acceptance, self.claimed, self.max_drafts = acceptance, claimed, max_drafts
+        self.base, self.per_token = base, per_token
+        self.overhead, self.noise = overhead, noise
+        self.tokens, self.seconds, self.num_drafts = 0, 0.0, 0
+
+    def step(self) -> None:
+        rows, depth = len(self.slots), self.depth
+        counts = depth.max_drafts(self.slots)
+        is_drafting = bool(counts.any())
+        if is_drafting:
+            claims = None
+            if self.claimed is not None:
+                claims = np.full(int(counts.sum()), self.claimed, np.float32)
+            counts = depth.choose(self.slots, counts, claims, rows, 10**6)
+        right = self.random.random((rows, self.max_drafts)) < self.acceptance
+        accepted = np.minimum(counts, np.argmin(np.c_[right, np.zeros(rows, bool)], axis=1))
+        num_tokens = rows + int(counts.sum())
+        exact = self.base + self.per_token * num_tokens + self.overhead * is_drafting
+        seconds = exact * (1 + self.noise * self.random.standard_normal())
+        depth.observe(self.slots, counts, accepted.astype(np.int32))
+        depth.finish_step(rows, num_tokens, 0, max(0.1 * exact, seconds))
+        self.tokens += rows + int(accepted.sum())
+        self.seconds += exact
+        self.num_drafts += int(counts.sum())
+
+    def speedup(self, num_steps: int) -> float:
+        """Return the rate of tokens relative to steps without drafts."""
+        for _ in range(num_steps):
+            self.step()
+        rows = len(self.slots)
+        return self.tokens / self.seconds * (self.base + self.per_token * rows) / rows
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    num_rows=st.sampled_from([1, 3, 8]),
+    acceptance=st.sampled_from([0.0, 0.2, 0.5, 0.8, 0.95]),
+    per_token=st.sampled_from([0.0, 0.01, 0.1, 1.0]),
+    overhead=st.sampled_from([0.0, 0.05, 0.5]),
+    noise=st.sampled_from([0.0, 0.05]),
+    claimed=st.sampled_from([None, 0.3, 0.9]),
+    seed=st.integers(0, 1000),
+)
+def test_speculation_is_hardly_ever_slower(
+    num_rows: int,
+    acceptance: float,
+    per_token: float,
+    overhead: float,
+    noise: float,
+    claimed: float | None,
+    seed: int,
+) -> None:
+    simulation = Simulation(
+        num_rows,
+        acceptance,
+        1.0,
+        per_token,
+        seed=seed,
+        claimed=claimed,
+        overhead=overhead,
+        noise=noise,
+    )
+    assert simulation.speedup(500) >= 0.97
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "acceptance", "per_token", "expected"),
+    [(1, 0.95, 0.01, 5.0), (1, 0.7, 0.05, 2.0), (8, 0.9, 0.02, 2.2)],
+)
+def test_cheap_drafts_are_used(
+    num_rows: int, acceptance: float, per_token: float, expected: float
+) -> None:
+    simulation = Simulation(num_rows, acceptance, 1.0, per_token, seed=0, claimed=None)
+    assert simulation.speedup(1000) >= expected
+
+
+def test_rows_that_reject_get_fewer_drafts_than_rows_that_accept() -> None:
+    depth, slots = AdaptiveDepth(2, 8), np.arange(2, dtype=np.int32)
+    for _ in range(4):
+        depth.finish_step(2, 2, 0, 1.0)
+    for _ in range(10):
+        counts = depth.choose(slots, depth.max_drafts(slots), None, 2, 100)
+        depth.observe(slots, counts, np.asarray([counts[0], 0], np.int32))
+        depth.finish_step(2, 2 + int(counts.sum()), 0, 1.0 + 0.1 * int(counts.sum()))
+    counts = depth.choose(slots, np.full(2, 8, np.int32), None, 2, 100)
+    assert counts[0] > counts[1]
+
+
+def test_a_new_sequence_starts_without_the_history_of_its_slot() -> None:
+    depth, slots = AdaptiveDepth(1, 4), np.zeros(1, np.int32)
+    depth.finish_step(1, 1, 0, 1.0)
+    fresh = depth.choose(slots, np.full(1, 4, np.int32), None, 1, 100)
+    for _ in range(50):
+        depth.observe(slots, np.full(1, 4, np.int32), np.zeros(1, np.int32))
+    depth.begin(0)
+    assert depth.choose(slots, np.full(1, 4, np.int32), None, 1, 100) == fresh
