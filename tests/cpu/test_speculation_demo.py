@@ -71,8 +71,8 @@ def test_drafter_changes_no_answer(
 
 
 def test_wrong_drafters_are_refused() -> None:
-    with pytest.raises(PluginError, match=r"sufix.*suffix"):
-        make(speculative_algorithm="sufix")
+    with pytest.raises(PluginError, match=r"suffixx.*suffix"):
+        make(speculative_algorithm="suffixx")
     with pytest.raises(ConfigError, match=r"prompt_lookup_maxx.*prompt_lookup_max"):
         make(speculative_config={"method": "ngram", "prompt_lookup_maxx": 3})
     with pytest.raises(ConfigError, match="method is missing"):
