@@ -1,11 +1,12 @@
 """Decoding speed of the demo model with drafters, beside the same without, on tasks of its score set.
 
 Each task runs with every number of users in turn, without and with each drafter in alternation, `--repeats` times with
-other items each time, so that no drafter has seen the answers; `speedup` is the ratio of the seconds. The answers must
-be equal. `accepted` is the share of draft tokens that
-the model accepted. Example:
+other items each time, so that no drafter has seen the answers. The engines take turns in being the first. `speedup` is
+the ratio of the seconds, and `cpu_speedup` that of the process's CPU seconds, which depend less on other load. The
+drafter `none` in `--drafters` is a control: its ratios show the error. The answers must be equal. `accepted` is the
+share of draft tokens that the model accepted. Example:
 
-    python benchmarks/speculation.py --users 1,8 --items 24
+    OMP_NUM_THREADS=1 python benchmarks/speculation.py --drafters none,ngram,suffix --users 1,8 --items 24
 """
 
 from __future__ import annotations
@@ -49,15 +50,17 @@ class Engine:
         self.drafter = drafter
         self.llm = LLM(dtype=dtype, max_num_seqs=num_users, max_total_tokens=65536, **settings)
         self.seconds: list[float] = []
+        self.cpu_seconds: list[float] = []
 
     def run(self, prompts: list[dict[str, Any]]) -> list[list[int]]:
         """Answer all prompts with an empty prefix cache, and note the seconds."""
         self.llm.reset_prefix_cache()
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()
         outputs = self.llm.generate(
             prompts, SamplingParams(temperature=0, max_tokens=256), use_tqdm=False
         )
         self.seconds.append(time.perf_counter() - started)
+        self.cpu_seconds.append(time.process_time() - cpu_started)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     def drafts(self) -> tuple[int, tuple[int, ...]]:
@@ -88,13 +91,17 @@ def main() -> None:
             before = [engine.drafts() for engine in engines]
             for engine in engines:
                 engine.seconds.clear()
+                engine.cpu_seconds.clear()
             num_tokens = 0
             for repeat in range(arguments.repeats):
                 prompts = prompts_of(task, arguments.items, repeat)
-                expected, *others = (engine.run(prompts) for engine in engines)
+                first = repeat % len(engines)
+                expected, *others = (
+                    engine.run(prompts) for engine in engines[first:] + engines[:first]
+                )
                 assert all(other == expected for other in others), "the answers differ"
                 num_tokens += sum(map(len, expected))
-            plain = sum(engines[0].seconds)
+            plain, cpu_plain = sum(engines[0].seconds), sum(engines[0].cpu_seconds)
             for engine, (num_before, accepted_before) in zip(engines, before, strict=True):
                 seconds = sum(engine.seconds)
                 num_drafts, accepted = engine.drafts()
@@ -106,6 +113,7 @@ def main() -> None:
                     "drafter": engine.drafter,
                     "tokens_per_s": round(num_tokens / seconds, 1),
                     "speedup": round(plain / seconds, 2),
+                    "cpu_speedup": round(cpu_plain / sum(engine.cpu_seconds), 2),
                     "accepted": round(num_accepted / num_proposed, 2) if num_proposed else None,
                 }
                 print(json.dumps(row), flush=True)
