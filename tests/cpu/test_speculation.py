@@ -254,3 +254,22 @@ def test_blocks_are_free_after_requests_with_aborts(
     assert not drafter.tokens
     assert engine.scheduler.drafts is not None
     assert not engine.scheduler.drafts._is_off  # type: ignore[attr-defined]
+
+
+def test_drafter_separates_keys_and_cache_salts(runner: LocalRunner) -> None:
+    seen: set[str] = set()
+
+    class Observer(Guesser):
+        def begin(self, slot: int, token_ids: I32, num_prompt_tokens: int, tenant: str) -> None:
+            super().begin(slot, token_ids, num_prompt_tokens, tenant)
+            seen.add(tenant)
+
+    names = [("", ""), ("", "a"), ("a", ""), ("b", "a"), ("ba", "")]
+    finish(
+        make_engine(runner, Observer(VOCAB), max_drafts=2),
+        [
+            request(i, [1, 2, 3], max_tokens=4, tenant=tenant, cache_salt=salt)
+            for i, (tenant, salt) in enumerate(names)
+        ],
+    )
+    assert len(seen) == len(names)

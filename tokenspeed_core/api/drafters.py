@@ -53,7 +53,8 @@ class Drafter(Protocol):
     def begin(self, slot: int, token_ids: I32, num_prompt_tokens: int, tenant: str) -> None:
         """Start a sequence, whose first `num_prompt_tokens` tokens are its prompt.
 
-        What is learned from one tenant's sequences must not change the proposals for another's.
+        `tenant` identifies the API key and the request's cache salt. What is learned from one tenant's sequences must
+        not change the proposals for another's.
         """
 
     def extend(self, slots: I32, counts: I32, token_ids: I32) -> None:

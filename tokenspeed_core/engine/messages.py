@@ -68,6 +68,11 @@ class Submit(Message, frozen=True, tag="submit"):
     # JSON: parameters of logits processors by their names; "": none.
     processors: str = ""
 
+    @property
+    def cache_namespace(self) -> str:
+        """The tenant and its salt. Nothing learned from a request may change one in another namespace."""
+        return f"{self.tenant}\0{self.cache_salt}" if self.tenant else self.cache_salt
+
 
 class Abort(Message, frozen=True, tag="abort"):
     """Stop these sequences. The engine ignores unknown ids: a sequence may have just finished."""

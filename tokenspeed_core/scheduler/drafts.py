@@ -196,7 +196,8 @@ class HostDrafts:
         for slot in slots[self._sequence_id[slots] == VACANT].tolist():
             sequence, known = self._sequences.at(slot).sequence, columns.known(slot)
             self._depth.begin(slot)
-            self._drafter.begin(slot, known.copy(), sequence.num_prompt, sequence.request.tenant)
+            tenant = sequence.request.cache_namespace
+            self._drafter.begin(slot, known.copy(), sequence.num_prompt, tenant)
             self._sequence_id[slot] = sequence.sequence_id
             self._num_seen[slot] = len(known)
         counts = columns.num_known[slots] - self._num_seen[slots]

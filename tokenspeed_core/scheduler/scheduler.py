@@ -98,8 +98,7 @@ class Scheduler:
         rejected = self.why_rejected(request)
         if rejected is not None:
             return rejected
-        salt = request.cache_salt
-        chain = self.kv.chain(f"{request.tenant}\0{salt}" if request.tenant else salt, 0)
+        chain = self.kv.chain(request.cache_namespace, 0)
         if request.n > 1:
             chain.extend(
                 request.prompt
