@@ -92,7 +92,7 @@ def test_server_processes_get_the_downloaded_directory(
     downloaded = resolve_checkpoint(Config(), discover(Config()))
     engines: list[Program] = []
     monkeypatch.setattr(server, "resolve_checkpoint", lambda config, catalog: downloaded)
-    monkeypatch.setattr(server, "Supervisor", lambda engine, workers: engines.append(engine))
+    monkeypatch.setattr(server, "Supervisor", lambda programs, *rest: engines.extend(programs))
     monkeypatch.setattr(server, "serve", lambda worker, supervisor: 0)
     hub = {"model": "maker/tiny", "revision": "v2", "download_dir": str(tmp_path)}
     assert run(Config(device="cpu", port=0, **hub)) == 0
