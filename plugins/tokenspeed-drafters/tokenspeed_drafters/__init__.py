@@ -1,6 +1,6 @@
 """Drafters for speculative decoding that need no draft model."""
 
-from tokenspeed_core.api.drafters import DrafterSpec
+from tokenspeed_core.api import DrafterSpec
 
 NGRAM = DrafterSpec(
     load="tokenspeed_drafters.ngram:NgramDrafter", check="tokenspeed_drafters.ngram:check"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tokenspeed_core.api.step import I32
+from tokenspeed_drafters.arrays import I32
 
 ORDERS = (8, 4, 2, 1)  # lengths of the hashed contexts, in tokens
 MAX_CONTEXT = 32  # longest match that is told from longer ones

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from tokenspeed_core.api.drafters import DrafterContext, Drafts
-from tokenspeed_core.api.step import I32
+from tokenspeed_core.api import DrafterContext, Drafts
+from tokenspeed_drafters.arrays import I32
 from tokenspeed_drafters.options import take_integers
 
 MAX_NGRAM = 64  # tokens

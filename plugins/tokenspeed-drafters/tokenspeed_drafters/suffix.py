@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tokenspeed_core.api.drafters import DrafterContext, Drafts
-from tokenspeed_core.api.step import I32
+from tokenspeed_core.api import DrafterContext, Drafts
+from tokenspeed_drafters.arrays import I32
 from tokenspeed_drafters.calibration import Calibration, Source, cell_of
 from tokenspeed_drafters.match_index import (
     BYTES_PER_TOKEN,

@@ -21,6 +21,7 @@ PUBLIC_MODULES = (
     f"{CORE}.commands.planning",
     f"{CORE}.commands.serving",
     f"{CORE}.commands.settings",
+    f"{CORE}.commands.workers",
 )
 """The modules that plugins may import; of each, the names in its `__all__`."""
 
