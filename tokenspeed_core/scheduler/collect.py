@@ -202,7 +202,7 @@ def _select(logprobs: StepLogprobs, counts: I32, tokens: NewTokens) -> StepLogpr
     index_of_row = np.full(int(last_row) + 1, -1, np.int32)
     index_of_row[tokens.plan_rows] = np.arange(len(tokens.plan_rows), dtype=np.int32)
     index = index_of_row[logprobs.rows]
-    num_kept = np.where(index < 0, 0, tokens.num_tokens[index])
+    num_kept = np.append(tokens.num_tokens, np.int32(0))[index]  # -1: no sequence, no tokens
     num_entries = counts[logprobs.rows]
     keep = _offsets(num_entries, len(logprobs.chosen)) < np.repeat(num_kept, num_entries)
     shape = (len(keep), logprobs.width)
