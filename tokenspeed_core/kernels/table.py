@@ -38,7 +38,9 @@ def kernel_table(plan: KernelPlan) -> str:
     if len(reasons) > room:
         op = reasons[room][1][0]
         lines.append(f"  and {len(reasons) - room} more. For one op: tokenspeed plugins why {op}")
-    return "\n".join([*lines, *describe_collectives(plan.collectives)])
+    if plan.collectives:
+        lines += describe_collectives(plan.collectives)
+    return "\n".join(lines)
 
 
 def describe_collectives(collectives: Iterable[PlannedCollective]) -> Iterator[str]:
