@@ -18,7 +18,7 @@ RUN pip install torch==2.13.0 \
     ./plugins/tokenspeed-server ./plugins/tokenspeed-parsers ./plugins/tokenspeed-demo \
     ./plugins/tokenspeed-chat ./plugins/tokenspeed-bench ./plugins/tokenspeed-testing \
     ./plugins/tokenspeed-plugin-tools ./plugins/tokenspeed-models-* ./plugins/tokenspeed-quantization \
-    ./plugins/tokenspeed-grammars-llguidance ./plugins/tokenspeed-otel
+    ./plugins/tokenspeed-grammars-llguidance ./plugins/tokenspeed-drafters ./plugins/tokenspeed-otel
 # Downloads of models go to a folder that a volume may replace.
 RUN useradd --create-home --uid 1000 tokenspeed \
  && install --directory --owner tokenspeed /cache

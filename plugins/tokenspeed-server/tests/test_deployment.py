@@ -49,7 +49,7 @@ def panels() -> Iterator[dict[str, Any]]:
 def families() -> dict[str, set[str]]:
     """Return the samples of each metric that the server has."""
     observability = Observability.with_metrics(MetricsMemory(1), 0, "demo", has_prometheus=True)
-    observability.note_heartbeat(Heartbeat(1, 0, 0, False, make_stats()))
+    observability.note_heartbeat(0, Heartbeat(1, 0, 0, False, make_stats()))
     assert observability.prometheus is not None
     page, _ = observability.prometheus.page()
     return {
