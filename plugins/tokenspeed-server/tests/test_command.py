@@ -136,6 +136,7 @@ def test_every_setting_has_a_flag(served: list[Config]) -> None:
         "kernel_backend": "greedy=a",
         "backend_option": "a.b=c",
         "dist_init_addr": "a:1",
+        "speculative_config": '{"method": "a"}',
     }
     needs = {
         "quantization_param_path": ["--kv-cache-dtype", "fp8_e4m3"],
@@ -144,6 +145,7 @@ def test_every_setting_has_a_flag(served: list[Config]) -> None:
         "node_rank": ["--nnodes", "4", "--world-size", "4", "--dist-init-addr", "a:1"],
         "dist_init_addr": ["--nnodes", "2", "--world-size", "2"],
         "distributed_executor_backend": ["--world-size", "2"],
+        "speculative_num_draft_tokens": ["--speculative-algorithm", "a"],
     }
     for name, field in Config.model_fields.items():
         if field.annotation is bool:
