@@ -81,7 +81,7 @@ def test_dry_run_loads_no_weights(tmp_path: Path) -> None:
         "num_pages",
         "group_full_bytes_per_token: ",
         "attention",
-        "collectives",
+        "processes: one process",
     ):
         assert part in done.stdout
     assert " torch\n" in done.stderr
