@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from tokenspeed_testing.drafts import FixedDepth
 from tokenspeed_testing.fake_model import FakeModel, FakeRunner
 
 from tokenspeed_core.api.cache_groups import CacheGroupSpec, FullAttention, SlidingWindow
@@ -18,7 +19,7 @@ from tokenspeed_core.engine.messages import Outputs, Submit
 from tokenspeed_core.engine.wire import Codec, pack
 from tokenspeed_core.kv_cache.manager import KVManager
 from tokenspeed_core.kv_cache.pool import PageCounts, PagePool
-from tokenspeed_core.scheduler.drafts import FixedDepth, HostDrafts
+from tokenspeed_core.scheduler.drafts import HostDrafts
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.scheduler.policy import POLICIES
 from tokenspeed_core.scheduler.scheduler import Scheduler

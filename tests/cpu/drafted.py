@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from tokenspeed_testing.drafts import FixedDepth
 
 from tokenspeed_core.api.drafters import Drafts
 from tokenspeed_core.api.step import I32
 from tokenspeed_core.engine.engine import Engine
 from tokenspeed_core.engine.messages import Submit, TokenLogprobs
 from tokenspeed_core.kv_cache.manager import KVManager
-from tokenspeed_core.scheduler.drafts import DraftDepth, FixedDepth, HostDrafts
+from tokenspeed_core.scheduler.drafts import DraftDepth, HostDrafts
 from tokenspeed_core.scheduler.policy import POLICIES
 from tokenspeed_core.scheduler.scheduler import Scheduler
 from tokenspeed_core.worker.local import LocalRunner

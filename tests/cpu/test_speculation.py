@@ -10,12 +10,12 @@ import pytest
 from drafted import Guesser, Reply, finish, make_engine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenspeed_testing.drafts import FixedDepth
 from tokenspeed_testing.requests import request
 
 from tokenspeed_core.api.drafters import Drafts
 from tokenspeed_core.api.step import I32
 from tokenspeed_core.engine.messages import Submit
-from tokenspeed_core.scheduler.drafts import FixedDepth
 from tokenspeed_core.worker.local import LocalRunner
 
 VOCAB = 97

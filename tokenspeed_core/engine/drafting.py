@@ -12,7 +12,7 @@ from tokenspeed_core.errors import ConfigError
 from tokenspeed_core.plugins.catalog import Catalog, make
 from tokenspeed_core.plugins.entry import Entry
 from tokenspeed_core.scheduler.draft_depth import AdaptiveDepth
-from tokenspeed_core.scheduler.drafts import DraftDepth, HostDrafts
+from tokenspeed_core.scheduler.drafts import HostDrafts
 from tokenspeed_core.scheduler.scheduler import Scheduler
 
 
@@ -43,13 +43,8 @@ def find_drafter(wanted: Speculation | None, catalog: Catalog) -> DrafterChoice 
     return DrafterChoice(entry, spec, wanted.max_drafts, wanted.options)
 
 
-def use_drafter(
-    scheduler: Scheduler, choice: DrafterChoice, depth: DraftDepth | None = None
-) -> None:
-    """Make a drafter, and give the scheduler's rows its draft tokens. Raises PluginError.
-
-    Without a `depth`, the number of draft tokens follows measurements.
-    """
+def use_drafter(scheduler: Scheduler, choice: DrafterChoice) -> None:
+    """Make a drafter, and give the scheduler's rows its draft tokens. Raises PluginError."""
     limits = scheduler.limits
     context = DrafterContext(
         limits.vocab_size,
@@ -64,7 +59,7 @@ def use_drafter(
         HostDrafts(
             drafter,
             str(choice.entry),
-            depth or AdaptiveDepth(limits.max_num_seqs, choice.max_drafts),
+            AdaptiveDepth(limits.max_num_seqs, choice.max_drafts),
             limits,
             scheduler.columns,
             scheduler.sequences,

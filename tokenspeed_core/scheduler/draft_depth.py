@@ -141,7 +141,6 @@ class AdaptiveDepth:
         """Start without measurements."""
         self.cost = StepCost()
         self.account = Account()
-        self.saved_seconds = 0.0  # by steps with drafts, net of what they cost
         self._max_drafts = max_drafts
         # Draft tokens that were accepted and that were expected to be, the newest with most weight.
         self._accepted = np.zeros(max_num_seqs, np.float32)
@@ -231,5 +230,4 @@ class AdaptiveDepth:
             return
         self._since_plain += 1
         saved = plain * (1 + num_accepted / num_rows) - min(seconds, _MAX_OUTLIER * plain)
-        self.saved_seconds += saved
         self.account.record(saved / plain)
