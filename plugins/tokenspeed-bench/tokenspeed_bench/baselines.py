@@ -119,10 +119,15 @@ ROWS: tuple[Row, ...] = (
     _http(256, 2048, 256, "out_per_s", 18301, 42000, 52000, 79000),
     _http(256, 2048, 256, "itl_p99_ms", 32.7, 15),
     Row("http", "serve", "qwen3-0.6b", START, "s", 186, 30, 15),
-    _offline("moe", "qwen3-30b-a3b", "latency", "ms_per_output", 4.16, floor=1.35),
-    _offline("moe", "qwen3-30b-a3b", "throughput", "out_per_s", 8411),
-    _offline("moe", "qwen3-30b-a3b", "prefill", "prompt_per_s", 63723),
-    _offline("moe", "qwen3-30b-a3b", "agentic", "s", 12.57),
+    _offline("moe", "qwen3-30b-a3b", "latency", "ms_per_output", 4.16, 2.6, 2.0, 1.35),
+    _offline("moe", "qwen3-30b-a3b", "throughput", "out_per_s", 8411, 9800, 11000, 12200),
+    _offline("moe", "qwen3-30b-a3b", "prefill", "prompt_per_s", 63723, 72000, 85000),
+    _offline("moe", "qwen3-30b-a3b", "agentic", "s", 12.57, 5.4, 4.8),
+    _offline("mla", "deepseek-v2-lite", "latency", "ms_per_output", 3.41, 2.2, 1.6, 1.09),
+    _offline("mla", "deepseek-v2-lite", "throughput", "out_per_s", 19367, 22000, 26000),
+    _offline("mla", "deepseek-v2-lite", "prefill", "prompt_per_s", 88685, 98000, 120000),
+    _offline("mla", "deepseek-v2-lite", "agentic", "s", 5.16, 3.9, 3.2),
+    _offline("mla", "deepseek-v2-lite", "start", "s", 147, 30, 15),
 )
 GROUPS = tuple(dict.fromkeys(row.group for row in ROWS))
 HTTP_LOADS = {

@@ -33,6 +33,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     ),
     "http": ("serve", "--shape", "qwen3-0.6b"),
     "moe": ("all", "--shape", "qwen3-30b-a3b"),
+    "mla": ("all", "--shape", "deepseek-v2-lite"),
 }
 CACHES = (
     "TRITON_CACHE_DIR",
