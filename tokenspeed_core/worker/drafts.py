@@ -83,13 +83,19 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftRows:
-    """Sampled tokens with their columns on the device: `num_drafts`, `first` and `slots` int64 [S], `offsets` int64 [R]."""
+    """Sampled tokens with their columns on the device.
+
+    `num_drafts`, `first` and `slots` int64 [S]; `offsets` int64 [R]; `ends` [S] are the slots' lengths after the step if
+    all draft tokens are accepted. No row has more than `max_drafts` of them.
+    """
 
     host: SampledTokens
     num_drafts: torch.Tensor
     first: torch.Tensor
     slots: torch.Tensor
     offsets: torch.Tensor
+    ends: torch.Tensor
+    max_drafts: int
 
     def verify(
         self, token_ids: torch.Tensor, tokens: torch.Tensor, ids: torch.Tensor, state: SlotState
@@ -97,20 +103,20 @@ class DraftRows:
         """Accept draft tokens up to the first that differs from the token chosen there, ids int32 [R].
 
         `token_ids` int64 [T] are the step's query tokens, `tokens` int64 [R] those that the R rows of logits follow.
-        Sets the slots' last tokens and lengths. Returns the number of new tokens of each row, int32 [S].
+        Sets the slots' last tokens and lengths, so it may be called again for other `ids`. Returns the number of new
+        tokens of each row, int32 [S].
         """
-        most = int(self.host.num_drafts.max())
         # No draft token follows the last token of a row; `place` leaves it out below.
         following = token_ids[(tokens + 1).clamp_(max=len(token_ids) - 1)]
-        place = torch.arange(most, device=ids.device)
+        place = torch.arange(self.max_drafts, device=ids.device)
         at = (self.first.unsqueeze(1) + place).clamp_(max=len(ids) - 1)
         is_equal = (ids == following)[at] & (place < self.num_drafts.unsqueeze(1))
         num_accepted = is_equal.to(torch.int32).cumprod(dim=1).sum(dim=1)
         # A token of -1 ends its sequence with an error.
         newest = ids[self.first + num_accepted].clamp_(min=0)
         state.last_token.index_copy_(0, self.slots, newest)
-        num_rejected = (self.num_drafts - num_accepted).to(torch.int32)
-        state.seq_len.index_add_(0, self.slots, num_rejected, alpha=-1)
+        num_rejected = self.num_drafts - num_accepted
+        state.seq_len.index_copy_(0, self.slots, (self.ends - num_rejected).to(torch.int32))
         return (num_accepted + 1).to(torch.int32)
 
     def is_new(self, num_new: torch.Tensor) -> torch.Tensor:

@@ -95,6 +95,7 @@ class LocalRunner:
             limits.max_num_seqs + 1,
             max_num_blocks(limits.max_model_len, self.block_size),
             len(self._groups),
+            limits.max_drafts,
         )
         self._state = SlotState(layout, self._device)
         split = tuple(group.is_split for group in self._groups)

@@ -183,7 +183,10 @@ class EagerInputs:
             rows,
             first,
             last,
-            *columns,
+            num_drafts,
+            first_sampled,
+            device_slots,
+            offsets,
             row_slots,
         ) = self._transfer.send(
             (
@@ -227,6 +230,16 @@ class EagerInputs:
             kv_slots = slots.new_empty(len(token_slots))
             kernels.map(table[:, :width], slots, token_slots, positions, block_table, kv_slots)
             groups.append(bounds.chunks(kv_slots, block_table))
+        new_positions = positions[last] + 1
+        drafts = DraftRows(
+            sampled,
+            num_drafts,
+            first_sampled,
+            device_slots,
+            offsets,
+            new_positions[first_sampled + num_drafts],
+            int(sampled.num_drafts.max()),
+        )
         return StepInputs(
             token_ids=token_ids,
             positions=positions,
@@ -235,10 +248,10 @@ class EagerInputs:
                 np.repeat(sampled.rows, num_sampled).astype(np.int32),
                 np.repeat(sampled_slots, num_sampled),
                 row_slots,
-                positions[last] + 1,
+                new_positions,
                 token_ids,
                 last,
-                DraftRows(sampled, *columns),
+                drafts,
             ),
             logit_index=last,
         )

@@ -30,12 +30,14 @@ _COLUMNS = ("last_token", "seq_len", "top_k", *_FLOATS)
 class SlotLayout:
     """The place of each column in the state, in words.
 
-    `num_slots` includes the padding slot, which is the last. A block table has `num_blocks` entries per slot.
+    `num_slots` includes the padding slot, which is the last. A block table has `num_blocks` entries per slot. At most
+    `max_drafts` draft tokens of a slot are verified in a step.
     """
 
     num_slots: int
     num_blocks: int
     num_groups: int
+    max_drafts: int = 0
 
     @property
     def padding_slot(self) -> int:
@@ -56,6 +58,11 @@ class SlotLayout:
         return (2 + len(_COLUMNS) + group * self.num_blocks) * self.num_slots
 
     @property
+    def drafts(self) -> int:
+        """Return the first word of the draft tokens, `max_drafts` of each slot."""
+        return self.table(self.num_groups)
+
+    @property
     def heads(self) -> tuple[int, int]:
         """The first word of the last tokens, and the number of slots; the lengths follow."""
         return self.column("last_token"), self.num_slots
@@ -63,7 +70,7 @@ class SlotLayout:
     @property
     def num_words(self) -> int:
         """All words of the state."""
-        return self.table(self.num_groups)
+        return self.drafts + self.max_drafts * self.num_slots
 
     def writes(self, plan: StepPlan) -> tuple[I64, I32]:
         """Return the words that a plan changes and their new values, in the plan's order.
@@ -128,6 +135,7 @@ class SlotState:
             )
             for g in range(layout.num_groups)
         )
+        self.drafts = self.words[layout.drafts :].view(layout.num_slots, layout.max_drafts)
 
     def reset(self, padding_blocks: Sequence[int]) -> None:
         """Reset all slots: greedy, empty, and all blocks of each group its padding block."""
