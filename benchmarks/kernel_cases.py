@@ -55,20 +55,21 @@ def attention_step(
     *,
     max_model_len: int = 0,
     num_shared: int = 0,
+    block_size: int = BLOCK_SIZE,
 ) -> tuple[AttentionStep, int]:
     """Return a step with scattered blocks, and the number of blocks in its pool.
 
     With a `max_model_len` the step is like a captured one: no host-side lengths, and a block table for that many
     tokens. All rows share their first `num_shared` keys.
     """
-    counts = [-(-length // BLOCK_SIZE) for length in seq_lens]
+    counts = [-(-length // block_size) for length in seq_lens]
     table = torch.zeros(
-        (len(seq_lens), max(*counts, -(-max_model_len // BLOCK_SIZE))), dtype=torch.int32
+        (len(seq_lens), max(*counts, -(-max_model_len // block_size))), dtype=torch.int32
     )
     order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).to(torch.int32)
     for row, blocks in enumerate(order.split(counts)):
         table[row, : len(blocks)] = blocks
-    table[:, : num_shared // BLOCK_SIZE] = table[0, : num_shared // BLOCK_SIZE]
+    table[:, : num_shared // block_size] = table[0, : num_shared // block_size]
     starts = (0, *accumulate(num_queries))
     step = AttentionStep(
         num_rows=len(seq_lens),
