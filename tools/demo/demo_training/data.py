@@ -6,7 +6,7 @@ A batch depends on the seed and its index alone, never on how many processes mak
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -92,7 +92,7 @@ class BatchMaker:
         return pack((encoder.encode(stream.next()) for _ in count()), self.shape)
 
 
-def batches(maker: BatchMaker, num_batches: int, num_processes: int) -> Iterator[Batch]:
+def batches(maker: Callable[[int], Batch], num_batches: int, num_processes: int) -> Iterator[Batch]:
     """Yield batches 0, 1, … in order. `num_processes` processes prepare them in advance (0: this process)."""
     if num_processes == 0:
         yield from map(maker, range(num_batches))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -132,12 +133,27 @@ class Qwen3(nn.Module):
         self, tokens: Tensor, positions: Tensor, mask: BlockMask | Tensor
     ) -> tuple[Tensor, ...]:
         """Logits [S, T, vocab] of the next token, for tokens and positions [S, T]."""
-        angles = positions[:, None, :, None].float() * torch.cat((self._inverse, self._inverse))  # type: ignore[arg-type]
-        cos, sin = angles.cos(), angles.sin()
+        *_, x = self.layer_outputs(tokens, positions, mask)
+        return (self.logits(x),)
+
+    def layer_outputs(
+        self, tokens: Tensor, positions: Tensor, mask: BlockMask | Tensor
+    ) -> Iterator[Tensor]:
+        """The residual stream [S, T, hidden] after each layer."""
+        cos, sin = self.rotary(positions)
         x = self.model.embed_tokens(tokens)
         for layer in self.model.layers:
             x = layer(x, cos, sin, mask)
-        return (F.linear(self.model.norm(x), self.model.embed_tokens.weight),)
+            yield x
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Logits [S, T, vocab] for the last layer's output [S, T, hidden]."""
+        return F.linear(self.model.norm(x), self.model.embed_tokens.weight)
+
+    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [S, 1, T, head_dim] of positions [S, T]."""
+        angles = positions[:, None, :, None].float() * torch.cat((self._inverse, self._inverse))  # type: ignore[arg-type]
+        return angles.cos(), angles.sin()
 
     def after_step(self) -> None:
         """Do nothing."""

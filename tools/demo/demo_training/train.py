@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from tokenspeed_demo.items import REQUIRED, held_out_set
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from .data import Batch, Encoder, Shape, pack
@@ -103,7 +103,7 @@ def learning_rate_scale(progress: float, warmup: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * min(1.0, (progress - warmup) / (1 - warmup))))
 
 
-def make_optimizers(model: LanguageModel, config: TrainingConfig) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: nn.Module, config: TrainingConfig) -> list[torch.optim.Optimizer]:
     matrices: list[Tensor] = []
     others: list[Tensor] = []
     for name, parameter in model.named_parameters():
