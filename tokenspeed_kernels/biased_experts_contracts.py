@@ -22,7 +22,7 @@ _AXES = {
 _RESULT = (
     "weights float32 [T, k], ids int32 [T, k]) -> y [T, N]: sum over a token's experts of weight * (down @ h + "
     "down_bias), where h = (u + 1) * g * sigmoid(a * g), g and u are the even and odd rows of gate_up @ x + "
-    "gate_up_bias, g at most c, u between -c and c. Weights of experts are contiguous"
+    "gate_up_bias, g at most c, u between -c and c. An id of E means no expert. Weights of experts are contiguous"
 )
 _SWIGLU, _NARROW = {"alpha": 1.702, "limit": 7.0}, {"alpha": 1.0, "limit": 1.0}
 

@@ -279,10 +279,15 @@ def moe_logits(
 def moe_experts(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """Make x [T, N], weights of unit gain, and distinct experts for each token; some experts get no token."""
+    """Make x [T, N], weights of unit gain, and distinct experts for each token.
+
+    Some experts get no token, and some tokens have fewer experts than k, or none.
+    """
     experts, k = problem["num_experts"], problem["top_k"]
     size, inner = problem["hidden_size"], problem["intermediate_size"]
     ids = torch.rand((num, experts), generator=seed).argsort(dim=1)[:, :k].to(torch.int32)
+    ids[2::5, -1] = experts
+    ids[4::5] = experts
     return {
         "x": random_rows(num, size, problem, at, seed, strided),
         "gate_up": random((experts, 2 * inner, size), problem, at, seed) / size**0.5,

@@ -360,10 +360,11 @@ def _route_token(
 def _experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
     rows = []
     for token, row_weights, row_ids in zip(x, weights, ids.tolist(), strict=True):
-        outs = torch.stack(
-            [down[expert] @ _silu_mul(gate_up[expert] @ token) for expert in row_ids]
-        )
-        rows.append((row_weights.to(x.dtype)[:, None] * outs).sum(0))
+        outs = torch.zeros_like(token)
+        for weight, expert in zip(row_weights.to(x.dtype), row_ids, strict=True):
+            if expert < len(down):
+                outs += weight * (down[expert] @ _silu_mul(gate_up[expert] @ token))
+        rows.append(outs)
     return torch.stack(rows) if rows else torch.empty_like(x)
 
 
@@ -377,6 +378,8 @@ def _biased_experts(
     weights: Tensor,
     ids: Tensor,
 ) -> Tensor:
+    exists = ids < len(down)
+    weights, ids = weights * exists, ids * exists
     both = torch.einsum("tn,tkon->tko", x, gate_up[ids]) + gate_up_bias[ids]
     gate = both[..., ::2].clamp(max=problem["limit"])
     up = both[..., 1::2].clamp(-problem["limit"], problem["limit"])

@@ -61,6 +61,8 @@ def test_experts_multiply_the_stored_values() -> None:
         total = torch.zeros(144).double()
         routes = zip(given["ids"][token].tolist(), given["weights"][token].tolist(), strict=True)
         for expert, weight in routes:
+            if expert == 4:  # no expert
+                continue
             gate, up = (weights["gate_up"][expert] @ rounded(x)).chunk(2)
             hidden = torch.nn.functional.silu(gate) * up
             total += weight * (weights["down"][expert] @ rounded(hidden))

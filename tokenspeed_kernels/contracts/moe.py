@@ -78,7 +78,7 @@ MOE = (
         "moe_experts",
         "moe",
         "(x [T, N], gate_up [E, 2I, N], down [E, N, I], weights float32 [T, k], ids int32 [T, k]) "
-        "-> y [T, N]: sum over a token's experts of weight * down @ silu_mul(gate_up @ x)",
+        "-> y [T, N]: sum over a token's experts of weight * down @ silu_mul(gate_up @ x). An id of E means no expert",
         EXPERTS_AXES,
         f"{REFERENCE}.moe:moe_experts",
         f"{INPUTS}:moe_experts",

@@ -106,7 +106,7 @@ def _runner(problem: Problem) -> Callable[..., Tensor]:
         ids: Tensor,
     ) -> Tensor:
         y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for expert, tokens, weight in with_tokens(ids, weights):
+        for expert, tokens, weight in with_tokens(ids, weights, len(down_bias)):
             both = functional.linear(x[tokens], gate_up(expert), gate_up_bias[expert])
             gate, up = both[:, ::2].clamp(max=limit), both[:, 1::2].clamp(-limit, limit)
             hidden = (up + 1) * gate * torch.sigmoid(alpha * gate)

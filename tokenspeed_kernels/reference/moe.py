@@ -80,7 +80,7 @@ def moe_experts(problem: Problem) -> Experts:
 
     def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for expert, tokens, weight in with_tokens(ids, weights):
+        for expert, tokens, weight in with_tokens(ids, weights, len(down)):
             hidden = functional.linear(x[tokens], gate_up[expert])
             hidden = functional.linear(
                 functional.silu(hidden[:, :inner]) * hidden[:, inner:], down[expert]
@@ -91,10 +91,16 @@ def moe_experts(problem: Problem) -> Experts:
     return experts
 
 
-def with_tokens(ids: Tensor, weights: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield each expert that has tokens, with the tokens int64 [t] and their routing weights [t, 1]."""
+def with_tokens(
+    ids: Tensor, weights: Tensor, num_experts: int
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield each expert that has tokens, with the tokens int64 [t] and their routing weights [t, 1].
+
+    An id of `num_experts` means no expert.
+    """
     order, start = ids.flatten().argsort(stable=True), 0
-    for expert, count in enumerate(torch.bincount(ids.flatten()).tolist()):
+    counts = torch.bincount(ids.flatten(), minlength=num_experts + 1).tolist()
+    for expert, count in enumerate(counts[:num_experts]):
         if count:
             chosen = order[start : start + count]
             yield expert, chosen // ids.shape[1], weights.flatten()[chosen].unsqueeze(1)

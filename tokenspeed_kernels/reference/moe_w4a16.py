@@ -53,7 +53,7 @@ def moe_experts_w4a16(problem: Problem) -> ExpertsW4A16:
         ids: Tensor,
     ) -> Tensor:
         y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for expert, tokens, weight in with_tokens(ids, weights):
+        for expert, tokens, weight in with_tokens(ids, weights, len(down)):
             first = _of(expert, gate_up, gate_up_scale, gate_up_zero, gate_up_order)
             both = functional.linear(x[tokens].to(torch.float32), first)
             hidden = (functional.silu(both[:, :inner]) * both[:, inner:]).to(x.dtype)

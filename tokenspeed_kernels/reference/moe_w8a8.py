@@ -119,7 +119,7 @@ def _run(
     inner: int = problem["intermediate_size"]
     y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     codes, scale = gate_up[2](x)
-    for expert, tokens, weight in with_tokens(ids, weights):
+    for expert, tokens, weight in with_tokens(ids, weights, len(down[0])):
         both = multiply(codes[tokens], scale[tokens], gate_up[0][expert], gate_up[1][expert], None)
         hidden = (functional.silu(both[:, :inner]) * both[:, inner:]).to(x.dtype)
         narrow = multiply(*down[2](hidden), down[0][expert], down[1][expert], None)

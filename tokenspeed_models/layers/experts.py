@@ -96,7 +96,7 @@ class Experts:
         With several processes it has the terms of this one.
         """
         if not self.local.is_all:
-            weights, ids = self.local.choose(weights, ids)
+            ids = self.local.choose(ids)
         result: torch.Tensor = self._experts(x, *self._operands, weights, ids)
         return result
 
@@ -147,7 +147,7 @@ class Experts:
 
 
 class LocalExperts:
-    """The `num` experts of this process, and the choice of them among those of a token.
+    """The `num` experts of this process, and their choice among those of a token.
 
     Raises ValueError if the processes of the group "experts" cannot divide the experts.
     """
@@ -160,21 +160,23 @@ class LocalExperts:
             )
         self.num, self.is_all = num_experts // group.size, group.size == 1
         self._rank, self._num_processes = group.rank, group.size
+        first = self._rank * self.num
+        self._local_ids = torch.full(
+            (num_experts,), self.num, dtype=torch.int32, device=build.device
+        )
+        self._local_ids[first : first + self.num] = torch.arange(self.num, dtype=torch.int32)
 
     def take(self, layers: list[str]) -> list[str]:
         """Return this process's part of names in the order of the experts."""
         size = len(layers) // self._num_processes
         return layers[self._rank * size : (self._rank + 1) * size]
 
-    def choose(self, weights: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the weights and ids [T, k] counted from this process's first expert.
+    def choose(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the ids, int32 [T, k], counted from this process's first expert.
 
-        Experts of other processes become the first one of this process with a weight of zero, so that their tokens
-        read the weights of one expert at most.
+        Those of other processes' experts become `num`, which means no expert to the ops, so that they are not computed.
         """
-        local = ids - self._rank * self.num
-        is_elsewhere = (local < 0) | (local >= self.num)
-        return weights.masked_fill(is_elsewhere, 0.0), local.masked_fill_(is_elsewhere, 0)
+        return self._local_ids.index_select(0, ids.flatten()).view(ids.shape)
 
 
 def _check_blocks_are_whole(

@@ -65,6 +65,8 @@ def by_token(
         zip(given["ids"].tolist(), given["weights"].tolist(), strict=True)
     ):
         for expert, weight in zip(ids, weights, strict=True):
+            if expert == len(gate_up):  # no expert
+                continue
             gate, up = (gate_up[expert] @ x[token]).chunk(2)
             hidden = second((gate / (1 + torch.exp(-gate)) * up).unsqueeze(0))
             y[token] += weight * (down[expert] @ hidden[0])

@@ -121,7 +121,7 @@ MOE = (
         "(x [T, N], gate_up float8_e4m3fn [E, 2I, N], gate_up_scale uint8 [E, 2I, N / 32], down float8_e4m3fn "
         "[E, N, I], down_scale uint8 [E, N, I / 32], weights float32 [T, k], ids int32 [T, k]) -> y [T, N]: sum over a "
         "token's experts of weight * down @ q(silu_mul(gate_up @ q(x))), where q is quantize_mxfp8; intermediate "
-        "results are float32",
+        "results are float32. An id of E means no expert",
         _MOE_AXES,
         "tokenspeed_kernels_blackwell.moe.reference:moe_experts_mxfp8",
         "tokenspeed_kernels_blackwell.moe.inputs:moe_experts_mxfp8",

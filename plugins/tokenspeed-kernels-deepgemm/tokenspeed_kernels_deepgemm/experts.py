@@ -61,7 +61,8 @@ def moe_experts_fp8_block(problem: Problem) -> Experts:
             return x.new_empty((0, size))
         rows, owners = place(ids, num_experts)
         tokens = torch.arange(num_tokens, device=x.device).repeat_interleave(top_k)
-        tokens = torch.zeros_like(owners, dtype=torch.int64).scatter_(0, rows, tokens)
+        # Pairs without an expert have the row after the last one.
+        tokens = owners.new_zeros(len(owners) + 1, dtype=torch.int64).scatter_(0, rows, tokens)[:-1]
         codes, scale = quantize(x)
         # PyTorch cannot index 8-bit floats.
         codes = codes.view(torch.uint8).index_select(0, tokens).view(codes.dtype)
@@ -69,8 +70,7 @@ def moe_experts_fp8_block(problem: Problem) -> Experts:
         grouped((codes, scale.index_select(0, tokens)), (gate_up, gate_up_scale), both, owners)
         out = x.new_empty((len(owners), size))
         grouped(gate(both), (down, down_scale), out, owners)
-        chosen = out.index_select(0, rows).view(num_tokens, top_k, size).to(torch.float32)
-        return (chosen * weights.unsqueeze(2)).sum(dim=1).to(x.dtype)
+        return add_up(out, rows, weights)
 
     if torch.cuda.is_available():
         max_tiles = MAX_ROWS * top_k // ROWS_PER_TILE + num_experts
@@ -79,22 +79,33 @@ def moe_experts_fp8_block(problem: Problem) -> Experts:
     return experts
 
 
+def add_up(out: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
+    """Return y [T, N]: the rows, int64 [T k], of `out` [M, N] times the weights [T, k], added up; row M is zero."""
+    chosen = out.index_select(0, rows.clamp(max=len(out) - 1)).to(torch.float32)
+    chosen.masked_fill_((rows == len(out)).unsqueeze(1), 0.0)
+    chosen = chosen.view(*weights.shape, out.shape[1])
+    return (chosen * weights.unsqueeze(2)).sum(dim=1).to(out.dtype)
+
+
 def place(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Return the row of each pair, int64 [T k], and the expert of each row, int32 [M], -1 for rows without a pair."""
+    """Return the row of each pair, int64 [T k], and the expert of each row, int32 [M], -1 for rows without a pair.
+
+    The row of pairs without an expert is M.
+    """
     flat = ids.flatten().to(torch.int64)
     num_pairs = len(flat)
-    counts = torch.zeros(num_experts, dtype=torch.int64, device=ids.device)
-    counts.scatter_add_(0, flat, torch.ones_like(flat))
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
+    counts = counts.scatter_add_(0, flat, torch.ones_like(flat))
     tiles = (counts + ROWS_PER_TILE - 1) // ROWS_PER_TILE
     # Rows before each expert's first one, less the pairs before its first one.
     shift = (tiles.cumsum(0) - tiles) * ROWS_PER_TILE - (counts.cumsum(0) - counts)
     owners, order = flat.sort(stable=True)
     sorted_rows = torch.arange(num_pairs, device=ids.device) + shift.index_select(0, owners)
-    num_tiles = num_pairs // ROWS_PER_TILE + min(num_experts, num_pairs)
-    of_rows = torch.full(
-        (num_tiles * ROWS_PER_TILE,), -1, dtype=torch.int32, device=ids.device
-    ).scatter_(0, sorted_rows, owners.to(torch.int32))
-    return torch.empty_like(flat).scatter_(0, order, sorted_rows), of_rows
+    num_rows = (num_pairs // ROWS_PER_TILE + min(num_experts, num_pairs)) * ROWS_PER_TILE
+    sorted_rows.masked_fill_(owners == num_experts, num_rows)
+    of_rows = torch.full((num_rows + 1,), -1, dtype=torch.int32, device=ids.device)
+    of_rows.scatter_(0, sorted_rows, owners.to(torch.int32))
+    return torch.empty_like(flat).scatter_(0, order, sorted_rows), of_rows[:-1]
 
 
 def compile_grouped(

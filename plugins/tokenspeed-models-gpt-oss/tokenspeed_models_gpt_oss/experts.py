@@ -144,7 +144,7 @@ class GptOssExperts:
         x, residual = norm.add(x, residual)
         weights, ids = self.router(x)
         if not self._local.is_all:
-            weights, ids = self._local.choose(weights, ids)
+            ids = self._local.choose(ids)
         return self._experts(x, *self._operands, weights, ids), residual
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:

@@ -150,7 +150,7 @@ def _launcher(problem: Problem) -> Callable[..., Tensor]:
             BLOCK_N=tiling.down_columns,
             **tile,
         )
-        return add_up(scaled, top_k)
+        return add_up(scaled, ids, num_experts)
 
     return launch
 

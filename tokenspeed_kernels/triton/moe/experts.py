@@ -150,7 +150,7 @@ def moe_experts(problem: Problem) -> Experts:
             BLOCK_N=tiling.down_columns,
             **tile,
         )
-        return add_up(scaled, top_k)
+        return add_up(scaled, ids, num_experts)
 
     blank = partial(precompile.blank, problem["dtype"])
     weights = blank(num_experts, 2 * inner, size), blank(num_experts, size, inner)
@@ -177,19 +177,25 @@ def blank_routings(
         )
 
 
-def add_up(scaled: Tensor, top_k: int) -> Tensor:
-    """Return y [T, N], the sum over each token's pairs in `scaled` [T * k, N], always in the same order."""
-    num_tokens, size = scaled.shape[0] // top_k, scaled.shape[1]
+def add_up(scaled: Tensor, ids: Tensor, num_experts: int) -> Tensor:
+    """Return y [T, N], the sum over each token's pairs in `scaled` [T * k, N], always in the same order.
+
+    Rows of pairs without an expert are not read.
+    """
+    (num_tokens, top_k), size = ids.shape, scaled.shape[1]
     y = torch.empty((num_tokens, size), dtype=scaled.dtype, device=scaled.device)
     block = min(1024, triton.next_power_of_2(size))
     kernel.add_pairs[(num_tokens, triton.cdiv(size, block))](
-        scaled, y, TOP_K=top_k, N=size, BLOCK=block
+        scaled, ids, y, E=num_experts, TOP_K=top_k, N=size, BLOCK=block
     )
     return y
 
 
 def sort_by_expert(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Return pairs (indices into flattened ids) sorted by expert, int32 [T * k], and pairs per expert, int32 [E]."""
+    """Return pairs (indices into flattened ids) sorted by expert, int32 [T * k], and pairs per expert, int32 [E].
+
+    Pairs without an expert have an id of E. They are not counted, and their places at the end have any content.
+    """
     num_pairs = ids.numel()
     pairs = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
     block_e = triton.next_power_of_2(num_experts)
@@ -202,7 +208,7 @@ def sort_by_expert(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
         return pairs, counts
     tally = torch.zeros((2, num_experts), dtype=torch.int32, device=ids.device)
     grid = (triton.cdiv(num_pairs, 1024),)
-    kernel.count[grid](ids, tally[0], num_pairs, BLOCK=1024)
+    kernel.count[grid](ids, tally[0], num_pairs, E=num_experts, BLOCK=1024)
     kernel.place[grid](
         ids, pairs, tally[0], tally[1], num_pairs, E=num_experts, BLOCK_E=block_e, BLOCK=1024
     )

@@ -276,7 +276,7 @@ def moe_experts_w4a16(problem: Problem) -> ExpertsW4A16:
             **narrow,
             **tile,
         )
-        return add_up(scaled, top_k)
+        return add_up(scaled, ids, num_experts)
 
     _precompile(experts, problem, wide["GROUP"], narrow["GROUP"])
     return experts

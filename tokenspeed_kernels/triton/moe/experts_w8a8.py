@@ -377,7 +377,7 @@ class _Experts:
             K=inner,
             **tile,
         )
-        return add_up(scaled, self._top_k)
+        return add_up(scaled, ids, num_experts)
 
     def precompile(
         self,

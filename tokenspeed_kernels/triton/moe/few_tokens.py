@@ -34,6 +34,7 @@ def _gate_up(
     x_stride,
     w_stride_e,
     w_stride_n,
+    E: tl.constexpr,
     TOP_K: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -41,7 +42,7 @@ def _gate_up(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """hidden [pairs, N] = silu(gate @ x) * (up @ x). Grid (tiles of N, pairs).
+    """hidden [pairs, N] = silu(gate @ x) * (up @ x) for pairs with an expert. Grid (tiles of N, pairs).
 
     PDL: the next kernel may read ids before its own wait, because it starts after this one's.
     """
@@ -49,22 +50,24 @@ def _gate_up(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     pair = tl.program_id(1)
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    feature = tl.arange(0, BLOCK_K)
-    within = feature < K
-    mask = (column < N)[:, None] & within[None, :]
-    expert_ptr = w_ptr + tl.load(ids_ptr + pair).to(tl.int64) * w_stride_e
-    at = column[:, None].to(tl.int64) * w_stride_n + feature[None, :]
-    gate_w = tl.load(expert_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")
-    at += tl.cast(N, tl.int64) * w_stride_n
-    up_w = tl.load(expert_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")
-    token = (pair // TOP_K).to(tl.int64)
-    x = tl.load(x_ptr + token * x_stride + feature, mask=within, other=0.0).to(tl.float32)
-    gate = tl.sum(gate_w.to(tl.float32) * x[None, :], axis=1)
-    up = tl.sum(up_w.to(tl.float32) * x[None, :], axis=1)
-    hidden = gate / (1.0 + tl.exp(-gate)) * up
-    hidden_ptrs = hidden_ptr + pair * N + column
-    tl.store(hidden_ptrs, hidden.to(hidden_ptr.dtype.element_ty), mask=column < N)
+    expert = tl.load(ids_ptr + pair).to(tl.int64)
+    if expert < E:
+        column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        feature = tl.arange(0, BLOCK_K)
+        within = feature < K
+        mask = (column < N)[:, None] & within[None, :]
+        expert_ptr = w_ptr + expert * w_stride_e
+        at = column[:, None].to(tl.int64) * w_stride_n + feature[None, :]
+        gate_w = tl.load(expert_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")
+        at += tl.cast(N, tl.int64) * w_stride_n
+        up_w = tl.load(expert_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")
+        token = (pair // TOP_K).to(tl.int64)
+        x = tl.load(x_ptr + token * x_stride + feature, mask=within, other=0.0).to(tl.float32)
+        gate = tl.sum(gate_w.to(tl.float32) * x[None, :], axis=1)
+        up = tl.sum(up_w.to(tl.float32) * x[None, :], axis=1)
+        hidden = gate / (1.0 + tl.exp(-gate)) * up
+        hidden_ptrs = hidden_ptr + pair * N + column
+        tl.store(hidden_ptrs, hidden.to(hidden_ptr.dtype.element_ty), mask=column < N)
 
 
 @precompile.jit
@@ -76,6 +79,7 @@ def _down(
     y_ptr,
     w_stride_e,
     w_stride_n,
+    E: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_J: tl.constexpr,
     N: tl.constexpr,
@@ -94,8 +98,9 @@ def _down(
     rank, feature = tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_K)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     pair = token * TOP_K + rank
-    used, within, inside = rank < TOP_K, feature < K, column < N
-    expert = tl.load(ids_ptr + pair, mask=used, other=0).to(tl.int64)
+    within, inside = feature < K, column < N
+    expert = tl.load(ids_ptr + pair, mask=rank < TOP_K, other=E).to(tl.int64)
+    used = expert < E
     weight = tl.load(weights_ptr + pair, mask=used, other=0.0)
     row = expert[:, None] * w_stride_e + column[None, :].to(tl.int64) * w_stride_n
     w = tl.load(
@@ -137,6 +142,7 @@ class FewTokens:
             triton.cdiv(size, block_n),
         )
         self._gate_up = {
+            "E": problem["num_experts"],
             "TOP_K": top_k,
             "N": inner,
             "K": size,
@@ -147,6 +153,7 @@ class FewTokens:
             "launch_pdl": pdl,
         }
         self._down = {
+            "E": problem["num_experts"],
             "TOP_K": top_k,
             "BLOCK_J": block_j,
             "N": size,

@@ -1,4 +1,7 @@
-"""Kernels for mixture of experts. A *pair* is a token and one of its experts, with index token * k + j."""
+"""Kernels for mixture of experts. A *pair* is a token and one of its experts, with index token * k + j.
+
+A pair of the expert E, which does not exist, is not computed.
+"""
 
 from __future__ import annotations
 
@@ -95,22 +98,25 @@ def sort_small(
     BLOCK_E: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Stable sort of up to BLOCK pairs by expert in one program; also counts the pairs of each expert."""
+    """Stable sort of up to BLOCK pairs by expert in one program; also counts the pairs of each expert.
+
+    Pairs without an expert come last and are not counted.
+    """
     index = tl.arange(0, BLOCK)
     ids = tl.load(ids_ptr + index, mask=index < num_pairs, other=BLOCK_E)
     ordered = tl.sort(ids * BLOCK + index)
     tl.store(pairs_ptr + index, ordered % BLOCK, mask=index < num_pairs)
     expert = tl.arange(0, BLOCK_E)
-    counts = tl.histogram(tl.minimum(ids, BLOCK_E - 1), BLOCK_E, mask=index < num_pairs)
+    counts = tl.histogram(tl.minimum(ids, BLOCK_E - 1), BLOCK_E, mask=ids < E)
     tl.store(counts_ptr + expert, counts, mask=expert < E)
 
 
 @precompile.jit(do_not_specialize=["num_pairs"])
-def count(ids_ptr, counts_ptr, num_pairs, BLOCK: tl.constexpr):
+def count(ids_ptr, counts_ptr, num_pairs, E: tl.constexpr, BLOCK: tl.constexpr):
     """Add the pairs of each expert to counts."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = index < num_pairs
-    tl.atomic_add(counts_ptr + tl.load(ids_ptr + index, mask=mask, other=0), 1, mask=mask)
+    ids = tl.load(ids_ptr + index, mask=index < num_pairs, other=E)
+    tl.atomic_add(counts_ptr + ids, 1, mask=ids < E)
 
 
 @precompile.jit(do_not_specialize=["num_pairs"])
@@ -124,13 +130,14 @@ def place(
     BLOCK_E: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write each pair to its expert's run, in any order within the run."""
+    """Write each pair to its expert's run, in any order within the run. Pairs without an expert are not written."""
     expert = tl.arange(0, BLOCK_E)
     counts = tl.load(counts_ptr + expert, mask=expert < E, other=0)
     starts = tl.cumsum(counts, axis=0) - counts
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = index < num_pairs
-    ids = tl.load(ids_ptr + index, mask=mask, other=0)
+    ids = tl.load(ids_ptr + index, mask=index < num_pairs, other=E)
+    mask = ids < E
+    ids = tl.where(mask, ids, 0)
     rank = tl.atomic_add(cursors_ptr + ids, 1, mask=mask)
     tl.store(pairs_ptr + tl.gather(starts, ids, 0) + rank, index, mask=mask)
 
@@ -243,12 +250,21 @@ def down(
 
 
 @precompile.jit
-def add_pairs(scaled_ptr, y_ptr, TOP_K: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr):
-    """y [T, N] = the sum over a token's pairs, always in the same order. Grid (T, tiles of N)."""
+def add_pairs(
+    scaled_ptr,
+    ids_ptr,
+    y_ptr,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """y [T, N] = the sum over a token's pairs with an expert, always in the same order. Grid (T, tiles of N)."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for j in tl.static_range(TOP_K):
-        at = scaled_ptr + (token * TOP_K + j) * N + column
-        total += tl.load(at, mask=column < N, other=0.0).to(tl.float32)
+        pair = token * TOP_K + j
+        mask = (column < N) & (tl.load(ids_ptr + pair) < E)
+        total += tl.load(scaled_ptr + pair * N + column, mask=mask, other=0.0).to(tl.float32)
     tl.store(y_ptr + token * N + column, total.to(y_ptr.dtype.element_ty), mask=column < N)

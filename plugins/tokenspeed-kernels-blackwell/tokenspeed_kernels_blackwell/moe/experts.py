@@ -148,7 +148,8 @@ def _run(
         K=size,
         **tile,
     )
-    scaled = torch.empty((num_tokens, top_k, size), dtype=x.dtype, device=x.device)
+    # Rows of pairs without an expert stay zero.
+    scaled = torch.zeros((num_tokens, top_k, size), dtype=x.dtype, device=x.device)
     kernel.down[(triton.cdiv(size, BLOCK_N), num_tiles)](
         *hidden_rows.quantize(hidden),
         down.codes,
@@ -167,7 +168,10 @@ def _run(
 
 
 def _sort(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Return pairs (indices into flattened ids) sorted by expert, and the end of each expert's run, int32 [E]."""
+    """Return pairs (indices into flattened ids) sorted by expert, and the end of each expert's run, int32 [E].
+
+    Pairs without an expert have an id of E and come last.
+    """
     of_expert, pairs = ids.flatten().sort(stable=True)
     experts = torch.arange(num_experts, dtype=ids.dtype, device=ids.device)
     return pairs, torch.searchsorted(of_expert, experts, right=True, out_int32=True)

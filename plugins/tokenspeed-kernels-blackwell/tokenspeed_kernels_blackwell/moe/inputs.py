@@ -69,6 +69,8 @@ def _weights(problem: Problem, at: device, seed: Generator) -> tuple[Tensor, Ten
 def _routing(problem: Problem, num: int, at: device, seed: Generator) -> dict[str, Tensor]:
     experts, k = problem["num_experts"], problem["top_k"]
     ids = torch.rand((num, experts), generator=seed).argsort(dim=1)[:, :k].to(torch.int32)
+    ids[2::5, -1] = experts
+    ids[4::5] = experts
     return {"weights": torch.rand((num, k), generator=seed).to(at), "ids": ids.to(at)}
 
 

@@ -35,7 +35,7 @@ def moe_experts_mxfp8(problem: Problem) -> Callable[..., Tensor]:
     ) -> Tensor:
         y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         x = mxfp8_values(*mxfp8_rows(x))
-        for expert, tokens, weight in _with_tokens(ids, weights):
+        for expert, tokens, weight in _with_tokens(ids, weights, len(down)):
             both = functional.linear(
                 x[tokens], mxfp8_values(gate_up[expert], gate_up_scale[expert])
             )
@@ -69,7 +69,7 @@ def moe_experts_nvfp4(problem: Problem) -> Callable[..., Tensor]:
     ) -> Tensor:
         y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         x = nvfp4_values(*nvfp4_rows(x, x_scale))
-        for expert, tokens, weight in _with_tokens(ids, weights):
+        for expert, tokens, weight in _with_tokens(ids, weights, len(down)):
             both = functional.linear(
                 x[tokens], nvfp4_values(gate_up[expert], gate_up_scale[expert])
             )
@@ -82,9 +82,14 @@ def moe_experts_nvfp4(problem: Problem) -> Callable[..., Tensor]:
     return experts
 
 
-def _with_tokens(ids: Tensor, weights: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield each expert that has tokens, with the tokens int64 [t] and their routing weights [t, 1]."""
-    for expert in sorted(set(ids.flatten().tolist())):
+def _with_tokens(
+    ids: Tensor, weights: Tensor, num_experts: int
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield each expert that has tokens, with the tokens int64 [t] and their routing weights [t, 1].
+
+    An id of `num_experts` means no expert.
+    """
+    for expert in sorted(set(ids.flatten().tolist()) - {num_experts}):
         tokens, rank = torch.nonzero(ids == expert, as_tuple=True)
         yield expert, tokens, weights[tokens, rank].unsqueeze(1)
 
