@@ -170,6 +170,30 @@ def test_masked_graph_is_equal_to_eager(
         assert all(word[token // 32] >> token % 32 & 1 for token in outputs[0][row])
 
 
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_each_step_reads_its_own_mask(
+    graphs: LocalRunner, eager: LocalRunner, is_pinned: bool
+) -> None:
+    draws = np.random.default_rng(2)
+    for runner in (graphs, eager):
+        buffer = runner.mask_buffer()
+        maker = PlanMaker(runner.block_size)
+        names = start(maker, 5, [{}])
+        for step in range(24):
+            chunks = {} if step else {name: maker.sequences[name].num_prompt for name in names}
+            plan = maker.plan(names if step else [], chunks)
+            words = buffer[:2] if is_pinned else np.zeros_like(buffer[:2])
+            words[:] = 0
+            allowed = draws.integers(0, SHAPE["vocab_size"], 2)
+            words[np.arange(2), allowed // 32] = np.int64(1 << allowed % 32).astype(np.int32)
+            runner.forward(plan)
+            late = LateInputs(np.array([1, 3], np.int32), words.reshape(-1))
+            runner.sample(plan.step_id, late)
+            result = runner.collect(plan.step_id)
+            assert np.array_equal(result.token_ids[[1, 3]], allowed)
+            maker.take(plan, result)
+
+
 @pytest.mark.parametrize("num_rows", [1, 3, 13, 20])
 def test_padding_rows_change_no_token(
     graphs: LocalRunner, eager: LocalRunner, num_rows: int

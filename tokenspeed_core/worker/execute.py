@@ -25,6 +25,7 @@ from tokenspeed_core.worker.assemble import Assembly
 from tokenspeed_core.worker.attention import bind_arena
 from tokenspeed_core.worker.graphs import GraphContext, GraphLaunch, StepGraphs
 from tokenspeed_core.worker.inputs import EagerInputs, StepInputs
+from tokenspeed_core.worker.masks import CudaMasks, HostMasks, Masks
 from tokenspeed_core.worker.prompt_scores import RawPromptLogprobs, query_tokens, score_prompt
 from tokenspeed_core.worker.sampler import RawLogprobs, Sampler, SamplingRows, places_of
 from tokenspeed_core.worker.slots import (
@@ -90,6 +91,10 @@ class LocalRunner:
             HostTransfer() if self._stream is None else CudaTransfer(self._stream)
         )
         limits = self.resolved.limits
+        mask_shape = (limits.max_sampled, -(-limits.vocab_size // 32))
+        self._masks: Masks = (
+            HostMasks(mask_shape) if self._stream is None else CudaMasks(self._stream, mask_shape)
+        )
         self._flags = SlotFlags(limits.max_num_seqs + 1, len(self._groups), self.block_size)
         layout = SlotLayout(
             limits.max_num_seqs + 1,
@@ -153,8 +158,7 @@ class LocalRunner:
 
     def mask_buffer(self) -> I32:
         """Return memory for the largest `LateInputs.mask`, int32 [S, W], that is copied to the device fastest."""
-        limits = self.resolved.limits
-        return self._transfer.buffer((limits.max_sampled, -(-limits.vocab_size // 32)))
+        return self._masks.buffer()
 
     def forward(self, plan: StepPlan) -> None:
         """Launch the forward of a step. Raises StepFailed."""
@@ -239,6 +243,7 @@ class LocalRunner:
             vocab_size,
             kernels,
             self._transfer,
+            self._masks,
             self._assembly.processors,
         )
 

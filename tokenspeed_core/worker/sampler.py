@@ -14,6 +14,7 @@ from tokenspeed_core.api.step import I32, I64, Bool, LateInputs, SlotInits, Step
 from tokenspeed_core.worker.adjust import Biases, EndIds, TokenCounts, penalise
 from tokenspeed_core.worker.drafts import DraftRows
 from tokenspeed_core.worker.logits_processors import LogitsProcessors
+from tokenspeed_core.worker.masks import Masks
 from tokenspeed_core.worker.slots import DRAWS, SPECIAL, SlotFlags, SlotState
 from tokenspeed_core.worker.transfer import HostDeviceTransfer
 
@@ -122,6 +123,7 @@ class Sampler:
         vocab_size: int,
         kernels: RunnerKernels,
         transfer: HostDeviceTransfer,
+        masks: Masks,
         processors: Mapping[str, LogitsProcessor],
     ) -> None:
         """Bind the kernels. `processors` are the logits processors that sequences may name."""
@@ -129,6 +131,7 @@ class Sampler:
         self._flags = flags
         self._kernels = kernels
         self._transfer = transfer
+        self._masks = masks
         self._counts = TokenCounts(state.layout.num_slots, vocab_size, state.words.device)
         self._biases = Biases(state.layout.num_slots, state.words.device)
         self._end_ids = EndIds(state.layout.num_slots, state.words.device)
@@ -243,10 +246,9 @@ class Sampler:
 
     def mask(self, logits: torch.Tensor, places: I64, late: LateInputs) -> None:
         """Forbid tokens in place; `places` are the rows of logits [S, V] that `late` masks, in its order."""
-        words = late.mask.reshape(len(late.rows), -1)
-        (device_places,) = self._transfer.send((places,))
-        device_words = self._transfer.send_from_buffer(words)
-        self._kernels.mask[logits.dtype](logits, device_places, device_words)
+        device_places, words = self._masks.upload(places, late.mask.reshape(len(late.rows), -1))
+        self._kernels.mask[logits.dtype](logits, device_places, words)
+        self._masks.release()
 
     def _mask(self, logits: torch.Tensor, rows: SamplingRows, late: LateInputs) -> None:
         self.mask(logits, places_of(rows, late), late)

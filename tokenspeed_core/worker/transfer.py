@@ -17,7 +17,7 @@ import torch
 from tokenspeed_core.api.step import I32
 
 _ALIGNMENT = 16
-_DEPTH = 4  # two steps in flight, each with a plan and a late input
+_DEPTH = 4  # two steps in flight, each with a plan and other inputs
 # Bytes. The ids of the largest step fit: --max-num-seqs decodes and a bucket's chunks.
 _SMALLEST = 1 << 16
 
@@ -34,14 +34,6 @@ class HostTransfer:
         return [
             torch.from_numpy(array if array.flags.writeable else array.copy()) for array in arrays
         ]
-
-    def buffer(self, shape: tuple[int, int]) -> I32:
-        """Return zeros."""
-        return np.zeros(shape, np.int32)
-
-    def send_from_buffer(self, array: I32) -> torch.Tensor:
-        """Return a tensor that shares the array's memory, as `send` does."""
-        return self.send((array,))[0]
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Fetch:
         """Copy now."""
@@ -103,7 +95,6 @@ class CudaTransfer:
         self._device = stream.device
         self._up = PinnedRing(num_bytes)
         self._down = PinnedRing(_SMALLEST, depth=2 * _DEPTH)
-        self._buffers: dict[int, torch.Tensor] = {}  # by address
 
     def send(self, arrays: Sequence[np.ndarray[Any, Any]]) -> list[torch.Tensor]:
         """Copy all arrays at once into one new device buffer and return its parts."""
@@ -120,21 +111,6 @@ class CudaTransfer:
             buffer[offset : offset + array.nbytes].view(_TORCH[array.dtype.name]).view(array.shape)
             for array, offset in zip(arrays, offsets, strict=True)
         ]
-
-    def buffer(self, shape: tuple[int, int]) -> I32:
-        """Return pinned memory. Its owner writes it again only when the copies from it are over."""
-        tensor = torch.zeros(shape, dtype=torch.int32, pin_memory=True)
-        array: I32 = tensor.numpy()
-        self._buffers[array.ctypes.data] = tensor
-        return array
-
-    def send_from_buffer(self, array: I32) -> torch.Tensor:
-        """Copy the first rows of a `buffer`, or any other array [R, W], to a new device tensor."""
-        pinned = self._buffers.get(array.ctypes.data)
-        if pinned is None:
-            return self.send((array,))[0]
-        rows = torch.empty(array.shape, dtype=torch.int32, device=self._device)
-        return rows.copy_(pinned[: len(array)], non_blocking=True)
 
     def fetch_ids(self, ids: torch.Tensor) -> Fetch:
         """Start to copy int32 [R] in as few calls as possible."""
