@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import TEMPLATE, TOKENIZER, http, scripted
+from tokenspeed_server import asgi
+from tokenspeed_server.batch.files import readable_write_errors
 from tokenspeed_server.batch.lines import LineError, parse_line, read_lines
-from tokenspeed_server.batch.offline import Batch, readable_write_errors
+from tokenspeed_server.batch.offline import Batch
 from tokenspeed_server.batch.runner import BatchRunner
 from tokenspeed_server.service import ModelText, Options
 
@@ -53,7 +56,7 @@ def answer(lines: list[bytes], *replies: str, concurrency: int = 4) -> list[dict
         with scripted(*replies, logs_exchanges=False) as (app, _):
             output = io.BytesIO()
             reading = read_lines(io.BytesIO(b"".join(lines)), 10_000)
-            runner = BatchRunner(app, reading, output, concurrency=concurrency)
+            runner = BatchRunner(partial(asgi.post, app), reading, output, concurrency=concurrency)
             assert await runner.run(asyncio.get_running_loop().create_future())
             found = results(output)
             num_good = sum((each["response"] or {}).get("status_code") == 200 for each in found)
@@ -175,7 +178,7 @@ def test_full_queue_is_retried() -> None:
 
     async def run() -> list[dict[str, Any]]:
         output = io.BytesIO()
-        runner = BatchRunner(app, iter([line("a")]), output, concurrency=1)
+        runner = BatchRunner(partial(asgi.post, app), iter([line("a")]), output, concurrency=1)
         assert await runner.run(asyncio.get_running_loop().create_future())
         return results(output)
 

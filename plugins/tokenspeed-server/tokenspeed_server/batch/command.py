@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from tokenspeed_core import TokenSpeedError
 from tokenspeed_core.commands.settings import (
     ConfigFile,
     ModelArgument,
@@ -16,11 +18,15 @@ from tokenspeed_core.commands.settings import (
     set_up_log,
 )
 
+CONCURRENCY = 256
+
 OVERVIEW = (
     "tokenspeed run-batch IN.jsonl OUT.jsonl [MODEL] [OPTIONS]",
-    "Answer the requests of a file in OpenAI's batch format, without a server. Results are in the "
-    "order of the lines.",
+    "Answer the requests of a file in OpenAI's batch format, without a server or by a running one. "
+    "Results are in the order of the lines.",
     (
+        ("--url URL", "a running server, which answers instead of an engine in this process"),
+        ("--concurrency N", "requests sent to --url at once; default: 256"),
         ("--overwrite", "replace OUT.jsonl if it exists"),
         (
             "--config FILE",
@@ -30,11 +36,19 @@ OVERVIEW = (
 )
 
 
+class BatchError(TokenSpeedError):
+    """Options that exclude each other."""
+
+
 def run(
     source: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="The requests.")],
     target: Annotated[Path, typer.Argument(metavar="OUT.jsonl", help="The results.")],
     *,
     positional: ModelArgument = None,
+    url: Annotated[str | None, typer.Option("--url", help="a running server")] = None,
+    concurrency: Annotated[
+        int | None, typer.Option("--concurrency", min=1, help="requests sent to --url at once")
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace OUT.jsonl if it exists.")
     ] = False,
@@ -42,6 +56,18 @@ def run(
     flags: dict[str, Any],
 ) -> int:
     """Answer the requests of a file; return the exit status."""
+    if url is not None:
+        if positional is not None or config is not None or set(flags) - {"api_key"}:
+            raise BatchError(
+                "--url uses a running server. Remove MODEL, --config and the flags of serve."
+            )
+        from tokenspeed_server.batch import online
+
+        key = flags.get("api_key") or os.environ.get("TOKENSPEED_API_KEY")
+        at_once = concurrency or CONCURRENCY
+        return online.run(url, key, source, target, overwrite=overwrite, concurrency=at_once)
+    if concurrency is not None:
+        raise BatchError("--concurrency needs --url. Without it, --max-num-seqs sets the limit.")
     configured = configure(positional, flags, config)
     set_up_log(configured.log_level, configured.log_format, "batch")
     from tokenspeed_server.batch import offline

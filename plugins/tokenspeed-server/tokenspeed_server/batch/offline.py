@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import os
-import signal
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from tqdm import tqdm
-
 from tokenspeed_core.commands.serving import (
-    ConfigError,
     EngineDeadError,
     Hooks,
     Program,
@@ -26,19 +19,21 @@ from tokenspeed_core.commands.serving import (
     resolve_checkpoint,
 )
 from tokenspeed_core.commands.settings import Config
+from tokenspeed_server import asgi
 from tokenspeed_server.app import create_app
-from tokenspeed_server.batch.lines import count_lines, read_lines
-from tokenspeed_server.batch.runner import BatchRunner, Counts
+from tokenspeed_server.batch.files import (
+    check_paths,
+    file_runner,
+    run_on_files,
+    stop,
+    stop_on_signals,
+)
+from tokenspeed_server.batch.runner import Counts
 from tokenspeed_server.replicas.engines import EngineReplicas
 from tokenspeed_server.reply_parsers import find_parsers
 from tokenspeed_server.serve import load_model_text, make_options
 from tokenspeed_server.service import ModelText, Options, Service
 from tokenspeed_server.supervisor import Supervisor
-
-INTERRUPTED = 130  # the exit status after Ctrl-C
-LINE_OVERHEAD = 4096  # bytes of a line around its body
-
-_DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 
 def run(config: Config, source: Path, target: Path, *, overwrite: bool) -> int:
@@ -46,7 +41,7 @@ def run(config: Config, source: Path, target: Path, *, overwrite: bool) -> int:
 
     Raises ConfigError for wrong paths, and TokenSpeedError when the engine cannot start or dies.
     """
-    _check_paths(source, target, overwrite)
+    check_paths(source, target, overwrite=overwrite)
     catalog = discover(config)
     hooks = Hooks.load(catalog)
     config = hooks.adjust_config(config)
@@ -67,57 +62,11 @@ def run(config: Config, source: Path, target: Path, *, overwrite: bool) -> int:
         hooks,
         concurrency=2 * settled.max_num_seqs * settled.data_parallel_size,
     )
-    with readable_write_errors(target), ExitStack() as opened:
-        try:
-            reading = opened.enter_context(source.open("rb"))
-            writing = opened.enter_context(target.open("wb" if overwrite else "xb"))
-        except OSError as error:
-            raise ConfigError(f"{error.filename}: {error.strerror}") from error
-        is_whole = asyncio.run(
-            batch.run(lambda: load_model_text(settled, checkpoint), reading, writing)
-        )
-    return _report(batch.counts, target, is_whole)
 
+    async def answer(reading: IO[bytes], writing: IO[bytes]) -> bool:
+        return await batch.run(lambda: load_model_text(settled, checkpoint), reading, writing)
 
-@contextmanager
-def readable_write_errors(target: Path) -> Iterator[None]:
-    """Raise ConfigError if the results do not fit on the disk."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _DISK_ERRORS:
-            raise
-        reason = os.strerror(error.errno or 0)
-        raise ConfigError(f"{target}: {reason}. The results are incomplete.") from error
-
-
-def _check_paths(source: Path, target: Path, overwrite: bool) -> None:
-    """Raise ConfigError for paths that cannot work, before the model is loaded."""
-    if not source.is_file():
-        what = "is a folder" if source.is_dir() else "does not exist"
-        raise ConfigError(f"{source} {what}. Give a file with one request per line.")
-    if not target.parent.is_dir():
-        raise ConfigError(f"the folder of {target} does not exist. Make it, or choose another.")
-    if target.is_dir():
-        raise ConfigError(f"{target} is a folder. Give a file for the results.")
-    if target.exists() and source.samefile(target):
-        raise ConfigError(f"{target} is both input and output. Choose another output.")
-    if target.exists() and not overwrite:
-        raise ConfigError(f"{target} exists. Choose another file, or add --overwrite.")
-    if not os.access(target.parent, os.W_OK):
-        raise ConfigError(f"no permission to write to {target.parent}.")
-
-
-def _report(counts: Counts, target: Path, is_whole: bool) -> int:
-    num_results = counts.num_answered + counts.num_failed
-    summary = f"{num_results} results in {target}: {counts.num_failed} failed"
-    if not is_whole:
-        summary = f"interrupted; {summary}, and the other lines have no result"
-    with suppress(OSError):  # stderr may be closed
-        print(f"tokenspeed: {summary}", file=sys.stderr, flush=True)
-    if not is_whole:
-        return INTERRUPTED
-    return 1 if counts.num_failed else 0
+    return run_on_files(source, target, answer, lambda: batch.counts, overwrite=overwrite)
 
 
 class Batch:
@@ -139,14 +88,11 @@ class Batch:
 
         Raises EngineDeadError. Leaves no process behind.
         """
-        loop = asyncio.get_running_loop()
-        stopped = loop.create_future()  # by a signal, or by the end of the engine
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, _stop, stopped)
+        stopped = stop_on_signals()  # the end of the engine stops the run too
         processes = Supervisor(self._programs, ())
         client = EngineReplicas(processes.addresses, memory=processes.memory)
         for each in client.clients:
-            each.dead.add_done_callback(lambda _: _stop(stopped))
+            each.dead.add_done_callback(lambda _: stop(stopped))
         service = Service(self._options, client)
         watch: asyncio.Task[None] | None = None
         try:
@@ -193,25 +139,13 @@ class Batch:
         reading: IO[bytes],
         writing: IO[bytes],
     ) -> bool:
-        has_bar = sys.stderr.isatty()
-        total = count_lines(reading) if has_bar else None
-        with tqdm(total=total, desc="Answering", unit="req", disable=not has_bar) as bar:
-
-            def show(counts: Counts) -> None:
-                bar.set_postfix_str(f"{counts.num_failed} failed", refresh=False)
-                bar.update()
-
-            runner = BatchRunner(
-                create_app(service, self._hooks.add_middleware),
-                read_lines(reading, service.max_body_bytes + LINE_OVERHEAD),
-                writing,
-                concurrency=self._concurrency,
-                on_progress=show,
-            )
-            self.counts = runner.counts
+        runner, bar = file_runner(
+            partial(asgi.post, create_app(service, self._hooks.add_middleware)),
+            reading,
+            writing,
+            concurrency=self._concurrency,
+            max_body_bytes=service.max_body_bytes,
+        )
+        self.counts = runner.counts
+        with bar:
             return await runner.run(stopped)
-
-
-def _stop(stopped: asyncio.Future[None]) -> None:
-    if not stopped.done():
-        stopped.set_result(None)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO
 
-from starlette.types import ASGIApp
-
-from tokenspeed_server import asgi
+from tokenspeed_server.asgi import Answer
 from tokenspeed_server.batch.lines import (
     BatchRequest,
     LineError,
@@ -19,6 +17,9 @@ from tokenspeed_server.batch.lines import (
     parse_line,
     result_line,
 )
+
+Post = Callable[[str, bytes], Awaitable[Answer]]
+"""Sends a JSON body to a path and returns the whole answer."""
 
 MAX_RETRY_SECONDS = 5.0  # before a request that the queue had no room for is sent again
 
@@ -43,16 +44,16 @@ class BatchRunner:
 
     def __init__(
         self,
-        app: ASGIApp,
+        post: Post,
         lines: Iterator[bytes | LineError],
         output: IO[bytes],
         *,
         concurrency: int,
         on_progress: Callable[[Counts], None] = lambda counts: None,
     ) -> None:
-        """Answer `lines` by `app`, `concurrency` at once, and write the results to `output`."""
+        """Answer `lines` by `post`, `concurrency` at once, and write the results to `output`."""
         self.counts = Counts()
-        self._app = app
+        self._post = post
         self._lines = lines
         self._output = output
         self._concurrency = concurrency
@@ -126,7 +127,7 @@ class BatchRunner:
 
     async def _answer(self, custom_id: str, path: str, body: bytes) -> tuple[bytes, bool]:
         while True:
-            answer = await asgi.post(self._app, path, body)
+            answer = await self._post(path, body)
             if self._stop is not None and self._stop.done():
                 raise _StoppedError  # the answer may be an error that the stop caused
             if answer.status != 429:
@@ -166,6 +167,6 @@ class BatchRunner:
                 await each
 
 
-def _retry_seconds(answer: asgi.Answer) -> float:
+def _retry_seconds(answer: Answer) -> float:
     given = answer.headers.get("retry-after", "")
     return min(MAX_RETRY_SECONDS, float(given) if given.isdecimal() else 1.0)

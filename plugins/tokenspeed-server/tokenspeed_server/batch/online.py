@@ -1,0 +1,71 @@
+"""A batch that a running server answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import IO
+
+from tokenspeed_core.commands.serving import ConfigError
+from tokenspeed_server.batch.files import check_paths, file_runner, run_on_files, stop_on_signals
+from tokenspeed_server.batch.http_client import HttpClient
+from tokenspeed_server.batch.runner import Counts
+
+MAX_BODY_BYTES = 64 << 20  # read at once; the server has a limit of its own
+
+
+def run(
+    url: str,
+    api_key: str | None,
+    source: Path,
+    target: Path,
+    *,
+    overwrite: bool,
+    concurrency: int,
+) -> int:
+    """Send the requests of a file to a server; return the exit status: 0 if all succeeded, 1 if some failed.
+
+    Raises ConfigError for wrong paths or a wrong address, and ServerLostError.
+    """
+    check_paths(source, target, overwrite=overwrite)
+    batch = OnlineBatch(HttpClient(url, api_key), concurrency)
+    return run_on_files(source, target, batch.run, lambda: batch.counts, overwrite=overwrite)
+
+
+class OnlineBatch:
+    """One run over HTTP."""
+
+    def __init__(self, client: HttpClient, concurrency: int) -> None:
+        """Send at most `concurrency` requests at once."""
+        self.counts = Counts()
+        self._client = client
+        self._concurrency = concurrency
+
+    async def run(self, reading: IO[bytes], writing: IO[bytes]) -> bool:
+        """Answer the lines of `reading`; return whether all were answered. Raises ServerLostError and ConfigError."""
+        stopped = stop_on_signals()
+        try:
+            await self._check_server()
+            runner, bar = file_runner(
+                self._client.post,
+                reading,
+                writing,
+                concurrency=self._concurrency,
+                max_body_bytes=MAX_BODY_BYTES,
+            )
+            self.counts = runner.counts
+            with bar:
+                return await runner.run(stopped)
+        finally:
+            await self._client.close()
+
+    async def _check_server(self) -> None:
+        """Raise ConfigError unless the server has OpenAI's API and accepts the key."""
+        answer = await self._client.get("/v1/models")
+        if answer.status == 401:
+            raise ConfigError(
+                f"{self._client.url} refuses the API key. Pass --api-key or set TOKENSPEED_API_KEY."
+            )
+        if answer.status != 200:
+            raise ConfigError(
+                f"{self._client.url} has no OpenAI API: /v1/models answers with {answer.status}."
+            )
