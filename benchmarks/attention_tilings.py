@@ -24,7 +24,8 @@ from tokenspeed_core.api.attention import AttentionLimits, AttentionProblem
 from tokenspeed_kernels.triton.attention.backend import Tiling, TritonAttention
 
 DECODE = [
-    Tiling(16, n, warps, stages) for n, warps, stages in product((32, 64, 128), (2, 4), (2, 3, 4))
+    Tiling(16, n, warps, stages)
+    for n, warps, stages in product((32, 64, 128), (2, 4, 8), (2, 3, 4))
 ]
 PREFILL = [
     Tiling(m, n, warps, stages)
@@ -35,6 +36,11 @@ CASES = {
         ("64 x 2048", [1] * 64, [2048] * 64),
         ("256 x 640", [1] * 256, [640] * 256),
         ("1 x 32768", [1], [32768]),
+        *(
+            (f"{rows} x {length}, {num_query} queries", [num_query] * rows, [length] * rows)
+            for rows, length in ((1, 1024), (1, 32768), (16, 1024), (64, 1024))
+            for num_query in (5, 9)
+        ),
     ],
     "prefill": [("8 x 4096", [4096] * 8, [4096] * 8)],
 }

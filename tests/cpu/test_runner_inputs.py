@@ -69,7 +69,7 @@ def test_eager_step_equals_a_padded_bucket() -> None:
         words, values = state.layout.writes(plan)
         layout = StagedLayout(size, len(words) + 2)
         host = np.zeros(layout.num_int64, np.int64)
-        layout.fill(host, plan, words, values, state.layout.padding)
+        layout.fill(host, plan, words, values, state.layout)
         columns = dict(layout.columns(torch.from_numpy(host)))
         buffers = make_buffers(size, columns)
         begin_step(state, KERNELS, columns, size.num_decodes, buffers)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenspeed_testing.plans import PlanMaker
 
 from tokenspeed_core.api.step import StepPlan
+from tokenspeed_core.worker.slots import SlotLayout
 from tokenspeed_core.worker.staged import BucketSize, StagedLayout
 
-PADDING = (9, 77)
+STATE = SlotLayout(num_slots=10, num_blocks=8, num_groups=1, max_drafts=4)
+PADDED = STATE.padding[1]  # the word of the padding slot's length
 
 
 def make_plan(decodes: list[int], chunks: dict[int, int]) -> StepPlan:
@@ -25,7 +31,7 @@ def make_plan(decodes: list[int], chunks: dict[int, int]) -> StepPlan:
 def fill(layout: StagedLayout, plan: StepPlan) -> dict[str, list[int]]:
     host = np.full(layout.num_int64, -12345, np.int64)
     words, values = np.array([5, 6], np.int64), np.array([50, 60], np.int32)
-    layout.fill(host, plan, words, values, PADDING)
+    layout.fill(host, plan, words, values, STATE)
     narrow = host[layout.middle :].view(np.int32)
     wide = {name: host[place].tolist() for name, place in layout.wide.items()}
     return wide | {name: narrow[place].tolist() for name, place in layout.narrow.items()}
@@ -35,7 +41,7 @@ def test_padding_rows_follow_decodes_and_do_not_advance() -> None:
     columns = fill(StagedLayout(BucketSize(4, 0, 0), num_words=3), make_plan([3, 1], {}))
     assert columns == {
         "slots": [3, 1, 9, 9],
-        "words": [5, 6, 77],
+        "words": [5, 6, PADDED],
         "values": [50, 60, 0],
         "advance": [1, 1, 0, 0],
     }
@@ -61,3 +67,90 @@ def test_full_bucket_has_no_padding(decodes: int) -> None:
     assert columns["advance"] == plan.num_query_tokens.tolist()
     assert columns["query_start"] == [0, 4, 7]
     assert columns["last"] == [*range(decodes), decodes + 3, decodes + 6]
+
+
+def with_drafts(slots: list[int], num_drafts: list[int]) -> StepPlan:
+    """Plan decodes with draft tokens 1000, 1001, …"""
+    total = sum(num_drafts)
+    return replace(
+        make_plan(slots, {}),
+        num_query_tokens=np.array([1 + each for each in num_drafts], np.int32),
+        num_draft_tokens=total,
+        draft_token_ids=np.arange(1000, 1000 + total, dtype=np.int32),
+    )
+
+
+def test_tokens_of_a_row_with_drafts_follow_each_other() -> None:
+    layout = StagedLayout(BucketSize(4, 0, 0, num_draft_tokens=5), num_words=3)
+    columns = fill(layout, with_drafts([3, 1, 6], [2, 0, 1]))
+    last, drafts = STATE.column("last_token"), STATE.drafts
+    assert columns == {
+        "slots": [3, 1, 6, 9],
+        "words": [5, 6, PADDED],
+        "num_drafts": [2, 0, 1, 0],
+        "first": [0, 3, 4, 0],
+        "token_slots": [3, 3, 3, 1, 6, 6, 9, 9, 9],
+        "token_words": [
+            *(last + 3, drafts + 12, drafts + 13),
+            last + 1,
+            *(last + 6, drafts + 24),
+            *[last + 9] * 3,
+        ],
+        "offsets": [0, 1, 2, 0, 0, 1, 0, 0, 0],
+        "until_end": [3, 2, 1, 1, 2, 1, 0, 0, 0],
+        "values": [50, 60, 0],
+        "advance": [3, 1, 2, 0],
+        "query_start": [0, 3, 4, 6, 6],
+    }
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 8), st.integers(0, 4)), unique_by=lambda row: row[0]),
+    st.integers(0, 3),
+    st.integers(0, 5),
+)
+def test_state_gives_each_draft_token_once(
+    rows: list[tuple[int, int]], more_rows: int, more_tokens: int
+) -> None:
+    """Reads through the columns what `draft_writes` has put into the state."""
+    plan = with_drafts([slot for slot, _ in rows], [count for _, count in rows])
+    size = BucketSize(len(rows) + more_rows, 0, 0, num_draft_tokens=plan.num_draft_tokens + 1)
+    size = replace(size, num_draft_tokens=size.num_draft_tokens + more_tokens)
+    layout = StagedLayout(size, 2)
+    columns = {name: np.array(values) for name, values in fill(layout, plan).items()}
+    assert len(columns["token_words"]) == size.num_tokens
+    words = np.arange(STATE.num_words)
+    for slot in range(STATE.num_slots):
+        words[STATE.column("last_token") + slot] = -1 - slot
+    places, ids = STATE.draft_writes(plan)
+    assert len(set(places.tolist())) == len(ids) == plan.num_draft_tokens
+    words[places] = ids
+    found = words[columns["token_words"]].tolist()
+    number = 1000
+    for row, (slot, count) in enumerate(rows):
+        tokens = slice(columns["query_start"][row], columns["query_start"][row + 1])
+        assert found[tokens] == [-1 - slot, *range(number, number + count)]
+        number += count
+        positions = 100 + columns["advance"][row] - columns["until_end"][tokens]
+        assert positions.tolist() == [*range(100, 101 + count)]
+    is_padding = columns["token_slots"] == STATE.padding_slot
+    assert is_padding.sum() == size.num_tokens - plan.num_tokens
+    assert set(columns["until_end"][is_padding].tolist()) <= {0}  # position 0 of the padding block
+    assert set(columns["advance"][len(rows) :].tolist()) <= {0}
+    assert columns["query_start"][len(rows) :].tolist() == [plan.num_tokens] * (more_rows + 1)
+
+
+def test_drafts_of_the_device_change_no_words() -> None:
+    plan = replace(with_drafts([3, 1], [2, 1]), draft_token_ids=None)
+    words, values = STATE.draft_writes(plan)
+    assert len(words) == len(values) == 0
+
+
+def test_padding_fills_all_columns() -> None:
+    for size in (BucketSize(2, 0, 0), BucketSize(2, 0, 0, num_draft_tokens=3), BucketSize(1, 2, 5)):
+        layout = StagedLayout(size, num_words=3)
+        host = layout.padding(STATE)
+        narrow = host[layout.middle :].view(np.int32)
+        assert set(host[layout.wide["slots"]].tolist()) == {STATE.padding_slot}
+        assert set(host[layout.wide["words"]].tolist()) == {PADDED}
+        assert not narrow.any()

@@ -20,8 +20,9 @@ from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.resolved import Resolved
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.worker import local, transfer
-from tokenspeed_core.worker.buckets import bucket_sizes, decode_sizes
-from tokenspeed_core.worker.graphs import StepGraphs, captured_group_inputs
+from tokenspeed_core.worker.buckets import bucket_sizes, decode_sizes, draft_sizes
+from tokenspeed_core.worker.captured_inputs import captured_group_inputs
+from tokenspeed_core.worker.graphs import StepGraphs
 from tokenspeed_core.worker.local import LocalRunner, build, plan_only
 from tokenspeed_core.worker.staged import BucketSize
 from tokenspeed_core.worker.warmup import largest_step, warmup_steps
@@ -290,6 +291,66 @@ def test_capture_sizes_reach_max_num_seqs() -> None:
     assert decode_sizes(64, None, (32, 8, 128)) == (8, 32)
     with pytest.raises(ConfigError, match="--enforce-eager"):
         decode_sizes(4, None, (8, 16))
+
+
+def test_few_buckets_hold_draft_tokens() -> None:
+    sizes = draft_sizes(decode_sizes(256, None, None), 8, 2048)
+    assert len(sizes) == 20
+    assert [size.num_tokens for size in sizes if size.num_decodes == 1] == [5, 9]
+    assert [size.num_tokens for size in sizes if size.num_decodes == 16] == [32, 48, 80, 144]
+    assert {size.num_decodes for size in sizes} == {1, 2, 4, 8, 16, 32, 64}
+    assert draft_sizes(decode_sizes(256, None, None), 0, 0) == ()
+    assert draft_sizes((20,), 1, 20) == (BucketSize(20, 0, 0, num_draft_tokens=20),)
+    few = draft_sizes((1, 8, 16, 20), 3, 16)
+    assert [(size.num_decodes, size.num_draft_tokens) for size in few] == [
+        (1, 3),
+        (8, 16),
+        (16, 16),
+        (20, 16),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num_drafts", "expected"),
+    [([1], (1, 4)), ([5], (1, 8)), ([8, 0, 1], (4, 16)), ([8, 8, 8], (4, 32)), ([1] * 65, None)],
+)
+def test_step_with_drafts_gets_a_bucket_with_enough_tokens(
+    num_drafts: list[int], expected: tuple[int, int] | None
+) -> None:
+    graphs = StepGraphs.__new__(StepGraphs)
+    sizes = draft_sizes(decode_sizes(256, None, None), 8, 2048)
+    graphs._draft_sizes = sorted(sizes, key=lambda size: (size.num_tokens, size.num_decodes))
+    ones = np.ones(len(num_drafts), np.int32)
+    plan = replace(
+        largest_step(bounded(max_num_seqs=300, chunk_size=8192), 1).plan,
+        token_ids=np.zeros(0, np.int32),
+        slots=ones,
+        num_query_tokens=ones + np.array(num_drafts, np.int32),
+        num_decodes=len(num_drafts),
+        num_draft_tokens=sum(num_drafts),
+    )
+    size = graphs._size(plan)
+    assert expected == (size and (size.num_decodes, size.num_draft_tokens))
+    mixed = replace(plan, slots=np.ones(len(num_drafts) + 1, np.int32))
+    assert graphs._size(mixed) is None
+
+
+@pytest.mark.parametrize("takes_drafts", [False, True])
+def test_draft_tokens_run_in_the_phase_that_takes_them(takes_drafts: bool) -> None:
+    inputs = captured_group_inputs(
+        BucketSize(4, 0, 0, num_draft_tokens=12),
+        kv_slots=torch.zeros(16, dtype=torch.int64),
+        table=torch.zeros((8, 4), dtype=torch.int32),
+        seq_lens=torch.zeros(8, dtype=torch.int32),
+        decode_start=torch.zeros(5, dtype=torch.int32),
+        chunk_start=None,
+        max_model_len=10_000,
+        max_drafts=8,
+        takes_drafts=takes_drafts,
+    )
+    step = inputs.step
+    assert (step.num_rows, step.num_tokens, step.max_num_query) == (4, 16, 9)
+    assert inputs.num_decodes == (4 if takes_drafts else 0)
 
 
 def test_failing_family_is_named_in_one_line(catalog: Catalog, tiny: Make) -> None:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class AttentionProblem:
     """One layer's attention, known when the model is built.
 
-    `phase` is "prefill" (rows of any number of query tokens, including mixed steps) or "decode" (every row has the same
-    small number of query tokens: one, unless drafts are verified). With a `soft_cap` c, scores s become c * tanh(s / c)
+    `phase` is "prefill" (rows of any number of query tokens, including mixed steps) or "decode" (every row has one query
+    token; for backends with `takes_drafts`, rows of a captured step may have several). With a `soft_cap` c, scores s become c * tanh(s / c)
     before the softmax. If it `is_chunked`, `window` is the length of chunks, counted from position 0: a query attends to
     the positions of its chunk up to its own. With sinks, each query head has a learned score without a value, which joins the softmax.
     """
@@ -77,7 +77,8 @@ class AttentionKernel(Protocol):
     """A bound attention backend: `prepare` once per step and group, `forward` once per layer.
 
     A backend may set the attribute `prepares_on_host = True` if its `prepare` does not touch the device for a
-    captured step; replays then do not call it again.
+    captured step; replays then do not call it again. It may set `takes_drafts = True` if its phase "decode" serves rows
+    with different small numbers of query tokens; otherwise rows with draft tokens run in the phase "prefill".
     """
 
     def prepare(self, step: AttentionStep) -> None:

@@ -40,6 +40,12 @@ class AttentionGroup:
         # The prefills of a split step run on this stream, in parallel with its decodes.
         self.side: torch.cuda.Stream | None = None
 
+    @property
+    def takes_drafts(self) -> bool:
+        """Whether its decode kernels serve rows with draft tokens. Those of latent attention do not."""
+        decodes = [each for (_, problem), each in self.kernels.items() if problem.phase == "decode"]
+        return bool(decodes) and all(getattr(each, "takes_drafts", False) for each in decodes)
+
     def begin(self, inputs: GroupInputs) -> None:
         """Prepare each kernel for a step, and note which query tokens it serves."""
         self.kv_slots = inputs.kv_slots

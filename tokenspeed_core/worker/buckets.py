@@ -21,6 +21,11 @@ _SMALLEST_CHUNK, _CHUNK_STEP = 32, 64
 # A bucket has one chunk row for this many tokens. Unused rows cost kernel time too.
 _TOKENS_PER_CHUNK = 16
 _FEW_CHUNKS = 16
+_MAX_DRAFTING = (
+    64  # decodes of the largest bucket with draft tokens; larger steps verify drafts eagerly
+)
+# Draft tokens per row of these buckets, besides the maximum. Few tokens take about as long as one.
+_FEW_DRAFTING, _DRAFTS_OF_FEW, _DRAFTS_OF_MANY = 8, (4,), (1, 2, 4)
 
 
 def decode_sizes(
@@ -83,3 +88,25 @@ def bucket_sizes(
         if size.num_chunk_tokens <= _FEW_TOKENS
         and size.num_decodes >= (_MANY_DECODES if size.num_chunks else _PLAIN_DECODES)
     )
+
+
+def draft_sizes(
+    decodes: Sequence[int], max_drafts: int, max_draft_tokens: int
+) -> tuple[BucketSize, ...]:
+    """Return the buckets of decodes with draft tokens, at most `max_drafts` of a row and `max_draft_tokens` in all.
+
+    Their decodes are some of the captured `decodes`, each at least twice the last, up to 64. Rows share the draft tokens
+    of a bucket, so that one may have more than another.
+    """
+    small = [each for each in decodes if each <= _MAX_DRAFTING]
+    chosen: list[int] = []
+    for each in small:
+        if not chosen or each >= 2 * chosen[-1] or each == small[-1]:
+            chosen.append(each)
+    sizes = []
+    for each in chosen if max_drafts else ():
+        usual = _DRAFTS_OF_FEW if each <= _FEW_DRAFTING else _DRAFTS_OF_MANY
+        per_row = (*(drafts for drafts in usual if drafts < max_drafts), max_drafts)
+        counts = sorted({min(each * drafts, max_draft_tokens) for drafts in per_row})
+        sizes += [BucketSize(each, 0, 0, num_draft_tokens=count) for count in counts]
+    return tuple(sizes)

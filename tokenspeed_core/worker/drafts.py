@@ -6,6 +6,7 @@ the outputs equal those without drafts.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -96,6 +97,35 @@ class DraftRows:
     offsets: torch.Tensor
     ends: torch.Tensor
     max_drafts: int
+
+    @classmethod
+    def captured(
+        cls, columns: Mapping[str, torch.Tensor], ends: torch.Tensor, max_drafts: int
+    ) -> DraftRows:
+        """Return the rows of a captured step, padding included, whose columns are those of a StagedLayout."""
+        nothing = np.zeros(0, np.int64)
+        return cls(
+            SampledTokens(nothing, nothing, nothing, nothing),
+            columns["num_drafts"],
+            columns["first"],
+            columns["slots"],
+            columns["offsets"],
+            ends,
+            max_drafts,
+        )
+
+    def of_step(self, host: SampledTokens) -> DraftRows:
+        """Return the rows without padding. All rows of the step sample."""
+        num_rows = len(host.rows)
+        return DraftRows(
+            host,
+            self.num_drafts[:num_rows],
+            self.first[:num_rows],
+            self.slots[:num_rows],
+            self.offsets[: len(host.tokens)],
+            self.ends[:num_rows],
+            self.max_drafts,
+        )
 
     def verify(
         self, token_ids: torch.Tensor, tokens: torch.Tensor, ids: torch.Tensor, state: SlotState

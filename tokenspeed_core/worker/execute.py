@@ -140,6 +140,7 @@ class LocalRunner:
                 transfer=self._transfer,
                 block_size=self.block_size,
                 max_model_len=self.resolved.limits.max_model_len,
+                max_drafts=self.resolved.limits.max_drafts,
             )
             graphs = StepGraphs(context, sizes)
             graphs.capture(progress)
@@ -314,7 +315,8 @@ class LocalRunner:
                     graph.choose_again(bool(asked & DRAWS))
                 elif asked & DRAWS:
                     graph.draw()
-                step.fetch, step.at = self._transfer.fetch_ids(graph.ids), graph.at
+                step.at, step.num_new = graph.at, graph.num_new
+                self._fetch(step, graph.ids)
                 return
             logits = graph.logits()
             if graph.at is None:

@@ -3,7 +3,8 @@
 Launching a forward kernel by kernel takes the host longer than the device needs to run it, up to thousands of tokens.
 Each bucket therefore has one graph, or two if attention backends prepare between them (outside graphs, with the step's
 lengths on the device); one graph that keeps the logits for draws; and, for each number of rows, one that draws. Buckets
-of many decodes have a variant for short rows that share no prefix, for which attention prepares on the host.
+of many decodes have a variant for short rows that share no prefix, for which attention prepares on the host. Buckets
+with draft tokens also verify them, after greedy tokens and again after draws.
 """
 
 from __future__ import annotations
@@ -17,13 +18,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from tokenspeed_core.api.attention import AttentionStep
 from tokenspeed_core.api.models import Model
 from tokenspeed_core.api.step import I64, StepPlan
 from tokenspeed_core.worker.attention import AttentionGroup
+from tokenspeed_core.worker.captured_inputs import (
+    SharedBuffers,
+    begin_with_drafts,
+    captured_group_inputs,
+)
+from tokenspeed_core.worker.drafts import DraftRows, SampledTokens
 from tokenspeed_core.worker.inputs import Columns, GroupInputs, StepBuffers, begin_step
 from tokenspeed_core.worker.sampler import RunnerKernels, SamplingRows, draw
-from tokenspeed_core.worker.slots import SHORT, SlotFlags, SlotState
+from tokenspeed_core.worker.slots import SlotFlags, SlotState
 from tokenspeed_core.worker.staged import BucketSize, StagedLayout
 from tokenspeed_core.worker.transfer import HostDeviceTransfer, PinnedRing
 
@@ -43,13 +49,15 @@ class GraphContext:
     transfer: HostDeviceTransfer
     block_size: int
     max_model_len: int
+    max_drafts: int
 
 
 @dataclass(slots=True, eq=False)
 class _Bucket:
     """A captured step: its part of the upload, its inputs (views of shared buffers), and its graphs.
 
-    `own_logits` is the forward's output while the graphs that read it are captured. `no_shared_prefix` is the variant
+    `slots` are those of its rows of logits, int64 [R]. `drafts` are its rows with draft tokens, with as many sampled
+    tokens as `num_new` says. `own_logits` is the forward's output while the graphs that read it are captured. `no_shared_prefix` is the variant
     for short decodes without a shared prefix, if there is one.
     """
 
@@ -58,7 +66,10 @@ class _Bucket:
     columns: Columns
     buffers: StepBuffers
     inputs: tuple[GroupInputs, ...]
+    slots: torch.Tensor
     ids: torch.Tensor
+    num_new: torch.Tensor
+    drafts: DraftRows | None = None
     graphs: list[torch.cuda.CUDAGraph] = field(default_factory=list)
     own_logits: torch.Tensor = field(init=False)
     kept_logits: torch.Tensor = field(init=False)
@@ -81,7 +92,8 @@ class _Bucket:
 class GraphLaunch:
     """A launched step. `ids` int32 [rows of the bucket] are greedy until `draw` is called; `logits` returns the logits.
 
-    `at` are the indices of the R sampling rows among them, None if they are the first. All tensors are views of buffers
+    `at` are the indices of the R sampling rows among them, None if they are the first. With draft tokens, `num_new`
+    int32 is the number of new tokens of each row of the plan. All tensors are views of buffers
     that the next step overwrites (later on the stream). Until then `draw` or `logits` may be called, once. After
     `logits` were changed in place, `choose_again` replaces `ids`; its argument says whether a row draws.
     """
@@ -92,44 +104,7 @@ class GraphLaunch:
     logits: Callable[[], torch.Tensor]
     draw: Callable[[], None]
     choose_again: Callable[[bool], None]
-
-
-class _SharedBuffers:
-    """Buffers that all buckets share, sized for the largest."""
-
-    def __init__(self, context: GraphContext, sizes: Sequence[BucketSize], num_int64: int) -> None:
-        device = context.state.words.device
-        num_rows = max(size.num_rows for size in sizes)
-        num_tokens = max(size.num_tokens for size in sizes)
-        num_decodes = max(size.num_decodes for size in sizes if not size.num_chunks)
-        self.staged = torch.zeros(num_int64, dtype=torch.int64, device=device)
-        self.decode_start = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
-        self.decode_inputs = torch.zeros((2, num_decodes), dtype=torch.int64, device=device)
-        self.seq_lens = torch.zeros(num_rows, dtype=torch.int32, device=device)
-        self.new_positions = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.ids = torch.zeros(num_rows, dtype=torch.int32, device=device)
-        self.tables = [
-            torch.zeros_like(table[:1]).repeat(num_rows, 1) for table in context.state.tables
-        ]
-        self.kv_slots = [
-            torch.zeros(num_tokens, dtype=torch.int64, device=device) for _ in context.groups
-        ]
-        self.logits: torch.Tensor | None = None  # allocated by the first capture, the largest
-
-    def of(self, size: BucketSize, columns: Columns) -> StepBuffers:
-        """Return a bucket's views."""
-        if size.num_chunks:
-            token_ids, positions = columns["ids"], columns["positions"]
-        else:
-            token_ids, positions = self.decode_inputs[:, : size.num_tokens]
-        return StepBuffers(
-            token_ids=token_ids,
-            positions=positions,
-            seq_lens=self.seq_lens[: size.num_rows],
-            new_positions=self.new_positions[: size.num_rows],
-            tables=[table[: size.num_rows] for table in self.tables],
-            kv_slots=[kv_slots[: size.num_tokens] for kv_slots in self.kv_slots],
-        )
+    num_new: torch.Tensor | None = None
 
 
 class StepGraphs:
@@ -143,7 +118,13 @@ class StepGraphs:
             getattr(kernel, "prepares_on_host", False) for kernel in attention
         )
         usual = [size for size in sizes if not size.no_shared_prefix]
-        self._decode_sizes = sorted(size.num_decodes for size in usual if not size.num_chunks)
+        self._decode_sizes = sorted(
+            size.num_decodes for size in usual if size.num_tokens == size.num_decodes
+        )
+        self._draft_sizes = sorted(
+            (size for size in usual if size.num_draft_tokens),
+            key=lambda size: (size.num_tokens, size.num_decodes),
+        )
         self._mixed_sizes = sorted(
             (size for size in usual if size.num_chunks),
             key=lambda size: (size.num_tokens, size.num_decodes),
@@ -153,10 +134,10 @@ class StepGraphs:
             for size in (usual if self._needs_prepare else sizes)
         }
         longest = max(layout.num_int64 for layout in self._layouts.values())
-        self._buffers = _SharedBuffers(context, sizes, longest)
+        self._buffers = SharedBuffers(context.state, sizes, longest)
         self._ring = PinnedRing(self._buffers.staged.nbytes)
         self._buckets: dict[BucketSize, _Bucket] = {}
-        self._draws: dict[int, torch.cuda.CUDAGraph] = {}
+        self._draws: dict[int | BucketSize, torch.cuda.CUDAGraph] = {}
         self._uploaded: tuple[BucketSize, bytes] | None = None
         self._plan_rows = np.arange(len(self._buffers.ids), dtype=np.int32)
         self._views: dict[int, tuple[torch.Tensor, ...]] = {}
@@ -165,7 +146,7 @@ class StepGraphs:
         """Capture all buckets, the largest first, since it sizes the memory that they share."""
         pool = torch.cuda.graph_pool_handle()
         ordered = sorted(
-            self._layouts, key=lambda size: (size.num_rows, size.num_tokens), reverse=True
+            self._layouts, key=lambda size: (size.num_sampled, size.num_tokens), reverse=True
         )
         for done, size in enumerate(ordered):
             progress(done, len(ordered))
@@ -194,6 +175,8 @@ class StepGraphs:
         if self._needs_prepare:
             self._prepare(bucket)
             bucket.graphs[1].replay()
+        if bucket.drafts is not None:
+            return self._draft_launch(bucket, bucket.drafts, plan)
         if not size.num_chunks:
             return self._decode_launch(bucket, plan)
         sampled = np.flatnonzero(plan.wants_logits)
@@ -226,18 +209,40 @@ class StepGraphs:
         again = partial(self._choose_again, bucket)
         return GraphLaunch(rows, ids, None, bucket.logits, bucket.draw, again)
 
+    def _draft_launch(self, bucket: _Bucket, drafts: DraftRows, plan: StepPlan) -> GraphLaunch:
+        num_tokens, num_rows = plan.num_tokens, plan.num_rows
+        rows = SamplingRows(
+            np.repeat(self._plan_rows[:num_rows], plan.num_query_tokens),
+            np.repeat(plan.slots, plan.num_query_tokens),
+            bucket.slots[:num_tokens],
+            bucket.buffers.new_positions[:num_tokens],
+            bucket.buffers.token_ids,
+            self._buffers.places[:num_tokens],
+            drafts.of_step(SampledTokens.of(plan)),
+        )
+        return GraphLaunch(
+            rows,
+            bucket.ids[:num_tokens],
+            None,
+            bucket.logits,
+            bucket.draw,
+            partial(self._choose_again, bucket),
+            bucket.num_new[:num_rows],
+        )
+
     def _num_words(self, size: BucketSize) -> int:
         """Return how many changed words a bucket's upload holds; steps with more scatter them before it."""
         num_blocks = size.num_chunk_tokens // self._context.block_size
         per_group = size.num_decodes + size.num_chunks + num_blocks
-        return per_group * len(self._context.groups) + _WORDS_OF_CHUNK * size.num_chunks
+        num_words = per_group * len(self._context.groups) + _WORDS_OF_CHUNK * size.num_chunks
+        return num_words + size.num_draft_tokens
 
     def _size(self, plan: StepPlan) -> BucketSize | None:
-        """Return the bucket with the fewest tokens, then decodes, that holds a step. None holds draft tokens."""
-        if plan.num_draft_tokens:
-            return None
+        """Return the bucket with the fewest tokens, then decodes, that holds a step. None holds chunks and drafts."""
         decodes = plan.num_decodes
         chunks = plan.num_rows - decodes
+        if plan.num_draft_tokens:
+            return None if chunks else self._draft_size(plan)
         if not chunks:
             place = bisect_left(self._decode_sizes, decodes)
             fits = place < len(self._decode_sizes) and plan.wants_logits.all()
@@ -252,20 +257,36 @@ class StepGraphs:
                 return size
         return None
 
+    def _draft_size(self, plan: StepPlan) -> BucketSize | None:
+        for size in self._draft_sizes:
+            if (
+                size.num_draft_tokens >= plan.num_draft_tokens
+                and size.num_decodes >= plan.num_decodes
+            ):
+                return size
+        return None
+
     def _upload(self, bucket: _Bucket, plan: StepPlan) -> None:
         """Copy a plan to the device. Copy nothing if the device has exactly these decodes already."""
         layout, state = bucket.layout, self._context.state
         words, values = state.layout.writes(plan)
+        if plan.num_draft_tokens:
+            draft_words, draft_ids = state.layout.draft_writes(plan)
+            words = np.concatenate((words, draft_words))
+            values = np.concatenate((values, draft_ids))
         if len(words) > layout.num_words:
             device_words, device_values = self._context.transfer.send((words, values))
             state.words.index_copy_(0, device_words, device_values)
             words, values = words[:0], values[:0]
-        uploaded = None if layout.size.num_chunks else (layout.size, plan.slots.tobytes())
+        rows = plan.slots.tobytes()
+        if plan.num_draft_tokens:
+            rows += plan.num_query_tokens.tobytes()
+        uploaded = None if layout.size.num_chunks else (layout.size, rows)
         if uploaded is not None and not len(words) and uploaded == self._uploaded:
             return
         num_bytes = bucket.staged.nbytes
         pinned, host, event = self._ring.take(num_bytes)
-        layout.fill(host[:num_bytes].view(np.int64), plan, words, values, state.layout.padding)
+        layout.fill(host[:num_bytes].view(np.int64), plan, words, values, state.layout)
         bucket.staged.copy_(pinned[:num_bytes].view(torch.int64), non_blocking=True)
         event.record()
         self._uploaded = uploaded
@@ -276,13 +297,8 @@ class StepGraphs:
 
     def _capture(self, size: BucketSize, pool: Any) -> _Bucket:
         bucket = self._bucket(size)
-        layout, padding = bucket.layout, self._context.state.layout.padding
-        padded = np.zeros(layout.num_int64, np.int64)
-        padded[layout.wide["slots"]] = padding[0]
-        padded[layout.wide["words"]] = padding[1]
-        if size.num_chunks:
-            padded[layout.wide["token_slots"]] = padding[0]
-        bucket.staged.copy_(torch.from_numpy(padded))
+        padding = bucket.layout.padding(self._context.state.layout)
+        bucket.staged.copy_(torch.from_numpy(padding))
         # The first run compiles kernels and lets libraries allocate, neither of which a capture may do.
         for stage in (self._begin, self._forward, self._keep, self._draw):
             self._prepare(bucket)
@@ -295,9 +311,10 @@ class StepGraphs:
             bucket.graphs.append(_record(pool, bucket, self._begin, self._forward))
         bucket.keep_graph = _record(pool, bucket, self._keep)
         del bucket.own_logits
-        if size.num_rows not in self._draws:
-            self._draws[size.num_rows] = _record(pool, bucket, self._draw)
-        bucket.draw_graph = self._draws[size.num_rows]
+        key = size if size.num_draft_tokens else size.num_rows
+        if key not in self._draws:
+            self._draws[key] = _record(pool, bucket, self._draw)
+        bucket.draw_graph = self._draws[key]
         return bucket
 
     def _bucket(self, size: BucketSize) -> _Bucket:
@@ -305,24 +322,40 @@ class StepGraphs:
         staged = self._buffers.staged[: layout.num_int64]
         columns = layout.columns(staged)
         buffers = self._buffers.of(size, columns)
+        has_drafts = size.num_draft_tokens > 0
+        query_start = columns.get("query_start")
         inputs = tuple(
             captured_group_inputs(
                 size,
                 kv_slots,
                 table,
                 buffers.seq_lens,
-                self._buffers.decode_start,
-                columns.get("query_start"),
+                self._buffers.decode_start
+                if query_start is None or size.num_chunks
+                else query_start,
+                query_start if size.num_chunks else None,
                 self._context.max_model_len,
+                self._context.max_drafts,
+                takes_drafts=group.takes_drafts,
             )
-            for table, kv_slots in zip(buffers.tables, buffers.kv_slots, strict=True)
+            for group, table, kv_slots in zip(
+                self._context.groups, buffers.tables, buffers.kv_slots, strict=True
+            )
         )
-        ids = self._buffers.ids[: size.num_rows]
-        return _Bucket(layout, staged, columns, buffers, inputs, ids)
+        slots = columns["token_slots"] if has_drafts else columns["slots"]
+        ids, num_new = self._buffers.ids[: size.num_sampled], self._buffers.num_new[: size.num_rows]
+        drafts = None
+        if has_drafts:
+            drafts = DraftRows.captured(columns, buffers.seq_lens, self._context.max_drafts)
+        return _Bucket(layout, staged, columns, buffers, inputs, slots, ids, num_new, drafts)
 
     def _begin(self, bucket: _Bucket) -> None:
         context, size = self._context, bucket.layout.size
-        begin_step(context.state, context.kernels, bucket.columns, size.num_decodes, bucket.buffers)
+        columns, buffers = bucket.columns, bucket.buffers
+        if bucket.drafts is not None:
+            begin_with_drafts(context.state, context.kernels, columns, buffers)
+        else:
+            begin_step(context.state, context.kernels, columns, size.num_decodes, buffers)
 
     def _forward(self, bucket: _Bucket) -> None:
         model, buffers = self._context.model, bucket.buffers
@@ -340,8 +373,8 @@ class StepGraphs:
 
     def _draw(self, bucket: _Bucket) -> None:
         context, logits = self._context, bucket.kept_logits
-        slots, new_positions = bucket.columns["slots"], bucket.buffers.new_positions
-        chosen = draw(context.state, context.kernels.sample, logits, slots, new_positions)
+        new_positions = bucket.buffers.new_positions
+        chosen = draw(context.state, context.kernels.sample, logits, bucket.slots, new_positions)
         self._note(bucket, logits, chosen)
 
     def _choose_again(self, bucket: _Bucket, draws: bool) -> None:
@@ -353,52 +386,13 @@ class StepGraphs:
             self._note(bucket, logits, self._context.kernels.greedy[logits.dtype](logits))
 
     def _note(self, bucket: _Bucket, logits: torch.Tensor, chosen: torch.Tensor) -> None:
-        slots, last_token = bucket.columns["slots"], self._context.state.last_token
-        self._context.kernels.note[logits.dtype](logits, chosen, slots, last_token, bucket.ids)
-
-
-def captured_group_inputs(
-    size: BucketSize,
-    kv_slots: torch.Tensor,
-    table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    decode_start: torch.Tensor,
-    chunk_start: torch.Tensor | None,
-    max_model_len: int,
-) -> GroupInputs:
-    """Return the attention inputs of a bucket's cache group, with the bucket's sizes as bounds.
-
-    `decode_start` counts up from 0; `chunk_start` is the chunks' `query_start`, None without chunks.
-    """
-    decodes = AttentionStep(
-        num_rows=size.num_decodes,
-        num_tokens=size.num_decodes,
-        max_num_query=1,
-        max_seq_len=min(SHORT, max_model_len) if size.no_shared_prefix else max_model_len,
-        query_start=decode_start[: size.num_decodes + 1],
-        seq_lens=seq_lens[: size.num_decodes],
-        block_table=table[: size.num_decodes],
-        host_query_start=None,
-        host_seq_lens=None,
-        shares_prefix=not size.no_shared_prefix,
-        overlaps_prefill=size.num_chunks > 0,
-    )
-    if chunk_start is None:
-        return GroupInputs(kv_slots, decodes, size.num_decodes, None, None)
-    chunks = AttentionStep(
-        num_rows=size.num_chunks,
-        num_tokens=size.num_chunk_tokens,
-        max_num_query=size.num_chunk_tokens,
-        max_seq_len=max_model_len,
-        query_start=chunk_start,
-        seq_lens=seq_lens[size.num_decodes : size.num_rows],
-        block_table=table[size.num_decodes : size.num_rows],
-        host_query_start=None,
-        host_seq_lens=None,
-    )
-    if not size.num_decodes:
-        return GroupInputs(kv_slots, chunks, 0, None, None)
-    return GroupInputs(kv_slots, chunks, size.num_decodes, decodes, chunks)
+        state = self._context.state
+        note = self._context.kernels.note[logits.dtype]
+        note(logits, chosen, bucket.slots, state.last_token, bucket.ids)
+        if bucket.drafts is not None:
+            places = self._buffers.places[: len(bucket.ids)]
+            token_ids = bucket.buffers.token_ids
+            bucket.num_new.copy_(bucket.drafts.verify(token_ids, places, bucket.ids, state))
 
 
 def _record(pool: Any, bucket: _Bucket, *stages: Callable[[_Bucket], None]) -> torch.cuda.CUDAGraph:

@@ -125,7 +125,7 @@ class EagerInputs:
         size = BucketSize(plan.num_decodes, plan.num_rows - plan.num_decodes, len(plan.token_ids))
         layout = StagedLayout(size, len(words))
         host = np.empty(layout.num_int64, np.int64)
-        layout.fill(host, plan, words, values, self._state.layout.padding)
+        layout.fill(host, plan, words, values, self._state.layout)
         query_start = np.zeros(plan.num_rows + 1, np.int32)
         np.cumsum(plan.num_query_tokens, out=query_start[1:])
         sampled = np.flatnonzero(plan.wants_logits)

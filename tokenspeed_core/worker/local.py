@@ -22,7 +22,7 @@ from tokenspeed_core.plugins.entry import load_target
 from tokenspeed_core.resolved import Resolved
 from tokenspeed_core.worker.adjust import counts_bytes
 from tokenspeed_core.worker.assemble import Assembly, assemble
-from tokenspeed_core.worker.buckets import bucket_sizes, decode_sizes
+from tokenspeed_core.worker.buckets import bucket_sizes, decode_sizes, draft_sizes
 from tokenspeed_core.worker.execute import LocalRunner
 from tokenspeed_core.worker.memory import GIB, DeviceBudget, pages_of_device, pages_of_host
 from tokenspeed_core.worker.platform import resolve_device
@@ -176,7 +176,10 @@ def _start_on_device(
             limits.max_num_seqs, config.max_cudagraph_capture_size, config.cudagraph_capture_sizes
         )
     )
-    sizes = bucket_sizes(decodes, limits.max_num_tokens, limits.max_num_seqs) if decodes else ()
+    sizes: tuple[BucketSize, ...] = ()
+    if decodes:
+        sizes = bucket_sizes(decodes, limits.max_num_tokens, limits.max_num_seqs)
+        sizes += draft_sizes(decodes, limits.max_drafts, limits.max_draft_tokens)
     num_groups = len(assembly.build.groups)
     with _room_for(
         "The largest step", "Lower --chunked-prefill-size or --max-num-seqs, or free device memory"

@@ -96,6 +96,17 @@ class SlotLayout:
             return _NO_WORDS, _NO_VALUES
         return np.concatenate(words), np.concatenate(values)
 
+    def draft_writes(self, plan: StepPlan) -> tuple[I64, I32]:
+        """Return the words of a plan's draft tokens and these tokens; none if the device has them already."""
+        if plan.draft_token_ids is None:
+            return _NO_WORDS, _NO_VALUES
+        counts = plan.num_query_tokens[: plan.num_decodes] - 1
+        first = self.drafts + plan.slots[: plan.num_decodes].astype(np.int64) * self.max_drafts
+        # Token i of the plan is token i - before of its row.
+        before = np.cumsum(counts) - counts
+        words = np.arange(len(plan.draft_token_ids)) + np.repeat(first - before, counts)
+        return words, plan.draft_token_ids
+
     def _init_writes(self, inits: SlotInits, words: list[I64], values: list[I32]) -> None:
         slots = inits.slots.astype(np.int64)
         words.append((slots[:, None] * 2 + np.arange(2)).reshape(-1))

@@ -1,7 +1,8 @@
 """The host's upload for a step: one buffer, laid out for the size of the step or of its bucket.
 
 Rows and tokens are in the order `[decodes, padding, chunks, padding]`; padding names the padding slot. A size without
-chunk tokens has decodes only, one token each.
+chunk and draft tokens has decodes only, one token each. With draft tokens it has decodes only, and the tokens of a row
+follow each other: `[tokens of decodes, padding]`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ import numpy as np
 import torch
 
 from tokenspeed_core.api.step import I32, I64, StepPlan
+from tokenspeed_core.worker.slots import SlotLayout
+
+_NONE = np.zeros(0, np.int32)
+_NO_ROWS = StepPlan(-1, 0, _NONE, _NONE, _NONE, _NONE.astype(bool), _NONE, _NONE, (), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +25,14 @@ class BucketSize:
     """The decode rows, chunk rows, and tokens of all chunks that a step has, or that a bucket holds at most.
 
     With `no_shared_prefix`, its decodes are short and share no prefix, so attention skips the search for one.
+    `num_draft_tokens` are those of all decode rows together; a size with draft tokens has no chunks.
     """
 
     num_decodes: int
     num_chunks: int
     num_chunk_tokens: int
     no_shared_prefix: bool = False
+    num_draft_tokens: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -35,7 +42,12 @@ class BucketSize:
     @property
     def num_tokens(self) -> int:
         """Query tokens, padding included."""
-        return self.num_decodes + self.num_chunk_tokens
+        return self.num_decodes + self.num_draft_tokens + self.num_chunk_tokens
+
+    @property
+    def num_sampled(self) -> int:
+        """Rows of logits, padding included: one of each row, or with draft tokens of each token."""
+        return self.num_tokens if self.num_draft_tokens else self.num_rows
 
 
 class StagedLayout:
@@ -45,6 +57,10 @@ class StagedLayout:
     `ids` [tokens] (the last two of chunks only: decodes' come from the state), and `last` [rows], the last token of
     each row. int32: `values` of the words; `advance` [rows], by which lengths grow; with chunks `query_start`
     [chunks + 1], from the first chunk token.
+
+    With draft tokens, int64: `num_drafts` and `first` [rows], the draft tokens and the first token of each row;
+    `token_slots` [tokens]; `token_words` [tokens], where the state has the token; `offsets` [tokens] in the row; and
+    `until_end` [tokens], by which the position precedes the row's new length. int32: `query_start` [rows + 1].
     """
 
     def __init__(self, size: BucketSize, num_words: int) -> None:
@@ -61,6 +77,12 @@ class StagedLayout:
             }
             wide |= {"last": size.num_rows}
             narrow |= {"query_start": size.num_chunks + 1}
+        if size.num_draft_tokens:
+            wide |= {"num_drafts": size.num_rows, "first": size.num_rows}
+            wide |= dict.fromkeys(
+                ("token_slots", "token_words", "offsets", "until_end"), size.num_tokens
+            )
+            narrow |= {"query_start": size.num_rows + 1}
         self.wide, self.middle = _place(wide)
         self.narrow, length = _place(narrow)
         self.num_int64 = self.middle + -(-length // 2)
@@ -72,11 +94,9 @@ class StagedLayout:
         columns |= {name: narrow[place] for name, place in self.narrow.items()}
         return columns
 
-    def fill(
-        self, host: I64, plan: StepPlan, words: I64, values: I32, padding: tuple[int, int]
-    ) -> None:
-        """Write a plan and its changed words. `padding` is the padding slot and the word of its length."""
-        size, middle = self.size, plan.num_decodes
+    def fill(self, host: I64, plan: StepPlan, words: I64, values: I32, state: SlotLayout) -> None:
+        """Write a plan, and the words of the state that it changes."""
+        size, middle, padding = self.size, plan.num_decodes, state.padding
         narrow = host[self.middle :].view(np.int32)
         narrow[:] = 0
         all_words = host[self.wide["words"]]
@@ -84,11 +104,19 @@ class StagedLayout:
         narrow[self.narrow["values"]][: len(values)] = values
         slots, advance = host[self.wide["slots"]], narrow[self.narrow["advance"]]
         slots[:middle], slots[middle:] = plan.slots[:middle], padding[0]
-        advance[:middle] = 1
+        advance[:middle] = plan.num_query_tokens[:middle]
+        if size.num_draft_tokens:
+            self._fill_drafts(host, narrow[self.narrow["query_start"]], plan, state)
         if size.num_chunks:
             chunks = slice(size.num_decodes, size.num_decodes + plan.num_rows - middle)
             slots[chunks], advance[chunks] = plan.slots[middle:], plan.num_query_tokens[middle:]
             self._fill_tokens(host, narrow[self.narrow["query_start"]], plan, padding[0])
+
+    def padding(self, state: SlotLayout) -> I64:
+        """Return a buffer of padding only."""
+        host = np.empty(self.num_int64, np.int64)
+        self.fill(host, _NO_ROWS, _NONE.astype(np.int64), _NONE, state)
+        return host
 
     def _fill_tokens(self, host: I64, query_start: I32, plan: StepPlan, padding_slot: int) -> None:
         decodes, middle, count = self.size.num_decodes, plan.num_decodes, len(plan.token_ids)
@@ -106,6 +134,26 @@ class StagedLayout:
         ids[inside] = plan.token_ids
         last[:middle] = np.arange(middle)
         last[decodes : decodes + num_chunks] = decodes - 1 + query_start[1 : num_chunks + 1]
+
+    def _fill_drafts(self, host: I64, query_start: I32, plan: StepPlan, state: SlotLayout) -> None:
+        counts, num_rows, count = plan.num_query_tokens, plan.num_rows, plan.num_tokens
+        np.cumsum(counts, out=query_start[1 : num_rows + 1])
+        query_start[num_rows + 1 :] = count
+        num_drafts, first = host[self.wide["num_drafts"]], host[self.wide["first"]]
+        num_drafts[:num_rows], num_drafts[num_rows:] = counts - 1, 0
+        first[:num_rows], first[num_rows:] = query_start[:num_rows], 0
+        token_slots, token_words = host[self.wide["token_slots"]], host[self.wide["token_words"]]
+        offsets, until_end = host[self.wide["offsets"]], host[self.wide["until_end"]]
+        last_token = state.column("last_token")
+        token_slots[count:] = state.padding_slot
+        token_words[count:] = last_token + state.padding_slot
+        offsets[count:] = until_end[count:] = 0
+        token_slots[:count] = np.repeat(plan.slots, counts)
+        offsets[:count] = np.arange(count) - np.repeat(first[:num_rows], counts)
+        until_end[:count] = np.repeat(counts, counts) - offsets[:count]
+        drafts = state.drafts - 1 + token_slots[:count] * state.max_drafts + offsets[:count]
+        is_first = offsets[:count] == 0
+        token_words[:count] = np.where(is_first, last_token + token_slots[:count], drafts)
 
 
 def _place(lengths: Mapping[str, int]) -> tuple[dict[str, slice], int]:

@@ -46,6 +46,8 @@ class TorchAttention:
     `prepare` reads lengths back from the device, so it cannot run in CUDA graphs.
     """
 
+    takes_drafts = True
+
     def __init__(
         self, problem: AttentionProblem, limits: AttentionLimits, device: torch.device
     ) -> None:

@@ -30,6 +30,7 @@ class Fa3Attention:
     """
 
     prepares_on_host = True
+    takes_drafts = True
 
     def __init__(
         self, problem: AttentionProblem, limits: AttentionLimits, device: torch.device

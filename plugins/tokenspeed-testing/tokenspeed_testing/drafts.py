@@ -1,9 +1,15 @@
-"""A `DraftDepth` without measurements, for tests."""
+"""A `DraftDepth` without measurements and a `Drafter` that knows the answers, for tests and benchmarks."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 
+from tokenspeed_core.api.drafters import DrafterContext, DrafterSpec, Drafts
 from tokenspeed_core.api.step import F32, I32
 
 
@@ -34,3 +40,70 @@ class FixedDepth:
         self, num_rows: int, num_tokens: int, num_chunk_tokens: int, seconds: float
     ) -> None:
         """Do nothing."""
+
+
+class ForcedDrafter:
+    """A `Drafter` that knows the answers, and is right about each token with a fixed probability.
+
+    Its options are `answers`, the path of a JSON list of token ids (each a prompt and its output), which is read again
+    for each sequence, and `acceptance`, the probability.
+    """
+
+    def __init__(self, context: DrafterContext) -> None:
+        self._vocab_size = context.vocab_size
+        self._path = Path(context.options["answers"])
+        self._acceptance = float(context.options["acceptance"])
+        self._random = np.random.default_rng(0)
+        # Of each slot, the tokens of its answer, and how many of them it has.
+        self._answers: dict[int, I32] = {}
+        self._num_tokens: dict[int, int] = {}
+
+    def begin(self, slot: int, token_ids: I32, num_prompt_tokens: int, tenant: str) -> None:
+        """Find the answer that starts with these tokens."""
+        num = len(token_ids)
+        known = [np.asarray(each, np.int32) for each in json.loads(self._path.read_text())]
+        found = [each for each in known if np.array_equal(each[:num], token_ids)]
+        self._answers[slot] = found[0] if found else np.zeros(0, np.int32)
+        self._num_tokens[slot] = num
+
+    def extend(self, slots: I32, counts: I32, token_ids: I32) -> None:
+        """Count the tokens."""
+        for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
+            self._num_tokens[slot] += count
+
+    def propose(self, slots: I32, max_drafts: I32) -> Drafts:
+        """Return the next tokens of the answers, of which some are replaced by the next token of the vocabulary."""
+        parts = [
+            self._answers[slot][self._num_tokens[slot] :][:most]
+            for slot, most in zip(slots.tolist(), max_drafts.tolist(), strict=True)
+        ]
+        counts = np.asarray([len(part) for part in parts], np.int32)
+        token_ids = np.concatenate((np.zeros(0, np.int32), *parts))
+        is_wrong = self._random.random(len(token_ids)) >= self._acceptance
+        wrong = (token_ids + 1) % self._vocab_size
+        return Drafts(counts, np.where(is_wrong, wrong, token_ids).astype(np.int32))
+
+    def end(self, slot: int) -> None:
+        """Forget the slot."""
+        del self._answers[slot], self._num_tokens[slot]
+
+
+def check_forced(options: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the options are those of a `ForcedDrafter`."""
+    if set(options) != {"answers", "acceptance"}:
+        raise ValueError("the forced drafter has the options answers and acceptance")
+
+
+FORCED = DrafterSpec(
+    load="tokenspeed_testing.drafts:ForcedDrafter", check="tokenspeed_testing.drafts:check_forced"
+)
+
+
+def install_forced(site: Path) -> None:
+    """Write a distribution that registers the drafter `forced` to a folder of `sys.path`."""
+    info = site / "forced_drafter-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: forced-drafter\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[tokenspeed.drafters]\nforced = tokenspeed_testing.drafts:FORCED [api1]\n"
+    )

@@ -68,6 +68,7 @@ class TritonAttention:
     """
 
     prepares_on_host = True
+    takes_drafts = True
 
     def __init__(
         self,
@@ -89,6 +90,7 @@ class TritonAttention:
         self._decode = decode_tiling or (Tiling(16, 32, 2, 2) if wide else Tiling(16, 64, 2, 3))
         self._crowd = decode_tiling or (Tiling(16, 32, 2, 2) if wide else Tiling(16, 32, 1, 3))
         self._beside = decode_tiling or (Tiling(16, 32, 2, 2) if wide else Tiling(16, 32, 2, 3))
+        self._drafts = decode_tiling or (Tiling(16, 32, 4, 2) if wide else Tiling(16, 64, 4, 3))
         self._prefill = prefill_tiling or (Tiling(64, 32, 4, 2) if wide else Tiling(128, 128, 8, 3))
         self._small = prefill_tiling or (Tiling(64, 32, 4, 2) if wide else Tiling(64, 64, 4, 2))
         self._pdl = supports_pdl()
@@ -146,9 +148,10 @@ class TritonAttention:
             self._options.shared_prefix and step.shares_prefix and step.max_num_query == 1 and room
         )
         shared = self.shared.launch(step.num_rows) if may_share else None
-        tiling = replace(
-            self._decode_tiling(programs, step, is_shared=shared is not None), block_m=block_m
-        )
+        tiling = self._drafts
+        if block_m == self._decode.block_m:
+            tiling = self._decode_tiling(programs, step, is_shared=shared is not None)
+        tiling = replace(tiling, block_m=block_m)
         if programs >= FULL * self.num_multiprocessors:
             # No more splits than the longest row needs: an empty split takes time too.
             min_split, splits = LONG_SPLIT, -(-step.max_seq_len // LONG_SPLIT)

@@ -1,0 +1,116 @@
+"""Captured steps verify draft tokens as eager ones do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from drafted import Guesser, Reply, finish, make_engine
+from host_graphs import capture
+from test_speculation import VOCAB, check, known, requests
+from tokenspeed_testing.requests import request
+
+from tokenspeed_core.worker.buckets import draft_sizes
+from tokenspeed_core.worker.local import LocalRunner
+from tokenspeed_core.worker.staged import BucketSize
+
+MAX_DRAFTS = 4
+
+
+@pytest.fixture(scope="module")
+def runner(make_runner: Callable[..., LocalRunner]) -> LocalRunner:
+    return make_runner(
+        speculative_algorithm="ngram", speculative_num_draft_tokens=1 + MAX_DRAFTS, max_num_seqs=8
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(runner: LocalRunner) -> dict[int, Reply]:
+    return finish(make_engine(runner), requests())
+
+
+@pytest.fixture(scope="module")
+def used(runner: LocalRunner, expected: dict[int, Reply]) -> Iterator[list[BucketSize]]:
+    decodes = (1, 4, 8)
+    sizes = (
+        *(BucketSize(each, 0, 0) for each in decodes),
+        *draft_sizes(decodes, MAX_DRAFTS, 8 * MAX_DRAFTS),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        yield capture(runner, sizes, patch)
+
+
+@pytest.mark.parametrize(("wrong", "depth"), [(0.0, 1), (0.3, 2), (1.0, 1)])
+def test_captured_drafts_change_no_output(
+    runner: LocalRunner,
+    expected: dict[int, Reply],
+    used: list[BucketSize],
+    wrong: float,
+    depth: int,
+) -> None:
+    used.clear()
+    drafter = Guesser(VOCAB, wrong)
+    drafter.known = known(expected)
+    engine = make_engine(runner, drafter, max_drafts=MAX_DRAFTS, depth=depth)
+    check(finish(engine, requests(), preempt_every=9), expected)
+    assert len({size for size in used if size.num_draft_tokens}) >= 3
+    padding = runner._state.layout.padding_slot
+    assert runner._state.seq_len[padding] == 0
+
+
+def test_largest_bucket_may_have_no_padding_tokens(
+    runner: LocalRunner, used: list[BucketSize]
+) -> None:
+    prompts = [[10 * number + i for i in range(9)] for number in range(4)]
+    wanted = [request(number, prompt, max_tokens=30) for number, prompt in enumerate(prompts)]
+    plain = finish(make_engine(runner), wanted)
+    used.clear()
+
+    class Everything(Guesser):
+        def guess(self, tokens: list[int], most: int) -> list[int]:
+            found = [each for each in self.known if each[: len(tokens)] == tokens]
+            right = found[0][len(tokens) :][:most]
+            return right + [1] * (most - len(right))
+
+    drafter = Everything(VOCAB)
+    drafter.known = [[*prompt, *plain[n].token_ids] for n, prompt in enumerate(prompts)]
+    found = finish(make_engine(runner, drafter, max_drafts=MAX_DRAFTS), wanted)
+    assert {n: reply.token_ids for n, reply in found.items()} == {
+        n: reply.token_ids for n, reply in plain.items()
+    }
+    assert BucketSize(4, 0, 0, num_draft_tokens=16) in used
+
+
+def test_steps_with_many_drafts_run_eagerly(runner: LocalRunner, used: list[BucketSize]) -> None:
+    assert runner._graphs is not None
+    largest = runner._graphs._draft_sizes[-1]
+    assert largest == BucketSize(8, 0, 0, num_draft_tokens=8 * MAX_DRAFTS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner._graphs, "_draft_sizes", [])
+        used.clear()
+        wanted = [request(0, [5, 6, 7], max_tokens=12)]
+        plain = finish(make_engine(runner), wanted)
+        drafter = Guesser(VOCAB, 0.0)
+        drafter.known = [[5, 6, 7, *plain[0].token_ids]]
+        found = finish(make_engine(runner, drafter, max_drafts=MAX_DRAFTS), wanted)
+    assert found[0].token_ids == plain[0].token_ids
+    assert not any(size.num_draft_tokens for size in used)
+
+
+def test_state_is_equal_after_captured_and_eager_steps(
+    runner: LocalRunner, used: list[BucketSize]
+) -> None:
+    states = []
+    for sizes in (runner._graphs._draft_sizes, []):  # type: ignore[union-attr]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(runner._graphs, "_draft_sizes", sizes)
+            drafter = Guesser(VOCAB, 0.4, seed=3)
+            finish(
+                make_engine(runner, drafter, max_drafts=MAX_DRAFTS),
+                [request(n, [n, n + 1], max_tokens=9) for n in range(3)],
+            )
+        slots = torch.from_numpy(np.arange(runner._state.layout.padding_slot))
+        states.append(torch.stack((runner._state.last_token[slots], runner._state.seq_len[slots])))
+    assert torch.equal(*states)

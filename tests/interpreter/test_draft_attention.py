@@ -1,0 +1,45 @@
+"""Triton attention for decode rows with different numbers of draft tokens, as in a captured step with padding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tokenspeed_testing.attention import Rows, compare, limits_of, make_fixture, run
+
+from tokenspeed_core.api.attention import AttentionProblem
+from tokenspeed_kernels.triton.attention.backend import TritonAttention
+
+pytestmark = pytest.mark.interpreter
+
+CPU = torch.device("cpu")
+NUM_PADDING = 3  # query tokens after the last row
+
+
+@pytest.mark.parametrize(("num_heads", "rows_of_tile"), [(2, 16), (8, 64)])
+@pytest.mark.parametrize("window", [None, 20])
+def test_rows_with_drafts_share_one_tile_each(
+    num_heads: int, rows_of_tile: int, window: int | None
+) -> None:
+    problem = AttentionProblem("decode", num_heads, 2, 64, "float32", "float32", 16, 0.125, window)
+    rows = Rows((9, 1, 3, 0, 0), (301, 40, 3, 0, 0))
+    fixture = make_fixture(problem, rows, CPU, seed=0)
+    count = fixture.step.num_tokens
+    step = replace(
+        fixture.step,
+        num_tokens=count + NUM_PADDING,
+        max_seq_len=1024,
+        host_query_start=None,
+        host_seq_lens=None,
+    )
+    kernel = TritonAttention(problem, replace(limits_of(fixture), max_model_len=1024), CPU)
+    assert kernel.takes_drafts
+    kernel.prepare(step)
+    assert kernel._launch is not None
+    assert kernel._launch.tiling.block_m == rows_of_tile
+    assert kernel._launch.num_splits > 1
+    q = torch.cat((fixture.q, torch.full_like(fixture.q[:NUM_PADDING], float("nan"))))
+    out = torch.full(q.shape, float("nan"))
+    run(kernel, replace(fixture, q=q), out)
+    compare("drafts", problem, out[:count], fixture.expected)
