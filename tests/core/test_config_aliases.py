@@ -6,9 +6,9 @@ import logging
 from pathlib import Path
 
 import pytest
+from tokenspeed_server.settings import ServerConfig
 
 from tokenspeed_core.cli.app import main
-from tokenspeed_core.config import Config
 from tokenspeed_core.config.build import unknown
 from tokenspeed_core.config.flag_aliases import ACCEPTED, ACCEPTED_WITH_VALUE
 from tokenspeed_core.config.sources import load, without_settings
@@ -42,8 +42,8 @@ tp-size triton-attention-num-kv-splits uvicorn-log-level watchdog-timeout
 
 @pytest.mark.parametrize("name", FOREIGN[1:])
 def test_flag_of_another_engine_is_explained(name: str) -> None:
-    if name.replace("-", "_") not in Config.model_fields:
-        message = unknown(name.replace("-", "_"), f"--{name}")
+    if name.replace("-", "_") not in ServerConfig.model_fields:
+        message = unknown(ServerConfig, name.replace("-", "_"), f"--{name}")
         assert "did you mean" not in message
         assert "--help" not in message
 
@@ -52,8 +52,10 @@ def test_needless_flags_may_stay(caplog: pytest.LogCaptureFixture, tmp_path: Pat
     file = tmp_path / "c.yaml"
     file.write_text("async-scheduling: true\nport: 5\n")
     with caplog.at_level(logging.WARNING, "tokenspeed.config"):
-        config = load({"enable_auto_tool_choice": True, "swap_space": "4"}, {}, str(file))
-    assert config.model_dump() == Config(port=5).model_dump()
+        config = load(
+            ServerConfig, {"enable_auto_tool_choice": True, "swap_space": "4"}, {}, str(file)
+        )
+    assert config.model_dump() == ServerConfig(port=5).model_dump()
     said = [record.getMessage() for record in caplog.records]
     for name in ("--async-scheduling", "--enable-auto-tool-choice", "--swap-space"):
         assert len([line for line in said if line.startswith(name)]) == 1
@@ -61,8 +63,11 @@ def test_needless_flags_may_stay(caplog: pytest.LogCaptureFixture, tmp_path: Pat
 
 @pytest.mark.parametrize("name", [*ACCEPTED, *ACCEPTED_WITH_VALUE])
 def test_needless_setting_is_no_keyword_and_cannot_be_off(name: str) -> None:
-    assert name not in Config.model_fields
-    for given in (lambda: Config.from_keywords(**{name: True}), lambda: load({name: False}, {})):
+    assert name not in ServerConfig.model_fields
+    for given in (
+        lambda: ServerConfig.from_keywords(**{name: True}),
+        lambda: load(ServerConfig, {name: False}, {}),
+    ):
         with pytest.raises(ConfigError, match="not needed"):
             given()
 
@@ -86,13 +91,13 @@ def test_needless_setting_is_no_keyword_and_cannot_be_off(name: str) -> None:
     ],
 )
 def test_other_spellings_of_values(setting: str, given: str, meant: object) -> None:
-    assert getattr(Config.from_keywords(**{setting: given}), setting) == meant
+    assert getattr(ServerConfig.from_keywords(**{setting: given}), setting) == meant
 
 
 @pytest.mark.parametrize("given", ["k", "32kb", "1.2345k", "-4k", "0k", "32 k", "9999999999k"])
 def test_wrong_token_counts_are_refused(given: str) -> None:
     with pytest.raises(ConfigError, match="max_model_len"):
-        Config.from_keywords(max_model_len=given)
+        ServerConfig.from_keywords(max_model_len=given)
 
 
 def test_variable_names_the_configuration_file(tmp_path: Path) -> None:
@@ -100,17 +105,17 @@ def test_variable_names_the_configuration_file(tmp_path: Path) -> None:
     file.write_text("port: 1\nseed: 1\n")
     other.write_text("port: 2\n")
     environ = {"TOKENSPEED_CONFIG": str(file), "TOKENSPEED_SEED": "3"}
-    config = load({}, environ)
+    config = load(ServerConfig, {}, environ)
     assert (config.port, config.seed, config.origin("port")) == (1, 3, str(file))
-    assert load({}, environ, str(other)).port == 2
+    assert load(ServerConfig, {}, environ, str(other)).port == 2
     assert "TOKENSPEED_CONFIG" not in without_settings(environ)
     with pytest.raises(ConfigError, match="TOKENSPEED_CONFIG"):
-        load({}, {"TOKENSPEED_CONFIG": str(tmp_path / "missing")})
+        load(ServerConfig, {}, {"TOKENSPEED_CONFIG": str(tmp_path / "missing")})
 
 
 def test_mistyped_variable_gets_the_nearest_name(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "tokenspeed.config"):
-        load({}, {"TOKENSPEED_PROT": "80", "TOKENSPEED_CONFIG": ""})
+        load(ServerConfig, {}, {"TOKENSPEED_PROT": "80", "TOKENSPEED_CONFIG": ""})
     (record,) = caplog.records
     assert "TOKENSPEED_PROT" in record.getMessage()
     assert "TOKENSPEED_PORT" in record.getMessage()

@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 import yaml
 from pydantic import ValidationError
+from tokenspeed_server.settings import ServerConfig
 
-from tokenspeed_core.config import Config
 from tokenspeed_core.config.flag_aliases import TABLES
-from tokenspeed_core.config.schema import flag, narrowed
+from tokenspeed_core.config.settings import flag
 from tokenspeed_core.config.sources import load, without_settings
 from tokenspeed_core.errors import ConfigError
 
 
 def refusal(**keywords: object) -> str:
     with pytest.raises(ConfigError) as caught:
-        Config.from_keywords(**keywords)
+        ServerConfig.from_keywords(**keywords)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -28,7 +28,7 @@ def test_precedence_of_sources(tmp_path: Path) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text("port: 1\nmax-num-seqs: 1\nseed: 1\n")
     environ = {"TOKENSPEED_PORT": "2", "TOKENSPEED_MAX_NUM_SEQS": "2"}
-    config = load({"port": "3"}, environ, str(file))
+    config = load(ServerConfig, {"port": "3"}, environ, str(file))
     assert (config.port, config.max_num_seqs, config.seed, config.block_size) == (3, 2, 1, None)
     origins = [config.origin(name) for name in ("port", "max_num_seqs", "seed", "block_size")]
     assert origins == ["--port", "TOKENSPEED_MAX_NUM_SEQS", str(file), "default"]
@@ -39,14 +39,20 @@ def test_error_names_flag_value_rule_and_origin(
 ) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text("max_num_seqs: 0\n")
-    cases: list[tuple[Callable[[], Config], str]] = [
-        (lambda: load({"max_num_seqs": "0"}, {}), "--max-num-seqs 0: must be at least 1"),
+    cases: list[tuple[Callable[[], ServerConfig], str]] = [
         (
-            lambda: load({}, {"TOKENSPEED_MAX_NUM_SEQS": "0"}),
+            lambda: load(ServerConfig, {"max_num_seqs": "0"}, {}),
+            "--max-num-seqs 0: must be at least 1",
+        ),
+        (
+            lambda: load(ServerConfig, {}, {"TOKENSPEED_MAX_NUM_SEQS": "0"}),
             "--max-num-seqs 0 (from TOKENSPEED_MAX_NUM_SEQS): must be at least 1",
         ),
-        (lambda: load({}, {}, str(file)), f"--max-num-seqs 0 (from {file}): must be at least 1"),
-        (lambda: Config.from_keywords(max_num_seqs=0), "max_num_seqs 0: must be at least 1"),
+        (
+            lambda: load(ServerConfig, {}, {}, str(file)),
+            f"--max-num-seqs 0 (from {file}): must be at least 1",
+        ),
+        (lambda: ServerConfig.from_keywords(max_num_seqs=0), "max_num_seqs 0: must be at least 1"),
     ]
     for given, expected in cases:
         with pytest.raises(ConfigError) as caught:
@@ -92,7 +98,7 @@ def test_invalid_value_is_refused_with_the_rule(name: str, value: object, expect
 def test_mistyped_setting_gets_a_suggestion() -> None:
     assert refusal(max_num_seq=1) == "max_num_seq: no such setting; did you mean max_num_seqs?"
     with pytest.raises(ConfigError, match=r"--prt: no such setting; did you mean --port\?"):
-        load({"prt": "1"}, {})
+        load(ServerConfig, {"prt": "1"}, {})
 
 
 @pytest.mark.parametrize(
@@ -125,11 +131,11 @@ def test_missing_feature_is_not_supported_yet(
 def test_every_alias_names_an_existing_setting() -> None:
     tables = yaml.safe_load(TABLES.read_text())
     for table in tables:
-        assert table["names"] and not set(table["names"]) & set(Config.model_fields)
+        assert table["names"] and not set(table["names"]) & set(ServerConfig.model_fields)
     for ours in tables[0]["names"].values():
         setting, _, key = ours.removeprefix("--").replace("-", "_").partition(".")
-        assert setting in Config.model_fields
-        assert not key or Config.from_keywords(**{setting: {key: "x"}})
+        assert setting in ServerConfig.model_fields
+        assert not key or ServerConfig.from_keywords(**{setting: {key: "x"}})
 
 
 def test_contradictions_are_refused() -> None:
@@ -140,9 +146,13 @@ def test_contradictions_are_refused() -> None:
 
 
 def test_backends_combine_keys_from_several_sources() -> None:
-    config = load({"attention_backend.decode": "fast"}, {"TOKENSPEED_ATTENTION_BACKEND": "b, c"})
+    config = load(
+        ServerConfig, {"attention_backend.decode": "fast"}, {"TOKENSPEED_ATTENTION_BACKEND": "b, c"}
+    )
     assert config.attention_backend == {"default": ("b", "c"), "decode": ("fast",)}
-    only = load({}, {"TOKENSPEED_ATTENTION_BACKEND__DECODE": "fast"}).attention_backend
+    only = load(
+        ServerConfig, {}, {"TOKENSPEED_ATTENTION_BACKEND__DECODE": "fast"}
+    ).attention_backend
     assert only == {"default": ("auto",), "decode": ("fast",)}
 
 
@@ -158,8 +168,8 @@ def test_setting_overrides_keys_of_weaker_sources(tmp_path: Path, text: str) -> 
     file.write_text(text)
     narrowed = {"TOKENSPEED_ATTENTION_BACKEND__DECODE": "v"}
     for config in (
-        load({"attention_backend": "a"}, narrowed, str(file)),
-        load({"attention_backend": "a"}, {}, str(file)),
+        load(ServerConfig, {"attention_backend": "a"}, narrowed, str(file)),
+        load(ServerConfig, {"attention_backend": "a"}, {}, str(file)),
     ):
         assert config.attention_backend == {"default": ("a",)}
         assert config.origin("attention_backend") == "--attention-backend"
@@ -169,16 +179,19 @@ def test_setting_overrides_keys_of_weaker_sources(tmp_path: Path, text: str) -> 
 def test_keys_of_several_sources_are_merged(tmp_path: Path, narrowed: str) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text(narrowed)
-    config = load({"attention_backend.prefill": "a"}, {}, str(file))
+    config = load(ServerConfig, {"attention_backend.prefill": "a"}, {}, str(file))
     assert config.attention_backend == {"default": ("auto",), "prefill": ("a",), "decode": ("b",)}
     assert config.origin("attention_backend") == f"{file}, --attention-backend.prefill"
     file.write_text(narrowed + "attention-backend.prefill: c\n")
-    config = load({"attention_backend.decode": "a"}, {}, str(file))
+    config = load(ServerConfig, {"attention_backend.decode": "a"}, {}, str(file))
     assert config.origin("attention_backend") == f"{file}, --attention-backend.decode", (
         "the command line comes last"
     )
     config = load(
-        {"attention_backend.decode": "a"}, {"TOKENSPEED_ATTENTION_BACKEND": "v"}, str(file)
+        ServerConfig,
+        {"attention_backend.decode": "a"},
+        {"TOKENSPEED_ATTENTION_BACKEND": "v"},
+        str(file),
     )
     assert config.attention_backend == {"default": ("v",), "decode": ("a",)}
     assert (
@@ -194,13 +207,13 @@ def test_unknown_key_is_refused_with_its_origin(
     file.write_text("attention_backend: {dekode: a}")
     variable = "TOKENSPEED_ATTENTION_BACKEND__DEKODE"
     for given, origin in (
-        (lambda: load({}, {}, str(file)), file),
-        (lambda: load({}, {variable: "a"}), variable),
+        (lambda: load(ServerConfig, {}, {}, str(file)), file),
+        (lambda: load(ServerConfig, {}, {variable: "a"}), variable),
     ):
         with pytest.raises(ConfigError) as caught:
             given()
         assert f"--attention-backend.dekode (from {origin})" in str(caught.value)
-        assert narrowed("attention_backend") in str(caught.value)
+        assert ServerConfig.narrowed("attention_backend") in str(caught.value)
 
 
 def test_pairs_are_read_from_every_source(tmp_path: Path) -> None:
@@ -209,13 +222,13 @@ def test_pairs_are_read_from_every_source(tmp_path: Path) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text("kernel-backend: {greedy: torch, attention.decode: [a, b]}\n")
     for config in (
-        load({"kernel_backend": words}, {}),
-        load({}, {"TOKENSPEED_KERNEL_BACKEND": " ".join(words)}),
-        load({}, {}, str(file)),
-        Config.from_keywords(kernel_backend={"greedy": "torch", "attention.decode": "a,b"}),
+        load(ServerConfig, {"kernel_backend": words}, {}),
+        load(ServerConfig, {}, {"TOKENSPEED_KERNEL_BACKEND": " ".join(words)}),
+        load(ServerConfig, {}, {}, str(file)),
+        ServerConfig.from_keywords(kernel_backend={"greedy": "torch", "attention.decode": "a,b"}),
     ):
         assert config.kernel_backend == expected
-    assert load({"backend_option": ["fast.text=a b=c"]}, {}).backend_option == {
+    assert load(ServerConfig, {"backend_option": ["fast.text=a b=c"]}, {}).backend_option == {
         "fast.text": "a b=c"
     }
 
@@ -236,7 +249,7 @@ def test_invalid_pair_is_refused(words: list[str], expected: str) -> None:
 
 def test_setting_without_keys_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--port\.decode: no such setting"):
-        load({"port.decode": "1"}, {})
+        load(ServerConfig, {"port.decode": "1"}, {})
 
 
 def test_sizes_lists_and_json_are_read_from_text() -> None:
@@ -247,9 +260,9 @@ def test_sizes_lists_and_json_are_read_from_text() -> None:
         "TOKENSPEED_ENABLE_PREFIX_CACHING": "off",
         "TOKENSPEED_SERVED_MODEL_NAME": "",
     }
-    config = load({}, environ)
+    config = load(ServerConfig, {}, environ)
     assert config.kv_cache_memory == 512 * 2**20
-    assert load({"kv_cache_memory": "2GB"}, {}).kv_cache_memory == 2 * 10**9
+    assert load(ServerConfig, {"kv_cache_memory": "2GB"}, {}).kv_cache_memory == 2 * 10**9
     assert config.cudagraph_capture_sizes == (1, 2, 4)
     assert config.hf_overrides == {"rope_theta": 10000.0}
     assert config.enable_prefix_caching is False
@@ -267,14 +280,19 @@ def test_sizes_lists_and_json_are_read_from_text() -> None:
 )
 def test_server_does_not_start_without_an_intended_key(environ: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="TOKENSPEED_API_KEY") as caught:
-        load({}, environ)
+        load(ServerConfig, {}, environ)
     assert "secret" not in str(caught.value)
 
 
 def test_unknown_variable_is_ignored_with_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert load({}, {"TOKENSPEED_MAX_NUM_SEQ": "3", "TOKENSPEED_PLUGINS": ""}).max_num_seqs == 256
+    assert (
+        load(
+            ServerConfig, {}, {"TOKENSPEED_MAX_NUM_SEQ": "3", "TOKENSPEED_PLUGINS": ""}
+        ).max_num_seqs
+        == 256
+    )
     (record,) = caplog.records
     assert "TOKENSPEED_MAX_NUM_SEQ:" in record.message
     assert "TOKENSPEED_MAX_NUM_SEQS?" in record.message
@@ -300,14 +318,14 @@ def test_bad_file_is_refused(tmp_path: Path, text: str | None, expected: str) ->
     if text is not None:
         file.write_text(text)
     with pytest.raises(ConfigError) as caught:
-        load({}, {}, str(file))
+        load(ServerConfig, {}, {}, str(file))
     assert expected in str(caught.value)
     assert str(file) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_config_is_frozen() -> None:
-    config = Config.from_keywords(max_num_seqs=8, max_model_len=64)
+    config = ServerConfig.from_keywords(max_num_seqs=8, max_model_len=64)
     with pytest.raises(ValidationError):
         config.port = 1
     resolved = config.resolved(device="cpu", block_size=16, max_model_len=64)
@@ -326,6 +344,7 @@ def test_config_is_frozen() -> None:
 
 def test_config_survives_the_wire() -> None:
     config = load(
+        ServerConfig,
         {
             "attention_backend.decode": "a,b",
             "cudagraph_capture_sizes": "1,2",
@@ -333,13 +352,13 @@ def test_config_survives_the_wire() -> None:
         },
         {"TOKENSPEED_KV_CACHE_MEMORY": "2GB"},
     )
-    copy = Config.from_wire(json.loads(json.dumps(config.to_wire())))
+    copy = ServerConfig.from_wire(json.loads(json.dumps(config.to_wire())))
     assert copy == config
     assert copy.origin("kv_cache_memory") == "TOKENSPEED_KV_CACHE_MEMORY"
 
 
 def test_api_key_is_never_shown() -> None:
-    assert "s3cret" not in repr(Config.from_keywords(api_key="s3cret"))
+    assert "s3cret" not in repr(ServerConfig.from_keywords(api_key="s3cret"))
     assert "s3cret" not in refusal(api_key=["s3cret"])
     assert "s3cret" not in refusal(api_key="s3cret", port=-1)
 
@@ -350,16 +369,13 @@ def test_child_inherits_no_settings() -> None:
 
 
 def test_every_setting_has_a_section_and_help() -> None:
-    from tokenspeed_core.config.schema import metadata
-    from tokenspeed_core.config.sections import SECTIONS
-
-    for name, field in Config.model_fields.items():
-        assert metadata(name)["section"] in SECTIONS, flag(name)
+    for name, field in ServerConfig.model_fields.items():
+        assert ServerConfig.metadata(name)["section"] in ServerConfig.sections, flag(name)
         assert field.description, flag(name)
 
 
 def test_every_help_text_is_one_short_sentence() -> None:
-    for name, field in Config.model_fields.items():
+    for name, field in ServerConfig.model_fields.items():
         text = field.description or ""
         assert text[0].isupper(), flag(name)
         assert text.endswith("."), flag(name)
@@ -370,8 +386,8 @@ def test_odd_files_and_deep_json_are_refused(tmp_path: Path) -> None:
     (tmp_path / "deep.yaml").write_text("[" * 100_000)
     for file in ("/dev/zero", str(tmp_path), str(tmp_path / "deep.yaml")):
         with pytest.raises(ConfigError):
-            load({}, {}, file)
+            load(ServerConfig, {}, {}, file)
     with pytest.raises(ConfigError, match="hf-overrides"):
-        load({"hf_overrides": '{"a":' * 5000}, {})
+        load(ServerConfig, {"hf_overrides": '{"a":' * 5000}, {})
     with pytest.raises(ConfigError, match="hf-overrides"):
-        load({"hf_overrides": '{"a":' + "9" * 5000 + "}"}, {})
+        load(ServerConfig, {"hf_overrides": '{"a":' + "9" * 5000 + "}"}, {})

@@ -60,5 +60,5 @@ def test_contradictions_are_refused_in_one_line(keywords: dict[str, Any], names:
 def test_short_names_work_in_every_source(tmp_path: Any) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("tp: 2\nep-size: 2\n")
-    assert load({}, {}, str(file)).tensor_parallel_size == 2
-    assert load({}, {"TOKENSPEED_TP": "4"}, str(file)).tensor_parallel_size == 4
+    assert load(Config, {}, {}, str(file)).tensor_parallel_size == 2
+    assert load(Config, {}, {"TOKENSPEED_TP": "4"}, str(file)).tensor_parallel_size == 4

@@ -62,7 +62,7 @@ def test_plugin_changes_settings_left_open(caplog: pytest.LogCaptureFixture) -> 
 
 def test_settings_of_the_user_stay(caplog: pytest.LogCaptureFixture) -> None:
     hooks = registered(one=plugin(adjust_config=lambda config: {"max_num_seqs": 4, "seed": 5}))
-    config = hooks.adjust_config(load({"max_num_seqs": "9"}, {}))
+    config = hooks.adjust_config(load(Config, {"max_num_seqs": "9"}, {}))
     assert (config.max_num_seqs, config.seed) == (9, 5)
     assert "one" in caplog.text
     assert "--max-num-seqs" in caplog.text

@@ -11,32 +11,32 @@ from tokenspeed_demo.score import CHECKPOINT
 from tokenspeed_server import serve as server
 from tokenspeed_server.dry_run import dry_run
 from tokenspeed_server.serve import run
+from tokenspeed_server.settings import ServerConfig
 
 from tokenspeed_core import llm
 from tokenspeed_core.checkpoint.resolve import resolve_checkpoint
-from tokenspeed_core.config import Config
 from tokenspeed_core.engine.factory import discover
 from tokenspeed_core.engine.subprocesses import Program
 from tokenspeed_core.errors import CheckpointError, ConfigError, PluginError
 
 
-def start_llm(config: Config) -> None:
+def start_llm(config: ServerConfig) -> None:
     llm.LLM(config.model, revision=config.revision, download_dir=config.download_dir)
 
 
 def test_dry_run_reports_tokenizer_and_template(
     tmp_path: Path,
 ) -> None:
-    report = dry_run(Config(device="cpu"))
+    report = dry_run(ServerConfig(device="cpu"))
     assert "chat template: from the model" in report
     assert "left_bytes" not in report
     assert "known after start" not in report
     template = tmp_path / "template.jinja"
     template.write_text("{{ messages }}")
     assert f"chat template: {template}" in dry_run(
-        Config(device="cpu", chat_template=str(template))
+        ServerConfig(device="cpu", chat_template=str(template))
     )
-    assert "tokenizer none" in dry_run(Config(device="cpu", skip_tokenizer_init=True))
+    assert "tokenizer none" in dry_run(ServerConfig(device="cpu", skip_tokenizer_init=True))
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,9 @@ def test_dry_run_reports_api_workers_and_their_origin(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, int], value: str
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(16)))
-    assert f"  api_workers: {value}\n" in dry_run(Config.from_keywords(device="cpu", **settings))
+    assert f"  api_workers: {value}\n" in dry_run(
+        ServerConfig.from_keywords(device="cpu", **settings)
+    )
 
 
 @pytest.mark.parametrize(
@@ -62,13 +64,15 @@ def test_dry_run_refuses_the_settings_a_start_refuses(
     setting: str, value: str, error: type[Exception], name: str
 ) -> None:
     with pytest.raises(error) as caught:
-        dry_run(Config(device="cpu", **{setting: value}))
+        dry_run(ServerConfig(device="cpu", **{setting: value}))
     assert name in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_dry_run_reports_settings_without_effect() -> None:
-    report = dry_run(Config.from_keywords(device="cpu", enforce_eager=True, max_prefill_tokens=9))
+    report = dry_run(
+        ServerConfig.from_keywords(device="cpu", enforce_eager=True, max_prefill_tokens=9)
+    )
     assert "  enforce_eager: on (Python): no effect on a CPU\n" in report
     assert "  max_prefill_tokens: 9 (Python): no effect unless --chunked-prefill-size" in report
 
@@ -77,11 +81,11 @@ def test_dry_run_reports_settings_without_effect() -> None:
 @pytest.mark.parametrize("is_path", [False, True])
 @pytest.mark.parametrize("start", [dry_run, run, start_llm])
 def test_hub_settings_without_effect_are_refused(
-    start: Callable[[Config], Any], is_path: bool, setting: str
+    start: Callable[[ServerConfig], Any], is_path: bool, setting: str
 ) -> None:
     model = CHECKPOINT if is_path else "demo"
     with pytest.raises(ConfigError) as caught:
-        start(Config(model=str(model), device="cpu", port=0, **{setting: "x"}))
+        start(ServerConfig(model=str(model), device="cpu", port=0, **{setting: "x"}))
     assert setting in str(caught.value).replace("-", "_")
     assert "\n" not in str(caught.value)
 
@@ -89,14 +93,14 @@ def test_hub_settings_without_effect_are_refused(
 def test_server_processes_get_the_downloaded_directory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    downloaded = resolve_checkpoint(Config(), discover(Config()))
+    downloaded = resolve_checkpoint(ServerConfig(), discover(ServerConfig()))
     engines: list[Program] = []
     monkeypatch.setattr(server, "resolve_checkpoint", lambda config, catalog: downloaded)
     monkeypatch.setattr(server, "Supervisor", lambda programs, *rest: engines.extend(programs))
     monkeypatch.setattr(server, "serve", lambda worker, supervisor: 0)
     hub = {"model": "maker/tiny", "revision": "v2", "download_dir": str(tmp_path)}
-    assert run(Config(device="cpu", port=0, **hub)) == 0
-    config = Config.from_wire(engines[0].data["config"])
+    assert run(ServerConfig(device="cpu", port=0, **hub)) == 0
+    config = ServerConfig.from_wire(engines[0].data["config"])
     assert config.model == str(downloaded.path)
     assert (config.revision, config.download_dir) == (None, None)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from tokenspeed_server.reply_parsers import ModelTraits, find_parsers
+from tokenspeed_server.settings import ServerConfig
 
-from tokenspeed_core.config import Config
 from tokenspeed_core.plugins.catalog import Catalog
 
 HERMES = "For each function call, return JSON within <tool_call></tool_call> tags"
@@ -84,7 +84,7 @@ DEEPSEEK = (
 def test_auto_chooses_the_parsers_of_the_model(
     template: str, architecture: str, reasoning: str | None, tools: str | None
 ) -> None:
-    found = find_parsers(Config(), Catalog.discover(), ModelTraits(template, architecture))
+    found = find_parsers(ServerConfig(), Catalog.discover(), ModelTraits(template, architecture))
     assert [parser and parser.entry.name for parser in found] == [reasoning, tools]
 
 

@@ -16,10 +16,10 @@ from tokenspeed_server.reply_parsers import (
     describe_parsers,
     find_parsers,
 )
+from tokenspeed_server.settings import ServerConfig
 from tokenspeed_testing.parser import ParserConformance
 
 from tokenspeed_core.api import ParserContext, ParserExample, ParserSpec, ReplyEvent
-from tokenspeed_core.config import Config
 from tokenspeed_core.errors import ConfigError, PluginError
 from tokenspeed_core.plugins import Catalog, Selection
 
@@ -135,11 +135,13 @@ def catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Catalog:
 
 
 def test_named_parsers_are_found(catalog: Catalog) -> None:
-    assert find_parsers(Config(), catalog) == (None, None)
+    assert find_parsers(ServerConfig(), catalog) == (None, None)
     tool = NamedParser(catalog.get("tool_parsers", "spec"), SPEC, "chosen")
     thinks = NamedParser(catalog.get("reasoning_parsers", "thinks"), SPEC, "chosen")
-    assert find_parsers(Config(tool_call_parser="spec"), catalog) == (None, tool)
-    assert find_parsers(Config(reasoning_parser="thinks", tool_call_parser="spec"), catalog) == (
+    assert find_parsers(ServerConfig(tool_call_parser="spec"), catalog) == (None, tool)
+    assert find_parsers(
+        ServerConfig(reasoning_parser="thinks", tool_call_parser="spec"), catalog
+    ) == (
         thinks,
         tool,
     )
@@ -160,11 +162,11 @@ def test_auto_chooses_by_template_then_by_architecture(
     catalog: Catalog, template: str, architecture: str, name: str | None
 ) -> None:
     traits = ModelTraits(template, architecture)
-    parsers = find_parsers(Config(), catalog, traits)
+    parsers = find_parsers(ServerConfig(), catalog, traits)
     assert (parsers[0], parsers[1] and parsers[1].entry.name) == (None, name)
-    off = Config(tool_call_parser="none")
+    off = ServerConfig(tool_call_parser="none")
     assert find_parsers(off, catalog, traits) == (None, None)
-    assert (name or "none") in describe_parsers(Config(), parsers)
+    assert (name or "none") in describe_parsers(ServerConfig(), parsers)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +182,7 @@ def test_auto_chooses_by_template_then_by_architecture(
 )
 def test_unusable_parser_ends_the_start(catalog: Catalog, name: str, expected: str) -> None:
     with pytest.raises(PluginError) as caught:
-        find_parsers(Config(tool_call_parser=name), catalog)
+        find_parsers(ServerConfig(tool_call_parser=name), catalog)
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
     assert "--tool-call-parser" in str(caught.value)
@@ -188,7 +190,7 @@ def test_unusable_parser_ends_the_start(catalog: Catalog, name: str, expected: s
 
 def test_parser_without_tokenizer_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--tool-call-parser .*--skip-tokenizer-init"):
-        Config.from_keywords(tool_call_parser="spec", skip_tokenizer_init=True)
+        ServerConfig.from_keywords(tool_call_parser="spec", skip_tokenizer_init=True)
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,11 @@ import pytest
 import torch
 import transformers
 from tokenspeed_plugin_tools.command import SUBCOMMANDS
+from tokenspeed_server.settings import ServerConfig
 from tokenspeed_testing.kernel import KernelConformance
 
 from tokenspeed_core import api
-from tokenspeed_core.config.schema import Config, flag, metadata
+from tokenspeed_core.config.settings import flag
 from tokenspeed_core.plugins.kinds import GROUP_PREFIX, kind_of
 from tokenspeed_models import layers, rope_config
 from tokenspeed_models.testing import DenseBuild, sequence_logits
@@ -70,8 +71,8 @@ def exists(name: str) -> bool:
     """Whether the API or the command line has a name."""
     if name.startswith("--"):
         setting, _, key = name[2:].replace("-", "_").partition(".")
-        return flag(setting) in {flag(each) for each in Config.model_fields} and (
-            not key or key in metadata(setting)["narrow"]
+        return flag(setting) in {flag(each) for each in ServerConfig.model_fields} and (
+            not key or key in ServerConfig.metadata(setting)["narrow"]
         )
     if name.startswith("tokenspeed plugins "):
         return name.split()[2] in SUBCOMMANDS

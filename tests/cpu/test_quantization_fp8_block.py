@@ -24,10 +24,10 @@ from safetensors.torch import load_file, save_file
 from tiny_families import save_reference
 from tokenspeed_quantization.schemes import FP8_BLOCK
 from tokenspeed_server.dry_run import dry_run
+from tokenspeed_server.settings import ServerConfig
 from torch import Tensor
 
 from tokenspeed_core import LLM, SamplingParams
-from tokenspeed_core.config import Config
 from tokenspeed_core.errors import CheckpointError
 from tokenspeed_kernels.reference import fp8_block
 from tokenspeed_models.layers import Linear, Projection
@@ -157,7 +157,7 @@ def test_engine_quantizes_on_load(tmp_path: Path) -> None:
         "device": "cpu",
         "skip_tokenizer_init": True,
     }
-    report = dry_run(Config.from_keywords(model=str(tmp_path), **settings))
+    report = dry_run(ServerConfig.from_keywords(model=str(tmp_path), **settings))
     assert "quantization: fp8-block" in report
     assert "linear_fp8_block" in report
     with LLM(str(tmp_path), load_format="dummy", max_total_tokens=256, **settings) as llm:

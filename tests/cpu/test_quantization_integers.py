@@ -39,10 +39,10 @@ from quantized_forms import (
 from safetensors.torch import load_file, save_file
 from tiny_families import save_reference
 from tokenspeed_server.dry_run import dry_run
+from tokenspeed_server.settings import ServerConfig
 from torch import Tensor
 
 from tokenspeed_core import LLM, SamplingParams
-from tokenspeed_core.config import Config
 from tokenspeed_core.errors import CheckpointError
 from tokenspeed_kernels import integer_inputs
 from tokenspeed_kernels.reference import moe_w8a8
@@ -192,7 +192,7 @@ def test_engine_serves_and_shows_the_scheme(form: str, planned: str, tmp_path: P
     reference = save_reference("Llama", tmp_path, **SIZES)
     store(tmp_path, reference, settings, quantize)
     options: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True}
-    report = dry_run(Config.from_keywords(model=str(tmp_path), **options))
+    report = dry_run(ServerConfig.from_keywords(model=str(tmp_path), **options))
     assert f"quantization {settings['quant_method']}" in report
     assert re.search(rf"model.layers.\*.self_attn.q_proj: .*{planned}.* \(2 of them\)", report)
     with LLM(str(tmp_path), max_total_tokens=256, **options) as llm:

@@ -36,12 +36,12 @@ from tokenspeed_kernels_blackwell.contracts import MXFP8, NVFP4
 from tokenspeed_kernels_blackwell.linear.reference import mxfp8_values, nvfp4_values
 from tokenspeed_quantization.schemes import FP8
 from tokenspeed_server.dry_run import dry_run
+from tokenspeed_server.settings import ServerConfig
 from torch import Tensor
 from torch.nn import functional
 
 from tokenspeed_core import LLM, SamplingParams
 from tokenspeed_core.api.kernels import PlatformInfo
-from tokenspeed_core.config import Config
 from tokenspeed_core.engine.planning import plan_kernels
 from tokenspeed_core.errors import CheckpointError, ConfigError
 from tokenspeed_models.layers import Linear, Projection
@@ -276,7 +276,7 @@ def test_stacked_layers_with_different_schemes_are_refused(tmp_path: Path) -> No
     reference = save_reference("Qwen3", tmp_path, **SIZES)
     ignored = "model.layers.1.self_attn.k_proj"
     store(tmp_path, reference, "nvfp4", "modelopt", TOKENS, ignore=["lm_head", ignored])
-    config = Config.from_keywords(model=str(tmp_path), device="cpu", skip_tokenizer_init=True)
+    config = ServerConfig.from_keywords(model=str(tmp_path), device="cpu", skip_tokenizer_init=True)
     with pytest.raises(CheckpointError, match=r"nvfp4 for .*q_proj and none for .*k_proj"):
         dry_run(config)
 
@@ -313,7 +313,7 @@ def test_stacked_experts_are_quantized_on_load(tmp_path: Path) -> None:
 
 def test_nvfp4_is_not_quantized_on_load(tmp_path: Path) -> None:
     save_reference("Qwen3", tmp_path, **SIZES)
-    config = Config.from_keywords(
+    config = ServerConfig.from_keywords(
         model=str(tmp_path), quantization="nvfp4", device="cpu", skip_tokenizer_init=True
     )
     with pytest.raises(ConfigError, match="--quantization nvfp4"):
@@ -336,7 +336,7 @@ def test_dummy_weights_run_the_kernels_of_the_format(form: str, tmp_path: Path) 
         "skip_tokenizer_init": True,
         "load_format": "dummy",
     }
-    assert f"linear_{form}" in dry_run(Config.from_keywords(model=str(tmp_path), **settings))
+    assert f"linear_{form}" in dry_run(ServerConfig.from_keywords(model=str(tmp_path), **settings))
     with LLM(str(tmp_path), max_total_tokens=256, **settings) as llm:
         params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=1)
         answer = llm.generate([{"prompt_token_ids": [5, 6, 7]}], params)[0].outputs[0]
@@ -358,7 +358,7 @@ def test_kernels_of_the_device_are_planned(family: str, form: str, tmp_path: Pat
     ops = [f"quantize_{form}", f"linear_{form}"]
     if family == "Qwen3Moe":
         ops.append(f"moe_experts_{form}")
-    settings = Config.from_keywords(model=str(tmp_path), dtype="bfloat16", enforce_eager=True)
+    settings = ServerConfig.from_keywords(model=str(tmp_path), dtype="bfloat16", enforce_eager=True)
     for capability, backend in (((10, 0), "blackwell"), ((9, 0), "torch-blocks")):
         _, plan = plan_kernels(settings, PlatformInfo("cuda", capability, "another device"))
         for op in ops:
@@ -448,7 +448,7 @@ def test_hf_quant_config_is_read(form: str, tmp_path: Path) -> None:
         "device": "cpu",
         "skip_tokenizer_init": True,
     }
-    assert f"linear_{form}" not in dry_run(Config.from_keywords(**settings))
+    assert f"linear_{form}" not in dry_run(ServerConfig.from_keywords(**settings))
     (tmp_path / "hf_quant_config.json").write_text(
         json.dumps(
             {
@@ -462,4 +462,4 @@ def test_hf_quant_config_is_read(form: str, tmp_path: Path) -> None:
             }
         )
     )
-    assert f"linear_{form}" in dry_run(Config.from_keywords(**settings))
+    assert f"linear_{form}" in dry_run(ServerConfig.from_keywords(**settings))

@@ -12,7 +12,8 @@ from plugin_files import write_plugin
 from tokenspeed_core.api import hookimpl
 from tokenspeed_core.api.kernels import PHASES
 from tokenspeed_core.cli import main
-from tokenspeed_core.config.schema import Config, flag, metadata
+from tokenspeed_core.config import Config
+from tokenspeed_core.config.settings import flag
 from tokenspeed_core.kernels.installed import installed_ops
 from tokenspeed_core.kernels.overrides import DTYPE_FORMATS, as_typed
 from tokenspeed_core.plugins import Catalog, Selection
@@ -147,10 +148,10 @@ def test_every_narrowed_flag_can_match_an_op() -> None:
     families: dict[str, set[str]] = {}
     for op in installed_ops(Catalog.discover(Selection())).values():
         families.setdefault(f"kernels.{op.family}", set()).add(op.name)
-    keys = [(name, key) for name in Config.model_fields for key in metadata(name)["narrow"]]
+    keys = [(name, key) for name in Config.model_fields for key in Config.metadata(name)["narrow"]]
     assert ("attention_backend", "decode") in keys
     for name, key in keys:
-        named_after = any(op.endswith(f"_{key}") for op in families[metadata(name)["kind"]])
+        named_after = any(op.endswith(f"_{key}") for op in families[Config.metadata(name)["kind"]])
         assert named_after or key in (*PHASES, *DTYPE_FORMATS), (
             f"{flag(name)}.{key} can match nothing"
         )

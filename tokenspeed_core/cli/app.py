@@ -183,10 +183,11 @@ def _explain_usage(error: Any, command: str | None, words: Sequence[str]) -> str
 def _unknown_option(option: str, context: Any) -> str:
     known = [form for each in context.command.params for form in each.opts if form.startswith("--")]
     if "--max-model-len" in known and option.startswith("--"):
+        from tokenspeed_core.config import Config
         from tokenspeed_core.config.build import unknown
 
         name = option.removeprefix("--").replace("-", "_")
-        return unknown(name, option, known, context.command_path)
+        return unknown(Config, name, option, known, context.command_path)
     if option == "-v":
         return "-v: use `tokenspeed --version`, or --log-level debug for more messages"
     if "--max-model-len" in known and option in SHORT_FORMS:

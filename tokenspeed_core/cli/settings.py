@@ -12,19 +12,11 @@ from typing import Annotated, Any
 
 import typer
 
+from tokenspeed_core.config.build import C
 from tokenspeed_core.config.describe import as_written, bounds
 from tokenspeed_core.config.flag_aliases import ACCEPTED, ACCEPTED_WITH_VALUE
-from tokenspeed_core.config.schema import (
-    Config,
-    flag,
-    flags_of,
-    full_name,
-    is_switch,
-    metadata,
-    narrowed,
-    setting_names,
-)
-from tokenspeed_core.config.sections import SECTIONS
+from tokenspeed_core.config.schema import Config
+from tokenspeed_core.config.settings import flag
 from tokenspeed_core.config.sources import load
 from tokenspeed_core.errors import ConfigError
 
@@ -39,7 +31,7 @@ Overview = tuple[str, str, tuple[tuple[str, str], ...]]
 DOT = "__"
 
 
-def configure(positional: str | None, flags: dict[str, Any], file: str | None) -> Config:
+def configure(kind: type[C], positional: str | None, flags: dict[str, Any], file: str | None) -> C:
     """Return the configuration of a command line. Raises ConfigError."""
     if positional is not None:
         if flags.get("model", positional) != positional:
@@ -47,16 +39,23 @@ def configure(positional: str | None, flags: dict[str, Any], file: str | None) -
                 f"--model {flags['model']}: the model is already given as {positional}"
             )
         flags = {**flags, "model": positional}
-    return load(flags, os.environ, file)
+    return load(kind, flags, os.environ, file)
 
 
 class SettingsCommand:
     """A command that takes the flags of all settings. Used as an entry point of kind `commands`.
 
-    `load` imports and returns the function to run. It takes `flags` and its own parameters.
+    `load` imports and returns the function to run. It takes `flags` and its own parameters. `config` declares the
+    settings: `Config`, or a subclass with settings of the command.
     """
 
-    def __init__(self, overview: Overview, load: Callable[[], Callable[..., int]]) -> None:
+    def __init__(
+        self,
+        overview: Overview,
+        load: Callable[[], Callable[..., int]],
+        config: type[Config] = Config,
+    ) -> None:
+        self.config = config
         self._overview = overview
         self._load = load
 
@@ -64,7 +63,7 @@ class SettingsCommand:
         """Run the command with these arguments; return the exit status."""
         topic = help_topic(words)
         if topic is not None:
-            print_help(self._overview, topic)
+            print_help(self.config, self._overview, topic)
             return 0
         app = typer.Typer(
             rich_markup_mode=None,
@@ -79,10 +78,20 @@ class SettingsCommand:
 
     def function(self) -> Callable[..., int]:
         """Return the function with the flags as parameters."""
-        return with_settings(self._load())
+        return with_settings(self.config, self._load())
 
 
-def with_settings(function: Callable[..., int]) -> Callable[..., int]:
+def config_of(command: str) -> type[Config]:
+    """Return the class that declares the settings of an installed command; `Config` if it is not installed."""
+    from tokenspeed_core.plugins import Catalog
+
+    catalog = Catalog.discover(check=False)
+    if not catalog.is_installed("commands", command):
+        return Config
+    return catalog.need(catalog.get("commands", command), SettingsCommand).config
+
+
+def with_settings(kind: type[Config], function: Callable[..., int]) -> Callable[..., int]:
     """Add the flags of all settings to a command.
 
     The function is called with its own parameters and `flags`: the given values by setting or
@@ -94,7 +103,7 @@ def with_settings(function: Callable[..., int]) -> Callable[..., int]:
         if p.name != "flags"
     ]
     names = {p.name for p in own}
-    settings = {each.name: each for each in _parameters() if each.name not in names}
+    settings = {each.name: each for each in _parameters(kind) if each.name not in names}
 
     def command(**given: Any) -> int:
         flags = {}
@@ -115,18 +124,18 @@ def with_settings(function: Callable[..., int]) -> Callable[..., int]:
     return command
 
 
-def _parameters() -> Iterable[inspect.Parameter]:
-    for name, field in Config.model_fields.items():
-        if is_switch(name):
+def _parameters(kind: type[Config]) -> Iterable[inspect.Parameter]:
+    for name, field in kind.model_fields.items():
+        if kind.is_switch(name):
             form = (
                 f"{flag(name)}/--no-{flag(name)[2:]}" if name.startswith("enable_") else flag(name)
             )
             yield _parameter(name, bool, form, text=field.description)
             continue
         # A flag that takes NAME=VALUE may be repeated.
-        takes = list[str] if "=" in str(metadata(name)["takes"]) else str
-        yield _parameter(name, takes, *flags_of(name), text=field.description)
-        for key in metadata(name)["narrow"]:
+        takes = list[str] if "=" in str(kind.metadata(name)["takes"]) else str
+        yield _parameter(name, takes, *kind.flags_of(name), text=field.description)
+        for key in kind.metadata(name)["narrow"]:
             yield _parameter(
                 f"{name}{DOT}{key}", str, f"{flag(name)}.{key}", text=f"{flag(name)} for {key}"
             )
@@ -148,21 +157,23 @@ def _parameter(
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option)
 
 
-def print_help(command: Overview, topic: str) -> None:
+def print_help(kind: type[Config], command: Overview, topic: str) -> None:
     """Print the sections, or the options of a section, of a flag, or that mention a word.
 
     Raises ConfigError if there are none.
     """
     if not topic:
-        typer.echo(_overview(command))
+        typer.echo(_overview(kind, command))
         return
-    names = _about(topic)
+    names = _about(kind, topic)
     if not names:
-        near = get_close_matches(topic, [*SECTIONS, *Config.model_fields], n=1)
-        hint = f"did you mean --help={near[0]}?" if near else "sections: " + ", ".join(SECTIONS)
+        near = get_close_matches(topic, [*kind.sections, *kind.model_fields], n=1)
+        hint = (
+            f"did you mean --help={near[0]}?" if near else "sections: " + ", ".join(kind.sections)
+        )
         raise ConfigError(f"--help={topic}: no such section or flag; {hint}")
     width = shutil.get_terminal_size((80, 24)).columns
-    typer.echo("\n".join(line for name in names for line in _option(name, width)))
+    typer.echo("\n".join(line for name in names for line in _option(kind, name, width)))
 
 
 def help_topic(words: Sequence[str]) -> str | None:
@@ -177,7 +188,7 @@ def help_topic(words: Sequence[str]) -> str | None:
     return None
 
 
-def _overview(command: Overview) -> str:
+def _overview(kind: type[Config], command: Overview) -> str:
     usage, text, own = command
     width = shutil.get_terminal_size((80, 24)).columns
     lines = [f"Usage: {usage}", "", *textwrap.wrap(text, width), ""]
@@ -189,8 +200,8 @@ def _overview(command: Overview) -> str:
             f"  {form:<22} {meaning}", width, subsequent_indent=" " * 25, break_long_words=False
         )
     lines += ["", "Sections:"]
-    for section, title in SECTIONS.items():
-        names = [flag(name) for name in Config.model_fields if metadata(name)["section"] == section]
+    for section, title in kind.sections.items():
+        names = [flag(name) for name in kind.names_in(section)]
         wrapper = textwrap.TextWrapper(
             max(1, width - 17), break_long_words=False, break_on_hyphens=False
         )
@@ -201,41 +212,43 @@ def _overview(command: Overview) -> str:
     return "\n".join(lines)
 
 
-def _about(topic: str) -> list[str]:
-    name = full_name(topic.lstrip("-").replace("-", "_").lower())
+def _about(kind: type[Config], topic: str) -> list[str]:
+    name = kind.full_name(topic.lstrip("-").replace("-", "_").lower())
     if name == "all":
-        return setting_names()
-    if name in SECTIONS:
-        return [each for each in Config.model_fields if metadata(each)["section"] == name]
-    if name in Config.model_fields:
+        return kind.setting_names()
+    if name in kind.sections:
+        return kind.names_in(name)
+    if name in kind.model_fields:
         return [name]
-    texts = {each: str(Config.model_fields[each].description).lower() for each in setting_names()}
+    texts = {
+        each: str(kind.model_fields[each].description).lower() for each in kind.setting_names()
+    }
     return [each for each, text in texts.items() if name in each or topic.lower() in text]
 
 
-def _option(name: str, width: int) -> list[str]:
-    field = Config.model_fields[name]
-    form = ", ".join(flags_of(name))
-    if is_switch(name):
+def _option(kind: type[Config], name: str, width: int) -> list[str]:
+    field = kind.model_fields[name]
+    form = ", ".join(kind.flags_of(name))
+    if kind.is_switch(name):
         form += f", --no-{flag(name)[2:]}" if name.startswith("enable_") else ""
     else:
-        form += f" {bounds(name)}"
+        form += f" {bounds(kind, name)}"
     lines = [f"  {form}"]
-    if metadata(name)["narrow"]:
+    if kind.metadata(name)["narrow"]:
         lines += textwrap.wrap(
-            f"  {narrowed(name)}", width, subsequent_indent="  ", break_on_hyphens=False
+            f"  {kind.narrowed(name)}", width, subsequent_indent="  ", break_on_hyphens=False
         )
     text = str(field.description).removesuffix(".")
     if field.default is not None:
         text += f"; default: {as_written(field.default)}"
-    installed = _installed(name)
+    installed = _installed(kind.metadata(name)["kind"])
     if installed:
         text += f"; installed: {', '.join(installed)}"
     return lines + textwrap.wrap(text, width, initial_indent=" " * 8, subsequent_indent=" " * 8)
 
 
-def _installed(name: str) -> tuple[str, ...]:
+def _installed(kind: str | None) -> tuple[str, ...]:
+    """Return the names of the installed plugins of a kind."""
     from tokenspeed_core.plugins import Catalog
 
-    kind = metadata(name)["kind"]
     return Catalog.discover(check=False).names(kind) if kind else ()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tokenspeed_core.config.describe import as_written
-from tokenspeed_core.config.schema import setting_names
 from tokenspeed_core.engine.planning import StartPlan, plan_kernels, plan_start
 from tokenspeed_core.kernels.plan import KernelPlan, NothingFitsError, PlannedOp, Verdict
 from tokenspeed_core.kernels.table import describe_collectives, kernel_table
@@ -19,5 +18,4 @@ __all__ = [
     "kernel_table",
     "plan_kernels",
     "plan_start",
-    "setting_names",
 ]

@@ -10,7 +10,6 @@ from tokenspeed_core.engine.factory import (
     discover,
     discover_in_subprocess,
     load_text,
-    num_workers,
     resolve,
     tokenizer_folder,
 )
@@ -113,7 +112,6 @@ __all__ = [
     "load_text",
     "log_fields",
     "make",
-    "num_workers",
     "read_chat_templates",
     "read_ids",
     "resolve",

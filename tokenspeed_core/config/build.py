@@ -4,40 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from tokenspeed_core.config.describe import as_written
 from tokenspeed_core.config.flag_aliases import refuse_foreign
-from tokenspeed_core.config.schema import Config, choices, flag, narrowed
+from tokenspeed_core.config.schema import Config
+from tokenspeed_core.config.settings import flag
 from tokenspeed_core.errors import ConfigError, suggest
 from tokenspeed_core.rules import broken_rule
 
 PYTHON = "Python"
+C = TypeVar("C", bound=Config)
 
 
-def build(values: Mapping[str, tuple[Any, str]]) -> Config:
-    """Build a Config from `name: (value, origin)`.
+def build(kind: type[C], values: Mapping[str, tuple[Any, str]]) -> C:
+    """Build a configuration of that kind from `name: (value, origin)`.
 
     The origin is a flag, an environment variable, a file or "Python". Raises ConfigError with the
     setting, its value, the rule and the origin, or the nearest name for an unknown one.
     """
     for name, (_, origin) in values.items():
-        if name not in Config.model_fields:
-            raise ConfigError(unknown(name, origin))
+        if name not in kind.model_fields:
+            raise ConfigError(unknown(kind, name, origin))
     try:
-        config = Config.model_validate({name: value for name, (value, _) in values.items()})
+        config = kind.model_validate({name: value for name, (value, _) in values.items()})
     except ValidationError as error:
-        raise ConfigError(_explain(error, values)) from error
+        raise ConfigError(_explain(kind, error, values)) from error
     config._origins.update({name: origin for name, (_, origin) in values.items()})
     return config
 
 
-def rebuild(config: Config, changes: Mapping[str, Any], origin: str) -> Config:
-    """Return a new Config with changed values, set by `origin`. Raises ConfigError."""
-    kept = {name: (getattr(config, name), config.origin(name)) for name in Config.model_fields}
-    return build({**kept, **{name: (value, origin) for name, value in changes.items()}})
+def read_keywords(model: str | None, settings: Mapping[str, Any]) -> Config:
+    """Return the configuration of `LLM` or `AsyncLLM` from its keywords. Raises ConfigError."""
+    for name in settings:
+        if name in Config.model_fields and Config.metadata(name)["is_for_servers"]:
+            raise ConfigError(f"{name} is a setting of a server; remove it")
+    return Config.from_keywords(**({} if model is None else {"model": model}), **settings)
+
+
+def rebuild(config: C, changes: Mapping[str, Any], origin: str) -> C:
+    """Return a new configuration with changed values, set by `origin`. Raises ConfigError."""
+    kept = {
+        name: (getattr(config, name), config.origin(name)) for name in type(config).model_fields
+    }
+    return build(
+        type(config), {**kept, **{name: (value, origin) for name, value in changes.items()}}
+    )
 
 
 def called(name: str, origin: str) -> tuple[str, str]:
@@ -47,7 +61,11 @@ def called(name: str, origin: str) -> tuple[str, str]:
 
 
 def unknown(
-    name: str, origin: str, flags: Sequence[str] = (), command: str = "tokenspeed serve"
+    kind: type[Config],
+    name: str,
+    origin: str,
+    flags: Sequence[str] = (),
+    command: str = "tokenspeed serve",
 ) -> str:
     """Return a message about an unknown setting, with the nearest setting or flag of the command."""
     shown, where = called(name, origin)
@@ -55,27 +73,30 @@ def unknown(
     if foreign is not None:
         return f"{shown}{where}: {foreign}"
     setting, dot, _ = name.partition(".")
-    if dot and setting in Config.model_fields:
-        return f"{shown}{where}: no such setting; available: {narrowed(setting)}"
+    if dot and setting in kind.model_fields:
+        return f"{shown}{where}: no such setting; available: {kind.narrowed(setting)}"
     own = [form.removeprefix("--").replace("-", "_") for form in flags]
-    near = get_close_matches(name.replace("-", "_"), own or Config.model_fields, n=2, cutoff=0.75)
+    near = get_close_matches(name.replace("-", "_"), own or kind.model_fields, n=2, cutoff=0.75)
     likely = " or ".join(each if origin == PYTHON else flag(each) for each in near)
-    hint = f"did you mean {likely}?" if likely else f"`{command} --help` lists the settings"
+    listing = "docs/parameters.md" if origin == PYTHON else f"`{command} --help`"
+    hint = f"did you mean {likely}?" if likely else f"{listing} lists the settings"
     return f"{shown}{where}: no such setting; {hint}"
 
 
-def _explain(error: ValidationError, values: Mapping[str, tuple[Any, str]]) -> str:
+def _explain(
+    kind: type[Config], error: ValidationError, values: Mapping[str, tuple[Any, str]]
+) -> str:
     """Return a message with the first error of each setting."""
     messages: dict[str, str] = {}
     for each in error.errors(include_url=False):
-        message = _bound(each)
+        message = _bound(kind, each)
         if not each["loc"]:
             messages.setdefault("", message)
             continue
         name = str(each["loc"][0])
         value, origin = values[name]
         shown, where = called(name, origin)
-        text = "***" if name == "api_key" else _as_typed(value)
+        text = "***" if kind.metadata(name)["is_secret"] else _as_typed(value)
         keys = [part for part in each["loc"][1:] if isinstance(part, str)]
         if name in ("kv_events_config", "speculative_config") and keys:
             message = f"{'.'.join(keys)} {message}"
@@ -88,7 +109,7 @@ def _as_typed(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _bound(error: Any) -> str:
+def _bound(config: type[Config], error: Any) -> str:
     """Return the rule that a value violates."""
     kind, context = error["type"], error.get("ctx", {})
     if kind == "extra_forbidden":
@@ -98,7 +119,7 @@ def _bound(error: Any) -> str:
     if kind == "literal_error" and len(error["loc"]) > 1:
         return f"must be {context['expected']}"
     if kind == "literal_error":
-        known = choices(str(error["loc"][0]))
+        known = config.choices(str(error["loc"][0]))
         return f"must be one of {', '.join(known)}{suggest(str(error['input']), known)}"
     if kind == "value_error":
         return str(context["error"])

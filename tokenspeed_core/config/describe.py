@@ -6,17 +6,18 @@ from typing import Any, get_args
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from tokenspeed_core.config.schema import Config, choices, metadata
+from tokenspeed_core.config.settings import Settings
 
 
-def bounds(name: str) -> str:
+def bounds(kind: type[Settings], name: str) -> str:
     """Return the values of a setting, such as `1..65536 sequences`, `fcfs|priority` or `TEXT`."""
-    if choices(name) or metadata(name)["takes"]:
-        return "|".join(choices(name)) or str(metadata(name)["takes"])
-    field = Config.model_fields[name]
-    kinds: tuple[Any, ...] = (field.annotation, *get_args(field.annotation))
-    unit = metadata(name)["unit"]
-    if int in kinds or float in kinds:
+    metadata = kind.metadata(name)
+    if kind.choices(name) or metadata["takes"]:
+        return "|".join(kind.choices(name)) or str(metadata["takes"])
+    field = kind.model_fields[name]
+    types: tuple[Any, ...] = (field.annotation, *get_args(field.annotation))
+    unit = metadata["unit"]
+    if int in types or float in types:
         return _range(field.metadata) + (f" {unit}" if unit else "")
     return "TEXT"
 

@@ -12,9 +12,6 @@ class EngineKeywords(TypedDict, total=False):
     speculative_algorithm: str | None
     speculative_num_draft_tokens: int | None
     speculative_config: Mapping[str, Any] | None
-    chat_template: str | None
-    enable_custom_logit_processor: bool
-    log_level: Literal["debug", "info", "warning", "error", "critical"]
     tensor_parallel_size: int | None
     attn_tp_size: int | None
     dense_tp_size: int | None
@@ -34,6 +31,8 @@ class EngineKeywords(TypedDict, total=False):
     revision: str | None
     download_dir: str | None
     hf_overrides: Mapping[str, Any]
+    chat_template: str | None
+    enable_custom_logit_processor: bool
     device: str
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     quantization: str | None
@@ -60,6 +59,7 @@ class EngineKeywords(TypedDict, total=False):
     grammar_backend: str
     kernel_backend: Mapping[str, str | Sequence[str]]
     backend_option: Mapping[str, Any]
+    log_level: Literal["debug", "info", "warning", "error", "critical"]
     kv_events_config: Mapping[str, Any] | None
     no_plugins: bool
     strict_plugins: bool

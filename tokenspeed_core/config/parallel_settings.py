@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import model_validator
 
 from tokenspeed_core.api.parallel import ParallelLayout
-from tokenspeed_core.config.sections import setting
+from tokenspeed_core.config.settings import Settings, setting
 
 LOCAL = "local"  # the built-in executor
 
@@ -46,12 +46,8 @@ class ParallelSizes:
         )
 
 
-class ParallelSettings(BaseModel):
+class ParallelSettings(Settings):
     """How many processes share a model, and where they run. `Config` inherits these settings."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=()
-    )
 
     tensor_parallel_size: int | None = setting(
         None,
@@ -91,6 +87,7 @@ class ParallelSettings(BaseModel):
         "parallel",
         "Number of engines that share the requests, each with the whole model.",
         unit="engines",
+        is_for_servers=True,
         ge=1,
         le=64,
     )

@@ -6,7 +6,7 @@ Flags, environment variables, YAML keys, Python keywords and the parameter page 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, PrivateAttr, model_validator
 
@@ -20,9 +20,10 @@ from tokenspeed_core.config.readers import (
     TokenCount,
     json_value,
 )
-from tokenspeed_core.config.sections import SECTIONS, setting
-from tokenspeed_core.config.server_settings import ServerSettings
+from tokenspeed_core.config.settings import flag, setting
 from tokenspeed_core.config.speculation_settings import SpeculationSettings
+
+LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 
 
 def _split(value: Any) -> Any:
@@ -38,8 +39,8 @@ def _chunk(value: int) -> int:
     raise ValueError("must be at least 1, or -1 to disable chunked prefill")
 
 
-class Config(ParallelSettings, ServerSettings, SpeculationSettings):
-    """The user's settings, frozen. Resolving "auto" returns a new object (`resolved`).
+class Config(ParallelSettings, SpeculationSettings):
+    """The settings of a model and its engine, frozen. The server extends them. Resolving "auto" returns a new object (`resolved`).
 
     The constructor raises `pydantic.ValidationError`. `from_keywords` and the other sources raise
     `ConfigError` with the setting, its value and its origin.
@@ -79,6 +80,13 @@ class Config(ParallelSettings, ServerSettings, SpeculationSettings):
         {}, "model", "JSON object that overrides values of the model's config.json.", takes="JSON"
     )
 
+    chat_template: str | None = setting(
+        None, "model", "Jinja file that replaces the model's chat template.", min_length=1
+    )
+    enable_custom_logit_processor: bool = setting(
+        False, "model", "Let requests name installed logits processors."
+    )
+
     device: str = setting(
         "auto",
         "device",
@@ -105,6 +113,31 @@ class Config(ParallelSettings, ServerSettings, SpeculationSettings):
         "device",
         "JSON file with scales of an FP8 KV cache; default: the checkpoint's, or else 1.",
         min_length=1,
+    )
+
+    max_queued_requests: int = setting(
+        4096,
+        "limits",
+        "Maximum number of waiting sequences; further ones get status 429.",
+        unit="sequences",
+        is_for_servers=True,
+        ge=1,
+    )
+    max_queued_tokens: int | None = setting(
+        None,
+        "limits",
+        "Maximum number of prompt tokens of the waiting sequences; default: none.",
+        unit="tokens",
+        is_for_servers=True,
+        ge=1,
+    )
+    max_sequences_per_key: int | None = setting(
+        None,
+        "limits",
+        "Maximum unfinished sequences of an API key; further ones get status 429.",
+        unit="sequences",
+        is_for_servers=True,
+        ge=1,
     )
 
     max_model_len: OptionalTokenCount = setting(
@@ -237,6 +270,13 @@ class Config(ParallelSettings, ServerSettings, SpeculationSettings):
         takes="NAME.KEY=VALUE",
     )
 
+    log_level: LogLevel = setting("info", "observability", "Minimum severity of log messages.")
+    log_format: Literal["text", "json"] = setting(
+        "text",
+        "observability",
+        "Log lines as text, or as JSON objects with named fields.",
+        is_for_servers=True,
+    )
     kv_events_config: Annotated[KVEventsConfig | None, BeforeValidator(json_value)] = setting(
         None,
         "observability",
@@ -244,14 +284,6 @@ class Config(ParallelSettings, ServerSettings, SpeculationSettings):
         takes="JSON",
     )
 
-    api_workers: int | None = setting(
-        None,
-        "running",
-        "Number of HTTP processes; default: 2 with 16 or more CPUs, else 1.",
-        unit="processes",
-        ge=1,
-        le=64,
-    )
     no_plugins: bool = setting(
         False, "running", "Disable all plugins except the default distributions."
     )
@@ -266,7 +298,7 @@ class Config(ParallelSettings, ServerSettings, SpeculationSettings):
     @classmethod
     def _refuse_booleans_as_numbers(cls, values: Any) -> Any:
         for name, value in values.items() if isinstance(values, Mapping) else ():
-            if isinstance(value, bool) and name in cls.model_fields and not is_switch(name):
+            if isinstance(value, bool) and name in cls.model_fields and not cls.is_switch(name):
                 raise ValueError(f"{flag(name)} takes a value, not {str(value).lower()}")
         return values
 
@@ -278,13 +310,6 @@ class Config(ParallelSettings, ServerSettings, SpeculationSettings):
             )
         if self.quantization_param_path is not None and self.kv_cache_dtype == "auto":
             raise ValueError("--quantization-param-path requires --kv-cache-dtype fp8_e4m3")
-        parsers = {self.reasoning_parser, self.tool_call_parser}
-        if self.skip_tokenizer_init and not parsers <= {"auto", "none"}:
-            raise ValueError(
-                "--reasoning-parser and --tool-call-parser need a tokenizer; remove --skip-tokenizer-init"
-            )
-        if self.ssl_keyfile is not None and self.ssl_certfile is None:
-            raise ValueError("--ssl-keyfile requires --ssl-certfile")
         sizes, largest = self.cudagraph_capture_sizes, self.max_cudagraph_capture_size
         if sizes and largest is not None and max(sizes) > largest:
             raise ValueError(
@@ -292,22 +317,25 @@ class Config(ParallelSettings, ServerSettings, SpeculationSettings):
             )
         for name, field in type(self).model_fields.items():
             keys = getattr(self, name) if field.default == {"default": AUTO} else ()
-            for key in sorted({*keys} - {"default", *metadata(name)["narrow"]}):
-                raise ValueError(f"no such setting {flag(name)}.{key}; available: {narrowed(name)}")
+            for key in sorted({*keys} - {"default", *self.metadata(name)["narrow"]}):
+                raise ValueError(
+                    f"no such setting {flag(name)}.{key}; available: {self.narrowed(name)}"
+                )
         return self
 
     @classmethod
-    def from_keywords(cls, **keywords: Any) -> Config:
+    def from_keywords(cls, **keywords: Any) -> Self:
         """Build a configuration from Python keywords. Raises ConfigError."""
         from tokenspeed_core.config.build import build
 
-        return build({full_name(name): (value, "Python") for name, value in keywords.items()})
+        values = {cls.full_name(name): (value, "Python") for name, value in keywords.items()}
+        return build(cls, values)
 
     def origin(self, name: str) -> str:
         """Return where a value came from: "default", "auto", a flag, a variable, a file or a plugin."""
         return self._origins.get(name, "default")
 
-    def resolved(self, **values: Any) -> Config:
+    def resolved(self, **values: Any) -> Self:
         """Return a new, validated configuration with these values for "auto".
 
         A value that does not change keeps its origin.
@@ -317,65 +345,20 @@ class Config(ParallelSettings, ServerSettings, SpeculationSettings):
         merged._origins.update(self._origins, **dict.fromkeys(settled, "auto"))
         return merged
 
+    def for_engine(self) -> Config:
+        """Return only the settings of the engine, for its processes: without those of a subclass."""
+        names = Config.model_fields
+        engine = Config.model_validate(self.model_dump(include=set(names)))
+        engine._origins.update({k: v for k, v in self._origins.items() if k in names})
+        return engine
+
     def to_wire(self) -> dict[str, Any]:
         """Return plain data for another process."""
         return {"values": self.model_dump(mode="json"), "origins": dict(self._origins)}
 
     @classmethod
-    def from_wire(cls, data: Mapping[str, Any]) -> Config:
+    def from_wire(cls, data: Mapping[str, Any]) -> Self:
         """Build a configuration from the result of `to_wire`."""
         config = cls.model_validate(data["values"])
         config._origins.update(data["origins"])
         return config
-
-
-def flag(name: str) -> str:
-    """Return the command-line flag of a setting."""
-    return "--" + name.replace("_", "-")
-
-
-def setting_names() -> list[str]:
-    """Return the names of all settings in the order of their sections."""
-    fields = Config.model_fields
-    return [name for part in SECTIONS for name in fields if metadata(name)["section"] == part]
-
-
-def is_switch(name: str) -> bool:
-    """Say whether a setting is a flag without a value."""
-    return Config.model_fields[name].annotation is bool
-
-
-def metadata(name: str) -> dict[str, Any]:
-    """Return a setting's `section`, `unit`, `narrow`, `kind`, `takes` and `also`; see `setting`."""
-    extra = Config.model_fields[name].json_schema_extra
-    assert isinstance(extra, dict)
-    return extra
-
-
-def full_name(name: str) -> str:
-    """Return the setting that a name stands for, such as `tensor_parallel_size` for `tp`."""
-    return next(
-        (each for each in Config.model_fields if name in metadata(each)["also"]),
-        name,
-    )
-
-
-def flags_of(name: str) -> list[str]:
-    """Return the command-line flags of a setting."""
-    return [flag(each) for each in (name, *metadata(name)["also"])]
-
-
-def narrowed(name: str) -> str:
-    """Return the more specific flags of a setting, for messages."""
-    keys = (
-        ", ".join(f"{flag(name)}.{key}" for key in metadata(name)["narrow"])
-        or f"{flag(name)} alone"
-    )
-    _, dot, family = str(metadata(name)["kind"]).partition(".")
-    return f"{keys}; --kernel-backend {family}[.PHASE|.FORMAT]=NAME" if dot else keys
-
-
-def choices(name: str) -> tuple[str, ...]:
-    """Return the allowed words of a setting, empty if it takes other values."""
-    kinds = (Config.model_fields[name].annotation, *get_args(Config.model_fields[name].annotation))
-    return tuple(word for kind in kinds for word in get_args(kind) if isinstance(word, str))

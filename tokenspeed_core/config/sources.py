@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from tokenspeed_core.config.build import build, called, unknown
+from tokenspeed_core.config.build import C, build, called, unknown
 from tokenspeed_core.config.flag_aliases import needless, refuse_foreign
-from tokenspeed_core.config.schema import Config, flag, full_name, metadata
+from tokenspeed_core.config.schema import Config
+from tokenspeed_core.config.settings import flag
 from tokenspeed_core.errors import ConfigError
 
 PREFIX = "TOKENSPEED_"
-API_KEY = "TOKENSPEED_API_KEY"
 # Read by the plugin selection.
 OTHERS = frozenset({"TOKENSPEED_PLUGINS"})
 # The path of the YAML file, as --config.
@@ -23,28 +23,30 @@ Values = dict[str, tuple[Any, str]]
 logger = logging.getLogger("tokenspeed.config")
 
 
-def load(flags: Mapping[str, Any], environ: Mapping[str, str], file: str | None = None) -> Config:
-    """Build the configuration from flags, the environment and a YAML file; the first with a value wins.
+def load(
+    kind: type[C], flags: Mapping[str, Any], environ: Mapping[str, str], file: str | None = None
+) -> C:
+    """Build a configuration of that kind from flags, the environment and a YAML file; the first with a value wins.
 
     `flags` are keyed by setting (`port`) or setting and key (`attention_backend.decode`). A setting also
     overrides the keys of weaker sources. Raises ConfigError with the setting, its value and its origin.
     """
-    values = _configured(environ, file)
+    values = _configured(kind, environ, file)
     for source in (
-        from_environment(environ),
+        from_environment(kind, environ),
         {name: (value, flag(name)) for name, value in flags.items()},
     ):
         weaker = {name for name in values if {name, name.partition(".")[0]} & source.keys()}
         values = {name: each for name, each in values.items() if name not in weaker} | source
-    return build(_join_narrowed(_without_needless(values)))
+    return build(kind, _join_narrowed(kind, _without_needless(values)))
 
 
-def _configured(environ: Mapping[str, str], file: str | None) -> Values:
+def _configured(kind: type[Config], environ: Mapping[str, str], file: str | None) -> Values:
     """Read the file of --config, or of TOKENSPEED_CONFIG without that flag."""
     if file is not None:
-        return from_file(file)
+        return from_file(kind, file)
     path = environ.get(CONFIG_VARIABLE)
-    return from_file(path, CONFIG_VARIABLE) if path else {}
+    return from_file(kind, path, CONFIG_VARIABLE) if path else {}
 
 
 def _without_needless(values: Values) -> Values:
@@ -60,37 +62,40 @@ def _without_needless(values: Values) -> Values:
     return kept
 
 
-def from_environment(environ: Mapping[str, str]) -> Values:
+def from_environment(kind: type[Config], environ: Mapping[str, str]) -> Values:
     """Read `TOKENSPEED_<SETTING>` and `TOKENSPEED_<SETTING>__<KEY>`.
 
-    An empty variable counts as unset, except for the API key. An unknown one is ignored with a warning,
-    since other programs may use the prefix too. Raises ConfigError for an empty or misspelled API key,
+    An empty variable counts as unset, except for a secret. An unknown one is ignored with a warning,
+    since other programs may use the prefix too. Raises ConfigError for an empty or misspelled secret,
     since the server would then need none.
     """
+    secrets = [
+        PREFIX + name.upper() for name in kind.model_fields if kind.metadata(name)["is_secret"]
+    ]
     values: Values = {}
     for variable in sorted(environ):
         is_read = variable in OTHERS or variable == CONFIG_VARIABLE
         if not variable.startswith(PREFIX) or is_read:
             continue
-        if variable == API_KEY and not environ[variable].strip(", "):
-            raise ConfigError(f"{API_KEY} is empty. Set a key, or unset the variable.")
+        if variable in secrets and not environ[variable].strip(", "):
+            raise ConfigError(f"{variable} is empty. Set a value, or unset the variable.")
         if not environ[variable]:
             continue
-        name = full_name(variable.removeprefix(PREFIX).lower().replace("__", "."))
-        if name.partition(".")[0] in Config.model_fields:
+        name = kind.full_name(variable.removeprefix(PREFIX).lower().replace("__", "."))
+        if name.partition(".")[0] in kind.model_fields:
             values[name] = (environ[variable], variable)
         else:
-            if get_close_matches(variable, [API_KEY], cutoff=0.85):
-                raise ConfigError(f"{variable} is not a setting. Did you mean {API_KEY}?")
-            logger.warning("ignored: %s", _unknown_variable(name, variable))
+            for secret in get_close_matches(variable, secrets, cutoff=0.85):
+                raise ConfigError(f"{variable} is not a setting. Did you mean {secret}?")
+            logger.warning("ignored: %s", _unknown_variable(kind, name, variable))
     return values
 
 
-def _unknown_variable(name: str, variable: str) -> str:
+def _unknown_variable(kind: type[Config], name: str, variable: str) -> str:
     """Return a message about an unknown variable, with the nearest one."""
-    near = get_close_matches(name, Config.model_fields, n=1, cutoff=0.75)
+    near = get_close_matches(name, kind.model_fields, n=1, cutoff=0.75)
     if refuse_foreign(name) is not None or not near:
-        return unknown(name, variable)
+        return unknown(kind, name, variable)
     return f"{variable}: no such variable; did you mean {PREFIX}{near[0].upper()}?"
 
 
@@ -103,7 +108,7 @@ def without_settings(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def from_file(path: str, source: str = "--config") -> Values:
+def from_file(kind: type[Config], path: str, source: str = "--config") -> Values:
     """Read settings from a YAML file, with keys spelled as flags or as keywords.
 
     Raises ConfigError that says by which flag or variable the file was chosen.
@@ -128,33 +133,33 @@ def from_file(path: str, source: str = "--config") -> Values:
         )
     values: Values = {}
     for key, value in data.items():
-        name = full_name(str(key).removeprefix("--").replace("-", "_"))
-        for part, each in _parts(name, value).items():
+        name = kind.full_name(str(key).removeprefix("--").replace("-", "_"))
+        for part, each in _parts(kind, name, value).items():
             if part in values:
                 raise ConfigError(f"{source} {path}: {flag(part)} is given twice")
             values[part] = (each, path)
     return values
 
 
-def _parts(name: str, value: Any) -> dict[str, Any]:
+def _parts(kind: type[Config], name: str, value: Any) -> dict[str, Any]:
     """Split a mapping with keys into `setting.key` values; "default" is the setting's own."""
     if (
         not isinstance(value, Mapping)
-        or name not in Config.model_fields
-        or not metadata(name)["narrow"]
+        or name not in kind.model_fields
+        or not kind.metadata(name)["narrow"]
     ):
         return {name: value}
     return {name if key == "default" else f"{name}.{key}": each for key, each in value.items()}
 
 
-def _join_narrowed(values: Values) -> Values:
+def _join_narrowed(kind: type[Config], values: Values) -> Values:
     """Merge `setting.key` values into their setting; its origin then lists all sources."""
     joined: Values = {name: value for name, value in values.items() if "." not in name}
     for name in [name for name in values if "." in name]:
         value, origin = values[name]
         setting, _, key = name.partition(".")
-        if setting not in Config.model_fields or key not in metadata(setting)["narrow"]:
-            raise ConfigError(unknown(name, origin))
+        if setting not in kind.model_fields or key not in kind.metadata(setting)["narrow"]:
+            raise ConfigError(unknown(kind, name, origin))
         base, first = joined.get(setting, ({}, origin))
         parts = base if isinstance(base, Mapping) else {"default": base}
         joined[setting] = (

@@ -16,7 +16,7 @@ from pydantic import (
 )
 
 from tokenspeed_core.config.readers import json_value
-from tokenspeed_core.config.sections import setting
+from tokenspeed_core.config.settings import Settings, setting
 
 DEFAULT_MAX_DRAFTS = 8
 MAX_DRAFTS = 64
@@ -41,12 +41,8 @@ class SpeculativeConfig(BaseModel):
     num_speculative_tokens: int | None = Field(default=None, ge=1, le=MAX_DRAFTS)
 
 
-class SpeculationSettings(BaseModel):
+class SpeculationSettings(Settings):
     """Which drafter proposes tokens, and how many. `Config` inherits these settings."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=()
-    )
 
     speculative_algorithm: Annotated[
         str | None, AfterValidator(lambda name: name and name.lower())

@@ -27,7 +27,7 @@ def engine_program(config: Config, catalog: Catalog, replica: int = 0) -> Progra
     """Return the program of an engine, of which `--data-parallel-size` run. Its model is a path, and it gets no API key."""
     data = {
         "replica": replica,
-        "config": config.resolved(api_key=None).to_wire(),
+        "config": config.for_engine().to_wire(),
         "catalog_digest": catalog.digest(),
     }
     return Program((sys.executable, "-P", "-m", ENGINE_MODULE), data)

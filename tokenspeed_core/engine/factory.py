@@ -19,9 +19,9 @@ from tokenspeed_core.checkpoint.quantization import find_quantization
 from tokenspeed_core.checkpoint.resolve import resolve_checkpoint
 from tokenspeed_core.config import Config
 from tokenspeed_core.config.backends import AUTO
-from tokenspeed_core.config.build import called
+from tokenspeed_core.config.build import C, called
 from tokenspeed_core.config.parallel_settings import LOCAL
-from tokenspeed_core.config.schema import flag
+from tokenspeed_core.config.settings import flag
 from tokenspeed_core.engine.drafting import find_drafter, use_drafter
 from tokenspeed_core.engine.engine import MAX_FAILURES, Engine
 from tokenspeed_core.engine.grammars import GrammarBackend, Grammars, find_backend
@@ -52,10 +52,6 @@ if TYPE_CHECKING:
     from tokenspeed_core.kernels.plan import KernelPlan
     from tokenspeed_core.worker.local import LocalRunner, Progress
 
-# With this many CPUs the default is two API workers: events queue in one, which doubles the 99th
-# percentile of the time between tokens.
-MIN_CPUS_FOR_TWO_WORKERS = 16
-
 _GPU_SETTINGS = (
     "enforce_eager",
     "max_cudagraph_capture_size",
@@ -84,24 +80,19 @@ def discover(config: Config) -> Catalog:
     return Catalog.discover(selection, strict=config.strict_plugins)
 
 
-def discover_in_subprocess(settings: Mapping[str, Any], process: str) -> tuple[Config, Catalog]:
+def discover_in_subprocess(
+    kind: type[C], settings: Mapping[str, Any], process: str
+) -> tuple[C, Catalog]:
     """Return the configuration and the plugins of a subprocess, and set up its log.
 
     `settings` are what the parent sent; `process` is the name of the subprocess in log lines. Raises
     PluginError if the parent found other plugins.
     """
-    config = Config.from_wire(settings["config"])
+    config = kind.from_wire(settings["config"])
     logs.set_up_log(config.log_level, config.log_format, process)
     catalog = discover(config)
     catalog.verify(settings["catalog_digest"])
     return config, catalog
-
-
-def num_workers(config: Config) -> int:
-    """Return the number of processes that serve HTTP."""
-    if config.api_workers:
-        return config.api_workers
-    return 2 if len(os.sched_getaffinity(0)) >= MIN_CPUS_FOR_TWO_WORKERS else 1
 
 
 def threads_per_rank(config: Config, *, num_reserved: int) -> int:
@@ -286,7 +277,6 @@ def _start(
         max_failures=MAX_FAILURES if ranks is None else 0,
     )
     report = {
-        "model": config.served_model_name or resolved.checkpoint.name,
         "architecture": info.architecture,
         "plugins": [public_fields(entry) for entry in catalog.all()],
         "kernel_plan": json.loads(runner.kernel_plan.to_json()),

@@ -14,7 +14,6 @@ from tokenspeed_core.config import Config
 from tokenspeed_core.config.parallel_settings import LOCAL
 from tokenspeed_core.engine.factory import (
     discover,
-    num_workers,
     prepare_torch,
     resolve,
     unused_settings,
@@ -44,9 +43,7 @@ def plan_start(config: Config) -> StartPlan:
     """Make the decisions of a start. Raises the errors of a start up to the loading of weights."""
     catalog = discover(config)
     adjusted = Hooks.load(catalog).adjust_config(config)
-    resolved = resolve(
-        adjusted.resolved(api_workers=num_workers(adjusted)), catalog, with_weights=False
-    )
+    resolved = resolve(adjusted, catalog, with_weights=False)
     prepare_torch()
     from tokenspeed_core.worker.local import plan_only
     from tokenspeed_core.worker.platform import check_num_devices, resolve_device

@@ -172,7 +172,9 @@ def _serve(settings: dict[str, Any], sockets: Sequence[Socket], parent_fd: int) 
     # The launcher has logged the same warnings already.
     logging.getLogger("tokenspeed.plugins.metadata").disabled = True
     replica = settings["replica"]
-    config, catalog = discover_in_subprocess(settings, f"engine-{replica}" if replica else "engine")
+    config, catalog = discover_in_subprocess(
+        Config, settings, f"engine-{replica}" if replica else "engine"
+    )
     hooks = Hooks.load(catalog)
     if config.data_parallel_size > 1:
         take_devices(config, replica)

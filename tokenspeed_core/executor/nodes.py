@@ -22,8 +22,7 @@ import zmq
 from tokenspeed_core.api.executors import ExecutorJob, Settings, WorkerExit
 from tokenspeed_core.config import Config
 from tokenspeed_core.config.describe import as_written
-from tokenspeed_core.config.schema import flag
-from tokenspeed_core.config.server_settings import is_server_only
+from tokenspeed_core.config.settings import flag
 from tokenspeed_core.engine.wire import Codec, Message, WireError, pack
 from tokenspeed_core.errors import CapacityError, ConfigError, EngineDeadError
 from tokenspeed_core.executor.local import LocalExecutor
@@ -265,7 +264,7 @@ def _comparable(config: Config) -> dict[str, Any]:
     return {
         name: value
         for name, value in values.items()
-        if name not in _MAY_DIFFER and not is_server_only(name)
+        if name not in _MAY_DIFFER and not config.metadata(name)["is_for_servers"]
     }
 
 

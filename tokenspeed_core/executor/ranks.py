@@ -205,7 +205,7 @@ def start_ranks(
     job = ExecutorJob(sizes.num_nodes, sizes.num_per_node, config.device)
     ranks = Ranks(_find_executor(config, catalog, job), job.world_size)
     settings = {
-        "config": config.resolved(api_key=None, model=str(resolved.checkpoint.path)).to_wire(),
+        "config": config.resolved(model=str(resolved.checkpoint.path)).to_wire(),
         "catalog_digest": catalog.digest(),
         "num_threads": resolved.num_threads,
     }

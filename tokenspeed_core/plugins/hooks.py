@@ -14,8 +14,8 @@ import pluggy
 
 from tokenspeed_core.api import hooks as hookspecs
 from tokenspeed_core.api.hooks import RequestRecord, StepRecord
-from tokenspeed_core.config.build import rebuild
-from tokenspeed_core.config.schema import Config, flag
+from tokenspeed_core.config.build import C, rebuild
+from tokenspeed_core.config.settings import flag
 from tokenspeed_core.errors import PluginError, describe_error
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.selection import VARIABLE
@@ -78,7 +78,7 @@ class Hooks:
                 return partial(self._observe, hook)
         return None
 
-    def adjust_config(self, config: Config) -> Config:
+    def adjust_config(self, config: C) -> C:
         """Return the configuration with the changes of all plugins to settings that the user did not set.
 
         If a plugin fails or sets an invalid value, none of its changes are used. Raises PluginError if
@@ -131,7 +131,7 @@ class Hooks:
             del self._plugins[name]
 
 
-def _apply(config: Config, name: str, changes: Any) -> Config:
+def _apply(config: C, name: str, changes: Any) -> C:
     allowed = {}
     for setting, value in dict(changes).items():
         if setting in _PLUGIN_SETTINGS:

@@ -15,6 +15,7 @@ from typing import Any
 import zmq
 
 from tokenspeed_core.api.step import Runner, StepFailed
+from tokenspeed_core.config import Config
 from tokenspeed_core.engine.factory import discover_in_subprocess, prepare_torch, resolve
 from tokenspeed_core.engine.parent_death import attach_to_parent
 from tokenspeed_core.engine.wire import pack
@@ -104,7 +105,7 @@ def main() -> int:
 
 
 def _run(settings: Mapping[str, Any], rank_zero: RankZero) -> None:
-    config, catalog = discover_in_subprocess(settings, f"rank-{rank_zero.rank}")
+    config, catalog = discover_in_subprocess(Config, settings, f"rank-{rank_zero.rank}")
     for name in ("tokenspeed.plugins.metadata", "tokenspeed.worker", "tokenspeed.engine"):
         logging.getLogger(name).setLevel(logging.ERROR)  # rank 0 logs the same
     prepare_torch()

@@ -1,4 +1,4 @@
-"""Write docs/parameters.md and tokenspeed_core/config/keywords.py from the configuration."""
+"""Write docs/parameters.md and tokenspeed_core/config/keywords.py from the declared settings."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel, ByteSize
+from tokenspeed_server.settings import ServerConfig
 
+from tokenspeed_core.config import Config
 from tokenspeed_core.config.describe import as_written, bounds
-from tokenspeed_core.config.schema import Config, flag, flags_of, is_switch, metadata
-from tokenspeed_core.config.sections import SECTIONS
-from tokenspeed_core.config.server_settings import is_server_only
+from tokenspeed_core.config.settings import flag
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,17 +20,17 @@ def page() -> str:
     lines = [
         "# Parameters",
         "",
-        "Generated from `tokenspeed_core/config` by `python tools/docs/make_parameters.py`.",
+        "Generated from `Config` and `ServerConfig` by `python tools/docs/make_parameters.py`.",
         "",
-        "Every setting is a flag of `tokenspeed serve`, a variable `TOKENSPEED_<SETTING>`, a key of the YAML file",
-        "of `--config` (or `TOKENSPEED_CONFIG`), and a keyword of `tokenspeed_core.LLM`. Flags win over variables, and",
-        "variables over the file. Numbers of tokens may be written as `32k` (32000) or `32K` (32768).",
+        "Every setting is a flag of `tokenspeed serve`, a variable `TOKENSPEED_<SETTING>`, and a key of the YAML file",
+        "of `--config` (or `TOKENSPEED_CONFIG`). Those of the model and its engine are also keywords of",
+        "`tokenspeed_core.LLM`. Flags win over variables, and variables over the file. Numbers of tokens may be written as `32k` (32000) or `32K` (32768).",
         "",
         "Some settings have keys, such as `--attention-backend.decode`. In a variable the key follows two underscores",
         "(`TOKENSPEED_ATTENTION_BACKEND__DECODE`), in a file it is `attention_backend: {decode: NAME}`. A setting",
         "also overrides the keys of weaker sources.",
     ]
-    for section, title in SECTIONS.items():
+    for section, title in ServerConfig.sections.items():
         lines += [
             "",
             f"## {title}",
@@ -38,18 +38,20 @@ def page() -> str:
             "| flag | takes | default | meaning |",
             "|---|---|---|---|",
         ]
-        lines += [
-            _row(name) for name in Config.model_fields if metadata(name)["section"] == section
-        ]
+        lines += [_row(name) for name in ServerConfig.names_in(section)]
     return "\n".join(lines) + "\n"
 
 
 def _row(name: str) -> str:
-    field = Config.model_fields[name]
-    forms = [*flags_of(name), *(f"{flag(name)}.{key}" for key in metadata(name)["narrow"])]
+    field, narrow = ServerConfig.model_fields[name], ServerConfig.metadata(name)["narrow"]
+    forms = [*ServerConfig.flags_of(name), *(f"{flag(name)}.{key}" for key in narrow)]
     if name.startswith("enable_"):
         forms.append(f"--no-{flag(name)[2:]}")
-    takes = "" if is_switch(name) else f"`{bounds(name)}`".replace("|", "\\|")
+    takes = (
+        ""
+        if ServerConfig.is_switch(name)
+        else f"`{bounds(ServerConfig, name)}`".replace("|", "\\|")
+    )
     shown = ", ".join(f"`{form}`" for form in forms)
     return f"| {shown} | {takes} | {as_written(field.default)} | {field.description} |"
 
@@ -69,7 +71,11 @@ def keywords() -> str:
         '    """The settings of a model and its engine; the meaning of each is in docs/parameters.md."""',
         "",
     ]
-    names = [name for name in Config.model_fields if name != "model" and not is_server_only(name)]
+    names = [
+        name
+        for name in Config.model_fields
+        if name != "model" and not Config.metadata(name)["is_for_servers"]
+    ]
     lines += [f"    {name}: {_python_type(name)}" for name in names]
     return "\n".join(lines) + "\n"
 

@@ -19,9 +19,10 @@ import pytest
 from tokenspeed_chat.client import ChatClient, Delta, ServerError, Usage
 from tokenspeed_chat.screen import Screen
 from tokenspeed_chat.server import started_server
+from tokenspeed_server.settings import ServerConfig
 
 from tokenspeed_core.cli import main
-from tokenspeed_core.commands.settings import Config, EngineDeadError
+from tokenspeed_core.commands.settings import EngineDeadError
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -403,7 +404,9 @@ def test_server_gets_the_settings_and_is_stopped(
     fake_serve: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOKENSPEED_PORT", "1")
-    config = Config.from_keywords(model="m", attention_backend={"decode": "a,b"}, max_num_seqs=4)
+    config = ServerConfig.from_keywords(
+        model="m", attention_backend={"decode": "a,b"}, max_num_seqs=4
+    )
     with started_server(config, Screen()) as url:
         settings, environ, pid = json.loads(fake_serve.read_text())
         assert url == f"http://127.0.0.1:{settings['port']}"
@@ -419,7 +422,7 @@ def test_server_gets_the_settings_and_is_stopped(
 def test_server_that_ends_at_once_is_reported(fake_serve: Path) -> None:
     with (
         pytest.raises(EngineDeadError, match="status 3") as caught,
-        started_server(Config(model="broken"), Screen()),
+        started_server(ServerConfig(model="broken"), Screen()),
     ):
         pass
     assert "no such model" in str(caught.value)
@@ -434,8 +437,8 @@ def test_killed_chat_leaves_no_server_and_no_file(
     script.write_text(
         f"import sys, time\nfrom tokenspeed_chat.screen import Screen\n"
         f"from tokenspeed_chat.server import started_server\n"
-        f"from tokenspeed_core.config import Config\nsys.executable = {sys.executable!r}\n"
-        f"with started_server(Config(model={model!r}), Screen()):\n    print('up', flush=True)\n    time.sleep(60)\n"
+        f"from tokenspeed_server.settings import ServerConfig\nsys.executable = {sys.executable!r}\n"
+        f"with started_server(ServerConfig(model={model!r}), Screen()):\n    print('up', flush=True)\n    time.sleep(60)\n"
     )
     real = Path(sys.prefix) / "bin" / "python"
     (tmp_path / "tmp").mkdir()

@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
+from tokenspeed_server.settings import ServerConfig
 
 from tokenspeed_chat.client import ChatClient, NoServerError, ServerError, is_address
 from tokenspeed_chat.conversation import Conversation, converse
 from tokenspeed_chat.screen import Screen
 from tokenspeed_core import TokenSpeedError
-from tokenspeed_core.commands.settings import Config, ConfigFile, configure
+from tokenspeed_core.commands.settings import ConfigFile, configure
 
 PROBE_SECONDS = 2.0  # that a server at the default address may take to list its model
 ADDRESS_SETTINGS = {"host", "port", "api_key"}  # which find a server; all others start one
@@ -41,7 +42,9 @@ def talk(
     """Answer PROMPT or the text of a pipe, or chat until Ctrl-D; return the exit status."""
     given = {"temperature": temperature, "max_tokens": max_tokens}
     options = {name: value for name, value in given.items() if value is not None}
-    settings = configure(None, flags, config) if url is None else _check(url, config, flags)
+    settings = (
+        configure(ServerConfig, None, flags, config) if url is None else _check(url, config, flags)
+    )
     question = _question(prompt)
     screen = Screen()
     with _server(url, settings, screen) as client:
@@ -69,7 +72,7 @@ def _question(prompt: str | None) -> str | None:
     raise ChatError("the prompt is empty: pass PROMPT, or pipe text to the command")
 
 
-def _check(url: str, file: str | None, flags: dict[str, Any]) -> Config:
+def _check(url: str, file: str | None, flags: dict[str, Any]) -> ServerConfig:
     """Return the settings for a running server: its key. Raises ChatError for others."""
     if file is not None or set(flags) - {"api_key"}:
         raise ChatError("--url uses a running server: remove the settings of a server")
@@ -78,11 +81,11 @@ def _check(url: str, file: str | None, flags: dict[str, Any]) -> Config:
             f"--url {url!r}: not an HTTP address; pass one such as http://127.0.0.1:8000"
         )
     key = flags.get("api_key") or os.environ.get("TOKENSPEED_API_KEY")
-    return Config.from_keywords(**({"api_key": key} if key else {}))
+    return ServerConfig.from_keywords(**({"api_key": key} if key else {}))
 
 
 @contextmanager
-def _server(url: str | None, settings: Config, screen: Screen) -> Iterator[ChatClient]:
+def _server(url: str | None, settings: ServerConfig, screen: Screen) -> Iterator[ChatClient]:
     """Yield a client of the server at `url`, of a running server, or of a server that this command starts."""
     if url is not None:
         yield ChatClient(url, settings.api_key)
@@ -97,7 +100,7 @@ def _server(url: str | None, settings: Config, screen: Screen) -> Iterator[ChatC
         yield ChatClient(started, settings.api_key)
 
 
-def _running(settings: Config) -> ChatClient | None:
+def _running(settings: ServerConfig) -> ChatClient | None:
     """Return a client of the TokenSpeed server at the configured address, if nothing else was set.
 
     Raises ChatError if a server there refuses the key.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tokenspeed_server.settings import ServerConfig
+
 from tokenspeed_core.commands.settings import SettingsCommand
 
 OVERVIEW = (
@@ -26,4 +28,4 @@ def _load() -> Callable[..., int]:
     return talk
 
 
-chat = SettingsCommand(OVERVIEW, _load)
+chat = SettingsCommand(OVERVIEW, _load, ServerConfig)

@@ -17,10 +17,11 @@ from threading import Thread
 from types import FrameType
 from typing import NoReturn
 
+from tokenspeed_server.settings import ServerConfig
+
 from tokenspeed_chat.client import ChatClient
 from tokenspeed_chat.screen import Progress, Screen
 from tokenspeed_core.commands.settings import (
-    Config,
     EngineDeadError,
     end_with_parent,
     without_settings,
@@ -31,7 +32,7 @@ STOP_SECONDS = 30.0  # that a server may take to end before it is killed
 
 
 @contextmanager
-def started_server(config: Config, screen: Screen) -> Iterator[str]:
+def started_server(config: ServerConfig, screen: Screen) -> Iterator[str]:
     """Start `tokenspeed serve` with this configuration; yield its URL; stop it at the end.
 
     Its port is the configured one, or a free one. The screen shows the progress of the start.

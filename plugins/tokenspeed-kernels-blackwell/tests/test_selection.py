@@ -9,11 +9,11 @@ import sys
 
 import pytest
 from tokenspeed_server.dry_run import dry_run
+from tokenspeed_server.settings import ServerConfig
 from tokenspeed_testing.explain import explain
 
 from tokenspeed_core.api.attention import AttentionProblem
 from tokenspeed_core.api.kernels import PlatformInfo
-from tokenspeed_core.config import Config
 from tokenspeed_core.errors import SelectionError
 from tokenspeed_core.kernels.installed import installed_kernels, installed_ops, installed_rankings
 from tokenspeed_core.kernels.overrides import Override
@@ -95,14 +95,14 @@ def test_unsupported_problems_use_triton() -> None:
 
 
 def test_dry_run_without_gpu_gives_the_reason() -> None:
-    lines = dry_run(Config.from_keywords(device="cpu")).splitlines()
+    lines = dry_run(ServerConfig.from_keywords(device="cpu")).splitlines()
     (message,) = [line for line in lines if "blackwell: " in line]
     assert message.endswith("(attention)")
     assert "blackwell: device cpu is not supported" in message
 
 
 def test_naming_it_without_gpu_is_an_error() -> None:
-    config = Config.from_keywords(
+    config = ServerConfig.from_keywords(
         device="cpu", attention_backend={"prefill": "blackwell", "decode": "torch"}
     )
     with pytest.raises(

@@ -116,11 +116,13 @@ def _plugins(words: list[str]) -> int:
         hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(SUBCOMMANDS)}"
         raise ToolsError(f"plugins {name}: no such command; {hint}")
     if command is not None and command.has_overview:
-        from tokenspeed_core.commands.settings import help_topic, print_help
+        from tokenspeed_core.commands.settings import config_of, help_topic, print_help
 
         topic = help_topic(words)
         if topic is not None:
-            return _run(partial(print_help, command.module.OVERVIEW, topic), name)
+            return _run(
+                partial(print_help, config_of("serve"), command.module.OVERVIEW, topic), name
+            )
     app = _application("Show the installed plugins. Without COMMAND: list.")
     app.callback()(_group)
     for each, subcommand in SUBCOMMANDS.items():

@@ -21,7 +21,13 @@ from tokenspeed_core.commands.planning import (
     describe_collectives,
     plan_kernels,
 )
-from tokenspeed_core.commands.settings import ConfigFile, ModelArgument, configure, with_settings
+from tokenspeed_core.commands.settings import (
+    ConfigFile,
+    ModelArgument,
+    config_of,
+    configure,
+    with_settings,
+)
 from tokenspeed_plugin_tools.errors import ToolsError
 from tokenspeed_plugin_tools.text import printable
 
@@ -64,7 +70,7 @@ def _why(
         raise ToolsError(
             f"--device {flags['device']}: --platform {platform} already selects the device; remove one of them"
         )
-    settings = configure(positional, flags, config)
+    settings = configure(config_of("serve"), positional, flags, config)
     try:
         catalog, plan = plan_kernels(settings, target)
     except NothingFitsError as error:
@@ -93,7 +99,7 @@ def _why(
     return 0
 
 
-why = with_settings(_why)
+why = with_settings(config_of("serve"), _why)
 
 
 def parse_platform(text: str) -> PlatformInfo:

@@ -15,6 +15,7 @@ from server_support import make_tokenizer
 from tokenspeed_server.app import App, create_app
 from tokenspeed_server.reply_parsers import Parsers, find_parsers
 from tokenspeed_server.service import ModelText, Options, Service
+from tokenspeed_server.settings import ServerConfig
 
 from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.commands.serving import Delivery, RequestFailedError, State
@@ -116,7 +117,10 @@ class ScriptedEngine:
 def parsers(reasoning: str | None = "qwen3", tools: str | None = "hermes") -> Parsers:
     """Return the parsers with these names."""
     config = load(
-        {"reasoning_parser": reasoning or "none", "tool_call_parser": tools or "none"}, {}, None
+        ServerConfig,
+        {"reasoning_parser": reasoning or "none", "tool_call_parser": tools or "none"},
+        {},
+        None,
     )
     return find_parsers(config, discover(config))
 

@@ -23,10 +23,10 @@ from tokenspeed_server.batch.lines import LineError, parse_line, read_lines
 from tokenspeed_server.batch.offline import Batch
 from tokenspeed_server.batch.runner import BatchRunner
 from tokenspeed_server.service import ModelText, Options
+from tokenspeed_server.settings import ServerConfig
 
 from tokenspeed_core.cli import main
 from tokenspeed_core.commands.serving import ConfigError, Defaults, EngineDeadError, Hooks, Program
-from tokenspeed_core.commands.settings import Config
 from tokenspeed_core.engine.factory import discover
 from tokenspeed_core.text import ChatTemplate
 
@@ -190,7 +190,7 @@ def batch(tmp_path: Path, **engine: Any) -> tuple[Batch, Path, Path]:
     """Return a batch on a fake engine process, with its input and output."""
     fake = {"vocab_size": 400, "log": str(tmp_path / "log"), **engine}
     program = Program([sys.executable, str(FAKE_ENGINE)], {"config": fake})
-    config = Config()
+    config = ServerConfig()
     options = Options("fake", logs_exchanges=False)
     made = Batch([program], options, Hooks.load(discover(config)), concurrency=2)
     return made, tmp_path / "in.jsonl", tmp_path / "out.jsonl"

@@ -12,22 +12,21 @@ from typing import Any
 import pytest
 from tokenspeed_server import dry_run
 from tokenspeed_server import serve as server
+from tokenspeed_server.settings import ServerConfig
 
 from tokenspeed_core.cli import main
-from tokenspeed_core.commands.settings import Config
-from tokenspeed_core.config.schema import flag
-from tokenspeed_core.config.sections import SECTIONS
+from tokenspeed_core.config.settings import flag
 from tokenspeed_core.errors import CheckpointError, ConfigError
 
 HEAVY = ("torch", "numpy", "uvicorn", "fastapi", "transformers", "tokenizers", "huggingface_hub")
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
     """Replace the server by one that records its configuration."""
-    configs: list[Config] = []
+    configs: list[ServerConfig] = []
 
-    def run(config: Config) -> int:
+    def run(config: ServerConfig) -> int:
         configs.append(config)
         return 7
 
@@ -69,13 +68,13 @@ def test_help_lists_every_setting_in_a_section(
     assert main(["serve", "--help"]) == 0
     overview = capsys.readouterr().out
     shown = set()
-    for section in SECTIONS:
+    for section in ServerConfig.sections:
         assert f"\n  {section} " in overview
         assert main(["serve", f"--help={section}"]) == 0
         page = capsys.readouterr().out
         assert max(map(len, page.splitlines())) <= 80
         shown |= {word.strip(",") for word in page.split() if word.startswith("--")}
-    for name in Config.model_fields:
+    for name in ServerConfig.model_fields:
         assert flag(name) in shown
         assert flag(name) in overview
 
@@ -88,7 +87,7 @@ def test_help_about_a_flag_shows_bounds_and_default(capsys: pytest.CaptureFixtur
     assert "--host" not in page
 
 
-def test_flags_reach_the_server(served: list[Config]) -> None:
+def test_flags_reach_the_server(served: list[ServerConfig]) -> None:
     words = "some/model --port=1 --no-enable-prefix-caching --enforce-eager --attention-backend a,b"
     words += " --attention-backend.decode=c --chunked-prefill-size -1"
     assert main(["serve", *words.split()]) == 7
@@ -103,7 +102,7 @@ def test_flags_reach_the_server(served: list[Config]) -> None:
 
 
 def test_model_is_positional_or_a_flag(
-    served: list[Config], capsys: pytest.CaptureFixture[str]
+    served: list[ServerConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:
     main(["serve", "a"])
     main(["serve", "--model", "a"])
@@ -111,7 +110,7 @@ def test_model_is_positional_or_a_flag(
     assert "--model" in refusal(capsys, "a", "--model", "b")
 
 
-def test_every_setting_has_a_flag(served: list[Config]) -> None:
+def test_every_setting_has_a_flag(served: list[ServerConfig]) -> None:
     values = {
         "hf_overrides": '{"a": 1}',
         "dtype": "float32",
@@ -147,7 +146,7 @@ def test_every_setting_has_a_flag(served: list[Config]) -> None:
         "distributed_executor_backend": ["--world-size", "2"],
         "speculative_num_draft_tokens": ["--speculative-algorithm", "a"],
     }
-    for name, field in Config.model_fields.items():
+    for name, field in ServerConfig.model_fields.items():
         if field.annotation is bool:
             off = field.default is True
             words = [f"--no-{flag(name)[2:]}" if off else flag(name)]
@@ -162,11 +161,11 @@ def test_every_setting_has_a_flag(served: list[Config]) -> None:
 @pytest.mark.parametrize("number", [0, -1, 65, 1000, "two", True])
 def test_invalid_number_of_api_workers_is_refused(number: Any) -> None:
     with pytest.raises(ConfigError, match=r"api.workers"):
-        Config.from_keywords(api_workers=number)
+        ServerConfig.from_keywords(api_workers=number)
 
 
 def test_dry_run_starts_no_server(
-    served: list[Config], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    served: list[ServerConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(dry_run, "dry_run", lambda config: f"block_size {config.block_size}")
     assert main(["serve", "--dry-run", "--block-size", "16"]) == 0
@@ -196,7 +195,7 @@ def test_usage_error_is_one_line(
 def test_server_error_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(config: Config) -> int:
+    def fail(config: ServerConfig) -> int:
         raise CheckpointError("/nowhere: no config.json")
 
     monkeypatch.setattr(server, "run", fail)
@@ -259,3 +258,14 @@ def test_code_in_a_model_folder_is_not_imported(tmp_path: Path) -> None:
     done = run("serve", str(tmp_path), "--dry-run", cwd=tmp_path)
     assert "LurkingForCausalLM" in done.stderr
     assert "IMPORTED" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("num_processors", "asked", "expected"),
+    [(16, None, 2), (15, None, 1), (1, None, 1), (256, None, 2), (64, 1, 1), (2, 3, 3)],
+)
+def test_default_number_of_api_workers(
+    monkeypatch: pytest.MonkeyPatch, num_processors: int, asked: int | None, expected: int
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(num_processors)))
+    assert ServerConfig(api_workers=asked).num_workers() == expected

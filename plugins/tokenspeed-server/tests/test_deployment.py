@@ -15,9 +15,9 @@ from fake_engine import make_stats
 from prometheus_client.parser import text_string_to_metric_families as parse
 from tokenspeed_server.metrics import MetricsMemory
 from tokenspeed_server.observability import Observability
+from tokenspeed_server.settings import ServerConfig
 
-from tokenspeed_core.config import Config
-from tokenspeed_core.config.schema import flag
+from tokenspeed_core.config.settings import flag
 from tokenspeed_core.engine.messages import Heartbeat
 
 pytestmark = pytest.mark.tree
@@ -33,11 +33,11 @@ def documents(name: str) -> list[Any]:
 
 def check_settings(words: list[str], variables: list[str]) -> None:
     """Check that flags and TOKENSPEED_ variables are settings."""
-    flags = {flag(name) for name in Config.model_fields}
+    flags = {flag(name) for name in ServerConfig.model_fields}
     assert {word for word in words if word.startswith("--")} <= flags
     for variable in variables:
         if variable.startswith("TOKENSPEED_") and variable != "TOKENSPEED_CONFIG":
-            assert variable.removeprefix("TOKENSPEED_").lower() in Config.model_fields
+            assert variable.removeprefix("TOKENSPEED_").lower() in ServerConfig.model_fields
 
 
 def panels() -> Iterator[dict[str, Any]]:

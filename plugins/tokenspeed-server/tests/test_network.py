@@ -15,10 +15,10 @@ import pytest
 from server_support import Running, running
 from tokenspeed_server.announce import address
 from tokenspeed_server.listen import listen
+from tokenspeed_server.settings import ServerConfig
 from tokenspeed_server.tls import check_certificate
 from tokenspeed_server.unix_socket import listen_unix
 
-from tokenspeed_core.config import Config
 from tokenspeed_core.errors import CapacityError, ConfigError
 
 PAGE = "https://app.example"
@@ -183,7 +183,7 @@ def test_wrong_certificates_are_refused(tmp_path: Path, certificate: Path) -> No
 def test_curl_command_fits_the_address(settings: dict[str, Any], curl: str) -> None:
     (bound,) = listen("127.0.0.1", 0)
     with bound:
-        command = address(bound, Config(**settings))[1]
+        command = address(bound, ServerConfig(**settings))[1]
     assert curl in command
     assert shlex.split(command)[0] == "curl"
 
@@ -203,7 +203,7 @@ def test_curl_command_fits_the_address(settings: dict[str, Any], curl: str) -> N
 )
 def test_wrong_network_settings_are_refused(name: str, value: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Config.from_keywords(**{name: value})
+        ServerConfig.from_keywords(**{name: value})
     assert name in str(caught.value).replace("-", "_")
 
 
@@ -211,7 +211,7 @@ def test_wrong_network_settings_are_refused(name: str, value: str) -> None:
     "given", [f"{PAGE}, http://localhost:3000", f'["{PAGE}", "http://localhost:3000"]']
 )
 def test_origins_are_a_list_of_either_form(given: str) -> None:
-    config = Config.from_keywords(allowed_origins=given)
+    config = ServerConfig.from_keywords(allowed_origins=given)
     assert config.allowed_origins == (PAGE, "http://localhost:3000")
 
 

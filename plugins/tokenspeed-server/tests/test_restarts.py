@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from tokenspeed_server import serve
 from tokenspeed_server.serve import MAX_RESTARTS, RESTART_SECONDS, Restarts
+from tokenspeed_server.settings import ServerConfig
 
 from tokenspeed_core.commands.serving import EngineDeadError
-from tokenspeed_core.commands.settings import Config
 
 
 def test_ready_server_restarts_on_its_port() -> None:
@@ -41,7 +41,7 @@ def test_server_that_fails_often_stays_down() -> None:
 def test_dead_engine_is_followed_by_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[int] = []
 
-    def run_once(config: Config, catalog: Any, hooks: Any, restarts: Restarts) -> int:
+    def run_once(config: ServerConfig, catalog: Any, hooks: Any, restarts: Restarts) -> int:
         runs.append(config.port)
         restarts.port = 8123
         if len(runs) < 3:
@@ -49,8 +49,8 @@ def test_dead_engine_is_followed_by_another_run(monkeypatch: pytest.MonkeyPatch)
         return 0
 
     monkeypatch.setattr(serve, "_run_once", run_once)
-    assert serve.run(Config(port=0, restart_engine=True)) == 0
+    assert serve.run(ServerConfig(port=0, restart_engine=True)) == 0
     assert runs == [0, 8123, 8123]
     runs.clear()
     with pytest.raises(EngineDeadError):
-        serve.run(Config(port=0))
+        serve.run(ServerConfig(port=0))

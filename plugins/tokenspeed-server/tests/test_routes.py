@@ -239,7 +239,7 @@ def test_the_openai_client_works_unmodified(sdk: openai.OpenAI) -> None:
 
 
 def test_information_routes_answer(client: httpx.Client) -> None:
-    assert client.get("/v1/plugins").json() == {"plan": []}
+    assert client.get("/v1/plugins").json() == {"model": "fake", "plan": []}
     assert client.get("/version").json()["version"]
     assert client.get("/openapi.json").json()["paths"].keys() >= {
         "/v1/completions",

@@ -7,12 +7,12 @@ import shlex
 import socket
 from contextlib import suppress
 
-from tokenspeed_core.commands.settings import Config
 from tokenspeed_server.listen import url
 from tokenspeed_server.service import ModelText
+from tokenspeed_server.settings import ServerConfig
 
 
-def announce(bound: socket.socket, config: Config, text: ModelText) -> None:
+def announce(bound: socket.socket, config: ServerConfig, text: ModelText) -> None:
     """Print the server's address and a command to try it."""
     body: dict[str, object] = {"model": config.served_model_name}
     if text.template is not None:
@@ -32,7 +32,7 @@ def announce(bound: socket.socket, config: Config, text: ModelText) -> None:
         )
 
 
-def address(bound: socket.socket, config: Config) -> tuple[str, str]:
+def address(bound: socket.socket, config: ServerConfig) -> tuple[str, str]:
     """Return the server's address, and the start of a curl command with its URL."""
     is_tls, root = config.ssl_certfile is not None, config.root_path or ""
     scheme = "https" if is_tls else "http"

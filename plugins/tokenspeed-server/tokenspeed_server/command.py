@@ -15,6 +15,7 @@ from tokenspeed_core.commands.settings import (
     configure,
     set_up_log,
 )
+from tokenspeed_server.settings import ServerConfig
 
 OVERVIEW = (
     "tokenspeed serve [MODEL] [OPTIONS]",
@@ -40,7 +41,7 @@ def run(
     flags: dict[str, Any],
 ) -> int:
     """Serve until interrupted; return the exit status."""
-    configured = configure(positional, flags, config)
+    configured = configure(ServerConfig, positional, flags, config)
     set_up_log(configured.log_level, configured.log_format, "server")
     if dry_run:
         from tokenspeed_server import dry_run as report
@@ -58,4 +59,4 @@ def _load() -> Callable[..., int]:
     return run
 
 
-serve = SettingsCommand(OVERVIEW, _load)
+serve = SettingsCommand(OVERVIEW, _load, ServerConfig)

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from tokenspeed_core.commands.planning import (
     StartPlan,
     as_written,
     kernel_table,
     plan_start,
-    setting_names,
 )
 from tokenspeed_core.commands.serving import load_text
-from tokenspeed_core.commands.settings import Config
 from tokenspeed_server.reply_parsers import describe_parsers, find_parsers, model_traits
+from tokenspeed_server.settings import ServerConfig
 
 
-def dry_run(config: Config) -> str:
+def dry_run(config: ServerConfig) -> str:
     """Return a report on everything that a start decides before it loads weights. Raises what a start raises."""
     plan = plan_start(config)
-    config, checkpoint = plan.resolved.config, plan.resolved.checkpoint
+    settled, checkpoint = plan.resolved.config, plan.resolved.checkpoint
+    assert isinstance(settled, ServerConfig), "plan_start keeps the class"
+    config = settled.resolved(api_workers=settled.num_workers())
     info = checkpoint.info
     text = _describe_text(plan)
     parsers = find_parsers(config, plan.catalog, model_traits(config, checkpoint))
@@ -32,7 +33,7 @@ def dry_run(config: Config) -> str:
             text,
             describe_parsers(config, parsers),
             "settings",
-            *_describe_settings(plan),
+            *_describe_settings(config, plan.unused_settings),
             "memory",
             *(
                 f"  {name}: {'known after start' if size is None else f'{size:,}'}"
@@ -55,13 +56,12 @@ def _describe_text(plan: StartPlan) -> str:
     return f"tokenizer {config.tokenizer or path}, chat template: {origin}"
 
 
-def _describe_settings(plan: StartPlan) -> Iterator[str]:
+def _describe_settings(config: ServerConfig, unused: Mapping[str, str]) -> Iterator[str]:
     """Yield a line for each setting that is not at its default, with its origin."""
-    config = plan.resolved.config
-    for name in setting_names():
-        if config.origin(name) != "default" and name != "api_key":
+    for name in config.setting_names():
+        if config.origin(name) != "default" and not config.metadata(name)["is_secret"]:
             line = f"  {name}: {as_written(getattr(config, name))} ({config.origin(name)})"
-            reason = plan.unused_settings.get(name)
+            reason = unused.get(name)
             yield f"{line}: {reason}" if reason else line
 
 

@@ -12,7 +12,7 @@ from tokenspeed_core.commands.serving import (
     read_chat_templates,
     tokenizer_folder,
 )
-from tokenspeed_core.commands.settings import Config
+from tokenspeed_server.settings import ServerConfig
 
 AUTO, NONE = "auto", "none"
 
@@ -25,7 +25,7 @@ class ModelTraits:
     architecture: str = ""  # from config.json
 
 
-def model_traits(config: Config, checkpoint: ResolvedCheckpoint) -> ModelTraits:
+def model_traits(config: ServerConfig, checkpoint: ResolvedCheckpoint) -> ModelTraits:
     """Return the traits by which `auto` chooses parsers. Raises CheckpointError."""
     if config.skip_tokenizer_init:
         return ModelTraits()
@@ -58,7 +58,9 @@ Parsers = tuple[NamedParser | None, NamedParser | None]
 _FLAGS = {"reasoning_parsers": "--reasoning-parser", "tool_parsers": "--tool-call-parser"}
 
 
-def find_parsers(config: Config, catalog: Catalog, model: ModelTraits | None = None) -> Parsers:
+def find_parsers(
+    config: ServerConfig, catalog: Catalog, model: ModelTraits | None = None
+) -> Parsers:
     """Return the parsers that a configuration names, or that fit the model. Raises PluginError.
 
     Without a model, `auto` finds none: only the names are checked.
@@ -69,7 +71,7 @@ def find_parsers(config: Config, catalog: Catalog, model: ModelTraits | None = N
     )
 
 
-def describe_parsers(config: Config, parsers: Parsers) -> str:
+def describe_parsers(config: ServerConfig, parsers: Parsers) -> str:
     """Return a line that says which parsers read the replies, and why."""
     reasoning, tools = parsers
     return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime
 from functools import partial
 from typing import Annotated, Any
@@ -82,8 +83,9 @@ async def get_model(request: Request, model_id: str) -> JSONResponse:
 @router.get("/v1/plugins", responses=describe_errors(401, 503))
 async def list_plugins(request: Request) -> Response:
     """Return the plugins and kernels in use, with the reasons."""
-    report = get_service(request).serving.limits.report
-    return Response(report, media_type="application/json")
+    service = get_service(request)
+    report = json.loads(service.serving.limits.report)
+    return JSONResponse({"model": service.options.model_name, **report})
 
 
 def _health(status: str, reason: str | None) -> JSONResponse:

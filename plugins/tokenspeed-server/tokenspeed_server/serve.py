@@ -30,12 +30,10 @@ from tokenspeed_core.commands.serving import (
     discover_in_subprocess,
     engine_program,
     load_text,
-    num_workers,
     resolve,
     resolve_checkpoint,
     run_node,
 )
-from tokenspeed_core.commands.settings import Config
 from tokenspeed_server.access import default_hosts, is_loopback
 from tokenspeed_server.announce import announce
 from tokenspeed_server.connections import ConnectionLimits, raise_file_limit
@@ -48,6 +46,7 @@ from tokenspeed_server.replicas.memory import ReplicaMemory
 from tokenspeed_server.reply_parsers import describe_parsers, find_parsers, model_traits
 from tokenspeed_server.responses_api.store import forget_path, shared_file
 from tokenspeed_server.service import ModelText, Options
+from tokenspeed_server.settings import ServerConfig
 from tokenspeed_server.statistics import EngineMonitors
 from tokenspeed_server.supervisor import Supervised, Supervisor
 from tokenspeed_server.tls import check_certificate
@@ -59,7 +58,7 @@ RESTART_SECONDS = 600.0  # in which that many restarts are allowed
 log = logging.getLogger("tokenspeed.serve")
 
 
-def run(config: Config) -> int:
+def run(config: ServerConfig) -> int:
     """Serve until interrupted; return the exit status.
 
     Raises TokenSpeedError when the server cannot start or the engine dies.
@@ -70,7 +69,7 @@ def run(config: Config) -> int:
     if config.node_rank:
         resolved = resolve(config, catalog)
         path = str(resolved.checkpoint.path)
-        return run_node(resolved.config.resolved(model=path), catalog)
+        return run_node(resolved.config.for_engine().resolved(model=path), catalog)
     restarts = Restarts()
     while True:
         try:
@@ -84,7 +83,7 @@ def run(config: Config) -> int:
             gc.unfreeze()  # the objects of the previous run can be collected
 
 
-def _run_once(config: Config, catalog: Catalog, hooks: Hooks, restarts: Restarts) -> int:
+def _run_once(config: ServerConfig, catalog: Catalog, hooks: Hooks, restarts: Restarts) -> int:
     with ExitStack() as opened:
         logging.getLogger().setLevel(config.log_level.upper())
         find_parsers(config, catalog)  # wrong names are reported before the port is tried
@@ -148,7 +147,7 @@ class Restarts:
         return port
 
 
-def _warn_if_open(config: Config) -> None:
+def _warn_if_open(config: ServerConfig) -> None:
     if config.api_key is None and config.uds is None and not is_loopback(config.host):
         log.warning(
             "%s is reachable from other machines and needs no API key: anyone who can connect may use it. "
@@ -157,11 +156,11 @@ def _warn_if_open(config: Config) -> None:
         )
 
 
-def _listen(config: Config, opened: ExitStack) -> list[socket.socket]:
+def _listen(config: ServerConfig, opened: ExitStack) -> list[socket.socket]:
     """Return the listening sockets of the API workers. Raises ConfigError and CapacityError."""
     if config.ssl_certfile is not None:
         check_certificate(config.ssl_certfile, config.ssl_keyfile)
-    count = num_workers(config)
+    count = config.num_workers()
     if config.uds is None:
         return listen(config.host, config.port, count)
     for name in ("host", "port"):
@@ -176,7 +175,7 @@ def main() -> int:
     logging.disable()  # the first worker logs the start
     try:
         number = data["worker"]
-        config, catalog = discover_in_subprocess(data, f"server-{number}")
+        config, catalog = discover_in_subprocess(ServerConfig, data, f"server-{number}")
         worker = _worker_config(
             config,
             catalog,
@@ -200,7 +199,7 @@ def main() -> int:
 
 
 def _worker_program(
-    config: Config,
+    config: ServerConfig,
     catalog: Catalog,
     listener: socket.socket,
     memory: MetricsMemory | None,
@@ -214,7 +213,9 @@ def _worker_program(
     return Program((sys.executable, "-P", "-m", __name__), data, listener, shared)
 
 
-def _observability(config: Config, memory: MetricsMemory | None, worker: int) -> Observability:
+def _observability(
+    config: ServerConfig, memory: MetricsMemory | None, worker: int
+) -> Observability:
     if memory is None:
         return Observability(EngineMonitors(config.data_parallel_size))
     assert config.served_model_name is not None
@@ -228,7 +229,7 @@ def _observability(config: Config, memory: MetricsMemory | None, worker: int) ->
 
 
 def _worker_config(
-    config: Config,
+    config: ServerConfig,
     catalog: Catalog,
     hooks: Hooks,
     bound: socket.socket,
@@ -251,7 +252,7 @@ def _worker_config(
 
 
 def make_options(
-    config: Config,
+    config: ServerConfig,
     catalog: Catalog,
     hooks: Hooks,
     checkpoint: ResolvedCheckpoint,
@@ -287,7 +288,7 @@ def make_options(
     )
 
 
-def _connection_limits(config: Config) -> ConnectionLimits:
+def _connection_limits(config: ServerConfig) -> ConnectionLimits:
     """Return the limits of one API worker; the workers share the connections."""
     return ConnectionLimits(
         max(1, config.max_connections // (config.api_workers or 1)),
@@ -297,14 +298,14 @@ def _connection_limits(config: Config) -> ConnectionLimits:
     )
 
 
-def _allowed_hosts(config: Config) -> tuple[str, ...]:
+def _allowed_hosts(config: ServerConfig) -> tuple[str, ...]:
     """Return the host names that clients may use. Pages of other sites cannot know an API key."""
     if config.allowed_hosts or config.api_key or config.uds is not None:
         return config.allowed_hosts
     return default_hosts(config.host)
 
 
-def load_model_text(config: Config, checkpoint: ResolvedCheckpoint) -> ModelText:
+def load_model_text(config: ServerConfig, checkpoint: ResolvedCheckpoint) -> ModelText:
     """Load the tokenizer, the chat template and the default sampling. Raises CheckpointError."""
     defaults = Defaults.of(checkpoint.generation, checkpoint.info.eos_token_ids)
     tokenizer, template = load_text(config, checkpoint.path)

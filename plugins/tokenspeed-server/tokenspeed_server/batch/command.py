@@ -17,6 +17,7 @@ from tokenspeed_core.commands.settings import (
     configure,
     set_up_log,
 )
+from tokenspeed_server.settings import ServerConfig
 
 CONCURRENCY = 256
 
@@ -68,7 +69,7 @@ def run(
         return online.run(url, key, source, target, overwrite=overwrite, concurrency=at_once)
     if concurrency is not None:
         raise BatchError("--concurrency needs --url. Without it, --max-num-seqs sets the limit.")
-    configured = configure(positional, flags, config)
+    configured = configure(ServerConfig, positional, flags, config)
     set_up_log(configured.log_level, configured.log_format, "batch")
     from tokenspeed_server.batch import offline
 
@@ -79,4 +80,4 @@ def _load() -> Callable[..., int]:
     return run
 
 
-run_batch = SettingsCommand(OVERVIEW, _load)
+run_batch = SettingsCommand(OVERVIEW, _load, ServerConfig)

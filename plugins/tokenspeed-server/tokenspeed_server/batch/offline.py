@@ -18,7 +18,6 @@ from tokenspeed_core.commands.serving import (
     engine_program,
     resolve_checkpoint,
 )
-from tokenspeed_core.commands.settings import Config
 from tokenspeed_server import asgi
 from tokenspeed_server.app import create_app
 from tokenspeed_server.batch.files import (
@@ -33,10 +32,11 @@ from tokenspeed_server.replicas.engines import EngineReplicas
 from tokenspeed_server.reply_parsers import find_parsers
 from tokenspeed_server.serve import load_model_text, make_options
 from tokenspeed_server.service import ModelText, Options, Service
+from tokenspeed_server.settings import ServerConfig
 from tokenspeed_server.supervisor import Supervisor
 
 
-def run(config: Config, source: Path, target: Path, *, overwrite: bool) -> int:
+def run(config: ServerConfig, source: Path, target: Path, *, overwrite: bool) -> int:
     """Answer the requests of a file; return the exit status: 0 if all succeeded, 1 if some failed.
 
     Raises ConfigError for wrong paths, and TokenSpeedError when the engine cannot start or dies.

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import os
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict
+from pydantic import AfterValidator, BeforeValidator, model_validator
 
-from tokenspeed_core.config.limit_settings import LimitSettings
-from tokenspeed_core.config.readers import split_names
-from tokenspeed_core.config.sections import setting
+from tokenspeed_core.commands.settings import Config, LogLevel, setting, split_names
+from tokenspeed_server.limit_settings import LimitSettings
 
-# Settings that `LLM` uses although the server has them too, and one that only the server uses.
-_SHARED = frozenset({"chat_template", "enable_custom_logit_processor", "log_level"})
-_SERVER_ONLY = frozenset({"api_workers", "data_parallel_size"})
-
-LogLevel = Literal["debug", "info", "warning", "error", "critical"]
-
+# With this many CPUs the default is two API workers: events queue in one, which doubles the 99th
+# percentile of the time between tokens.
+MIN_CPUS_FOR_TWO_WORKERS = 16
 MAX_SOCKET_PATH = 107  # characters; the kernel's limit
 
 
@@ -46,12 +44,14 @@ def _root_path(value: str) -> str:
     return path
 
 
-class ServerSettings(LimitSettings):
-    """The settings that only the server reads. `Config` inherits them."""
+class ServerConfig(Config, LimitSettings):
+    """The settings of the engine and of the server."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=()
-    )
+    sections: ClassVar[Mapping[str, str]] = {
+        "api": "API surface",
+        **Config.sections,
+        "parsers": "Reasoning and tools",
+    }
 
     host: str = setting("127.0.0.1", "api", "Address to listen on.", min_length=1)
     port: int = setting(8000, "api", "Port to listen on; 0 selects a free port.", ge=0, le=65535)
@@ -86,10 +86,7 @@ class ServerSettings(LimitSettings):
         None,
         "api",
         "API keys, separated by commas; clients must send one of them.",
-        repr=False,
-    )
-    chat_template: str | None = setting(
-        None, "api", "Jinja file that replaces the model's chat template.", min_length=1
+        is_secret=True,
     )
     stream_interval: int = setting(
         1, "api", "Number of tokens per streamed event.", unit="tokens", ge=1, le=4096
@@ -115,14 +112,6 @@ class ServerSettings(LimitSettings):
         kind="tool_parsers",
     )
 
-    enable_custom_logit_processor: bool = setting(
-        False, "parsers", "Let requests name installed logits processors."
-    )
-
-    log_level: LogLevel = setting("info", "observability", "Minimum severity of log messages.")
-    log_format: Literal["text", "json"] = setting(
-        "text", "observability", "Log lines as text, or as JSON objects with named fields."
-    )
     log_level_http: LogLevel | None = setting(
         None,
         "observability",
@@ -155,7 +144,28 @@ class ServerSettings(LimitSettings):
     )
     enable_cache_report: bool = setting(True, "observability", "Report cached tokens in usage.")
 
+    api_workers: int | None = setting(
+        None,
+        "running",
+        "Number of HTTP processes; default: 2 with 16 or more CPUs, else 1.",
+        unit="processes",
+        ge=1,
+        le=64,
+    )
 
-def is_server_only(name: str) -> bool:
-    """Say whether a setting configures only the HTTP server, so that `LLM` refuses it."""
-    return (name in ServerSettings.model_fields and name not in _SHARED) or name in _SERVER_ONLY
+    @model_validator(mode="after")
+    def _check_server(self) -> Self:
+        parsers = {self.reasoning_parser, self.tool_call_parser}
+        if self.skip_tokenizer_init and not parsers <= {"auto", "none"}:
+            raise ValueError(
+                "--reasoning-parser and --tool-call-parser need a tokenizer; remove --skip-tokenizer-init"
+            )
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ValueError("--ssl-keyfile requires --ssl-certfile")
+        return self
+
+    def num_workers(self) -> int:
+        """Return the number of processes that serve HTTP."""
+        if self.api_workers:
+            return self.api_workers
+        return 2 if len(os.sched_getaffinity(0)) >= MIN_CPUS_FOR_TWO_WORKERS else 1

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field
+from pydantic import BeforeValidator, ByteSize, Field
 
-from tokenspeed_core.config.readers import split_names
-from tokenspeed_core.config.sections import setting
+from tokenspeed_core.commands.settings import Settings, setting, split_names
 
 Name = Annotated[str, Field(min_length=1, max_length=255)]
 
 
-class LimitSettings(BaseModel):
-    """Limits of the server. All of them are enforced for each request, on every route."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=()
-    )
+class LimitSettings(Settings):
+    """Limits of the server, which hold for every request on every route."""
 
     allowed_hosts: Annotated[tuple[Name, ...], BeforeValidator(split_names)] = setting(
         (),
@@ -87,20 +82,6 @@ class LimitSettings(BaseModel):
         gt=0,
         le=86400 * 7,
     )
-    max_queued_requests: int = setting(
-        4096,
-        "limits",
-        "Maximum number of waiting sequences; further ones get status 429.",
-        unit="sequences",
-        ge=1,
-    )
-    max_queued_tokens: int | None = setting(
-        None,
-        "limits",
-        "Maximum number of prompt tokens of the waiting sequences; default: none.",
-        unit="tokens",
-        ge=1,
-    )
     max_sequences_per_request: int = setting(
         1024,
         "limits",
@@ -108,13 +89,6 @@ class LimitSettings(BaseModel):
         unit="sequences",
         ge=1,
         le=65536,
-    )
-    max_sequences_per_key: int | None = setting(
-        None,
-        "limits",
-        "Maximum unfinished sequences of an API key; further ones get status 429.",
-        unit="sequences",
-        ge=1,
     )
     restart_engine: bool = setting(
         False, "running", "Restart the server when the engine or an API worker dies."
