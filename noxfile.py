@@ -147,7 +147,7 @@ def tests(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("name", list(CLIENTS), ids=list(CLIENTS))
 def clients(session: nox.Session, name: str) -> None:
-    """Client libraries against a server with the demo, in environments of their own."""
+    """Client libraries against a server with the demo, in separate environments."""
     ready(session)
     home = NOX / f"clients-{name}"
     if not home.is_dir():

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-calls
-"""Time linear layers with 4-bit weights on this GPU, beside their floor and bfloat16 cuBLAS.
+"""Time linear layers with 4-bit weights on this GPU, next to their lower bound and bfloat16 cuBLAS.
 
     python benchmarks/linear_w4a16.py [--rows 1 16 64 256 4096] [--sweep] [--int8]
 

@@ -4,7 +4,7 @@
     python benchmarks/mla.py [--heads 16 128] [--tilings] [--kv-dtype bfloat16]
 
 First compares each op with its reference. Then prints µs per layer in bfloat16, medians of 7, over layers whose caches
-together exceed the L2 cache, in a CUDA graph where the kernels allow it, beside the times that reading the bytes and
+together exceed the L2 cache, in a CUDA graph where the kernels allow it, next to the times that reading the bytes and
 computing the products takes at the device's peak. `--tilings` also times other tilings.
 """
 

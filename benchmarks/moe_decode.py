@@ -1,8 +1,8 @@
-"""Time the routed experts of decode steps: the kernels for few tokens beside those that sort tokens by expert.
+"""Time the routed experts of decode steps: the kernels for few tokens, and those that sort tokens by expert.
 
     python benchmarks/moe_decode.py [--model qwen3-30b-a3b] [--layers 8] [--check] [--json FILE]
 
-Needs a CUDA device. A CUDA graph holds the layers one after another, each with weights of its own, so that no weight is
+Needs a CUDA device. A CUDA graph holds the layers one after another, each with different weights, so that no weight is
 in the L2 cache. A layer routes its tokens and runs their experts. Bytes are those of the experts that serve a token,
 each counted once; bandwidth is these bytes over the time. `--check` compares both paths with the reference.
 """
@@ -63,7 +63,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", choices=MODELS, default="qwen3-30b-a3b")
-    parser.add_argument("--layers", type=int, default=8, help="layers with weights of their own")
+    parser.add_argument("--layers", type=int, default=8, help="layers, each with different weights")
     parser.add_argument("--json", type=Path, help="write all measurements to this file")
     parser.add_argument("--check", action="store_true", help="compare with the reference first")
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Decoding speed of the demo model with drafters, beside the same without, on tasks of its score set.
+"""Decoding speed of the demo model with and without drafters, on tasks of its score set.
 
 Each task runs with every number of users in turn, without and with each drafter in alternation, `--repeats` times with
 other items each time, so that no drafter has seen the answers. The engines take turns in being the first. `speedup` is

@@ -1,4 +1,4 @@
-"""The rules that values break, in words, from the errors of pydantic."""
+"""Messages for the rules that a value breaks, from the errors of pydantic."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class Client:
 
 
 def read_streams(url: str, longest: Any) -> None:
-    """Read streams for ever, in a process of its own, and note the longest time between two events."""
+    """Read streams for ever, in a separate process, and note the longest time between two events."""
     num_tokens = MAX_TOKENS
     with httpx.Client(base_url=url, timeout=60, trust_env=False) as http:
         while num_tokens:

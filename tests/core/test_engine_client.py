@@ -80,7 +80,7 @@ def outputs(
     rows: dict[int, list[int]], finish: int = 0, logprob_rows: tuple[int, ...] = (), width: int = 0
 ) -> Outputs:
     """Return the outputs of a step, with recognisable log-probabilities."""
-    told = [token for row in logprob_rows for token in list(rows.values())[row]]
+    reported = [token for row in logprob_rows for token in list(rows.values())[row]]
     return Outputs(
         np.array(list(rows), np.int64),
         np.array([len(t) for t in rows.values()], np.int32),
@@ -90,10 +90,10 @@ def outputs(
         StepLogprobs(
             np.array(logprob_rows, np.int32),
             width,
-            np.array([-i for i in told], np.float32),
-            np.ones(len(told), np.int32),
-            np.array([i + k for i in told for k in range(width)], np.int32),
-            np.array([-i - k for i in told for k in range(width)], np.float32),
+            np.array([-i for i in reported], np.float32),
+            np.ones(len(reported), np.int32),
+            np.array([i + k for i in reported for k in range(width)], np.int32),
+            np.array([-i - k for i in reported for k in range(width)], np.float32),
         )
         if logprob_rows
         else None,

@@ -42,11 +42,11 @@ def test_split_gives_each_worker_its_rows_and_logprobs() -> None:
         2: [3],
     }
     assert [parts[worker].finish.tolist() for worker in range(3)] == [[0, 3], [0, 1], [2]]
-    told = [part.logprobs for _, part in sorted(parts.items()) if part.logprobs is not None]
-    assert [each.rows.tolist() for each in told] == [[], [0, 1], [0]]
-    assert [each.chosen.tolist() for each in told] == [[], [0, 1, 3, 4, 5], [2]]
-    assert told[1].top_ids.tolist() == [0, 1, 2, 3, 6, 7, 8, 9, 10, 11]
-    columns = [*(each.rows for each in told), *(part.token_ids for part in parts.values())]
+    reported = [part.logprobs for _, part in sorted(parts.items()) if part.logprobs is not None]
+    assert [each.rows.tolist() for each in reported] == [[], [0, 1], [0]]
+    assert [each.chosen.tolist() for each in reported] == [[], [0, 1, 3, 4, 5], [2]]
+    assert reported[1].top_ids.tolist() == [0, 1, 2, 3, 6, 7, 8, 9, 10, 11]
+    columns = [*(each.rows for each in reported), *(part.token_ids for part in parts.values())]
     assert {column.dtype for column in columns} == {np.dtype(np.int32)}
 
 

@@ -143,8 +143,8 @@ def test_engine_applies_the_budget_to_all_prompts_together(clock: list[float]) -
     for i in (1, 2, 3):
         world.submit(request(i, [(j * 7 + i) % 60 for j in range(400)], max_tokens=4))
     world.run()
-    beside = [plan for plan in plans if plan.num_decodes and plan.num_rows > plan.num_decodes]
-    assert max(len(plan.token_ids) for plan in beside) == pytest.approx(500, abs=5), (
+    mixed = [plan for plan in plans if plan.num_decodes and plan.num_rows > plan.num_decodes]
+    assert max(len(plan.token_ids) for plan in mixed) == pytest.approx(500, abs=5), (
         "of all prompts together"
     )
     world.check(3)

@@ -256,9 +256,9 @@ def test_vendor_versions_are_the_declared_bounds() -> None:
 
 def test_kept_signatures_match_the_tested_versions() -> None:
     for _, tests, libraries in vendors():
-        beside = (tests.parent if tests.suffix == ".py" else tests) / "signatures.json"
-        found = json.loads(beside.read_text())
-        assert list(found["libraries"]) == libraries, f"nox -s vendors renews {beside}"
+        record = (tests.parent if tests.suffix == ".py" else tests) / "signatures.json"
+        found = json.loads(record.read_text())
+        assert list(found["libraries"]) == libraries, f"nox -s vendors renews {record}"
         assert all(set(found["read"]) == set(each) for each in found["libraries"].values())
 
 

@@ -1,4 +1,4 @@
-"""Tenants take turns in the queue, have limits of their own, and share no KV blocks."""
+"""Tenants take turns in the queue, have separate limits, and share no KV blocks."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ MESSAGES: dict[type[Any], Codec] = {
     **dict.fromkeys((Submit, Abort, Drain, WorkerReady), to_engine),
     **dict.fromkeys((Outputs, Rejected, Heartbeat, Ready, Failed), to_api),
 }
-# The records of a step are dataclasses, each with a codec of its own.
+# The records of a step are dataclasses, each with its own codec.
 KINDS = {**MESSAGES, **{kind: Codec(kind) for kind in (StepPlan, LateInputs, StepResult)}}
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 every_message = pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)

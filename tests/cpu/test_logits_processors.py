@@ -66,8 +66,8 @@ def test_example_conforms(site: Path) -> None:
 
 def test_only_named_rows_change(llm: LLM) -> None:
     (plain,) = tokens(llm, PLAIN)
-    changed, beside = tokens(llm, using(no_repeat={}), PLAIN)
-    assert beside == plain
+    changed, unchanged = tokens(llm, using(no_repeat={}), PLAIN)
+    assert unchanged == plain
     assert len(set(plain)) < len(plain)
     assert len(set(changed)) == len(changed)
 

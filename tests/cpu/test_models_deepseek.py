@@ -1,4 +1,4 @@
-"""DeepSeek and Kimi K2: published configurations, and what their checkpoints store in forms of their own."""
+"""DeepSeek and Kimi K2: published configurations, and forms that only their checkpoints have."""
 
 from __future__ import annotations
 

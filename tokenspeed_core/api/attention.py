@@ -51,8 +51,8 @@ class AttentionLimits:
 class AttentionStep:
     """One step of a backend. In captured steps, tensors are views of buffers with fixed addresses.
 
-    `seq_lens` counts the tokens in the cache after the step's own are written. `max_*` are host-side upper bounds (in
-    a captured graph, of the graph). Query token t of row i has the position
+    `seq_lens` counts the tokens in the cache after the step's own are written. `max_*` are host-side upper bounds, in
+    captured steps those of the graph. Query token t of row i has the position
     `seq_lens[i] - (query_start[i + 1] - query_start[i]) + (t - query_start[i])` and attends to positions up to its own.
     A padding row has `seq_lens` 0; its output may be anything but NaN. `num_tokens` may exceed `query_start[num_rows]`
     in a padded graph. `shares_prefix` and `overlaps_prefill` are hints that only captured steps have.

@@ -37,7 +37,7 @@ class ExecutorJob:
 
 @dataclass(frozen=True, slots=True)
 class WorkerExit:
-    """The end of a worker process: "was killed by SIGKILL", and the end of its log."""
+    """How a worker process ended, such as "was killed by SIGKILL", and the last lines of its log."""
 
     rank: int
     reason: str
@@ -57,13 +57,13 @@ class Executor(Protocol):
         """Start the processes, as `WorkerProcess` does, and return at once.
 
         Each gets the settings with its own "rank", and with "local_rank", the number of its GPU among those that it
-        sees. `on_exit` is called from any thread when a process has ended, however it ended.
+        sees. `on_exit` is called from any thread when a process has ended, for any reason.
         """
 
     def close(self, seconds: float) -> None:
-        """Wait that long until the processes have ended, then kill them. Can be called twice.
+        """Wait up to `seconds` for the processes to end, then kill them. Can be called twice.
 
-        It is 0 after a failure.
+        After a failure, `seconds` is 0.
         """
 
 

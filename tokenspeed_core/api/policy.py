@@ -50,9 +50,9 @@ class Candidate:
     """The first sequence of the waiting queue."""
 
     num_tokens: int  # prompt, and output if it was preempted
-    num_cached_tokens: int  # of them, found in the prefix cache
-    num_new_pages: int  # for all its tokens and the next one, without those of cached tokens
-    num_idle_pages: int  # of those with cached tokens, counted as available now
+    num_cached_tokens: int  # those that are in the prefix cache
+    num_new_pages: int  # needed for the tokens that are not cached, and for the next one
+    num_idle_pages: int  # pages of cached tokens that count as available until it is admitted
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,8 +38,8 @@ class SlotInits:
     ragged: sequence i owns `[starts[i], starts[i + 1])`. `history_ids` holds the tokens of sequences with penalties,
     or logits processors, starting with `history_num_prompt` prompt tokens; it is empty for all others.
     `processors` is JSON, the parameters of logits processors by their names, "" for none; it is empty if no
-    sequence has any. The next
-    `num_endless[i]` tokens of sequence i must not be one of its `end_ids`, which are empty if that number is 0.
+    sequence has any. The next `num_endless[i]` tokens of sequence i must not be one of its `end_ids`, which are
+    empty if that number is 0.
     """
 
     slots: I32

@@ -100,7 +100,7 @@ def _read(
 
 
 def _in_order(settings: Any, catalog: Catalog) -> Iterator[Entry]:
-    """Yield the installed methods: the one that is called like `quant_method` first."""
+    """Yield the installed methods: the one named `quant_method` first."""
     own = settings.get("quant_method") if isinstance(settings, Mapping) else None
     entries = catalog.entries("quantization")
     yield from sorted(entries, key=lambda entry: (entry.name != own, entry.name))

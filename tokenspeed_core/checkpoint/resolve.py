@@ -57,7 +57,7 @@ def resolve_checkpoint(
     name = config.model if config.model is not None else DEFAULT
     path, files = locate(name, config, catalog, with_weights)
     model_config = read_json(path / "config.json")
-    # ModelOpt writes the quantization settings to a file of their own.
+    # ModelOpt writes the quantization settings to a separate file.
     quantization = path / "hf_quant_config.json"
     if quantization.is_file():
         model_config.setdefault("quantization_config", read_json(quantization))

@@ -14,7 +14,7 @@ ACCEPTED = {
     "disable_log_requests": "requests are logged only with --enable-log-requests",
     "enable_prompt_tokens_details": "usage has the cached tokens; --no-enable-cache-report removes them",
 }
-"""Switches of other engines that ask for what happens anyway, with what makes them needless."""
+"""Switches of other engines that ask for what is always done, with the reason why they are not needed."""
 ACCEPTED_WITH_VALUE = {
     "swap_space": "preempted sequences are computed again from the prefix cache",
 }

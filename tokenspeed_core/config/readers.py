@@ -59,7 +59,7 @@ def split_names(value: Any) -> Any:
     try:
         return json.loads(value)
     except ValueError as error:
-        raise ValueError(f"must be names with commas, or a JSON list: {error}") from error
+        raise ValueError(f"must be names separated by commas, or a JSON list: {error}") from error
 
 
 DtypeName = BeforeValidator(_dtype)

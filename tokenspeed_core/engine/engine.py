@@ -92,7 +92,7 @@ class Engine:
         return self.scheduler.sequences.num_waiting + num_held
 
     def submit(self, request: Submit) -> Rejected | None:
-        """Queue a request, or return why it is rejected. One with a grammar may be rejected later (`take_rejected`)."""
+        """Queue a request, or return why it is rejected. A request with a grammar may be rejected later (`take_rejected`)."""
         if request.grammar is None:
             return self.scheduler.submit(request)
         if self._grammars is None:
@@ -116,7 +116,7 @@ class Engine:
     def step(self) -> list[Outputs]:
         """Plan and launch the next step; collect the oldest one if `depth` steps are in flight.
 
-        A drafter that needs the newest tokens has all of them collected before. Raises EngineDeadError, and PluginError if a policy plugin fails.
+        If the drafter needs the newest tokens, all steps in flight are collected first. Raises EngineDeadError, and PluginError if a policy plugin fails.
         """
         outputs: list[Outputs] = []
         in_flight = self.scheduler.in_flight

@@ -106,7 +106,7 @@ def threads_per_rank(config: Config, *, num_reserved: int) -> int:
 
 
 def take_devices(config: Config, replica: int) -> None:
-    """Leave this process and its ranks the devices of one of `--data-parallel-size` engines. Raises ConfigError."""
+    """Restrict this process and its ranks to the devices of engine `replica`. Raises ConfigError."""
     prepare_torch()
     from tokenspeed_core.worker.platform import take_devices
 

@@ -20,7 +20,7 @@ LINGER_MS = 1000
 class KVEventPublisher:
     """Sends batches of events. Each message has three frames: topic, sequence number and events.
 
-    The sequence number is 8 bytes, big-endian, from 0 on. The events are a MessagePack array
+    The sequence number is 8 bytes, big-endian, counted from 0. The events are a MessagePack array
     `[timestamp, events, rank]`; see `tokenspeed_core.kv_cache.events`.
     """
 

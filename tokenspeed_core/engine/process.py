@@ -45,7 +45,7 @@ from tokenspeed_core.executor import Ranks
 from tokenspeed_core.plugins.hooks import Hooks
 
 HEARTBEAT_SECONDS = 1.0
-STUCK_SECONDS = 3.0  # that a failed rank leaves to the main thread
+STUCK_SECONDS = 3.0  # for the main thread to end after a rank failed
 log = logging.getLogger("tokenspeed.engine")
 
 

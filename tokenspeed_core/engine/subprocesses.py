@@ -76,7 +76,7 @@ async def start(program: Program, **data: Any) -> Subprocess:
 def start_with_log_pipe(program: Program) -> tuple[subprocess.Popen[bytes], int]:
     """Start a child whose stdout and stderr go to its `stdout` pipe, without an event loop.
 
-    Returns it and the pipe that it is to read: it ends when this process closes the pipe or ends.
+    Returns the child and this end of the pipe that it reads. It ends when this process closes the pipe or ends.
     """
     reading, writing = os.pipe()
     try:

@@ -28,7 +28,7 @@ class LocalExecutor:
         ]
 
     def close(self, seconds: float) -> None:
-        """Wait that long until the processes have ended, then kill them."""
+        """Wait up to `seconds` for the processes to end, then kill them."""
         end = time.monotonic() + seconds
         for worker in self._workers:
             worker.close(max(0.0, end - time.monotonic()))

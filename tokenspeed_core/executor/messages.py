@@ -42,7 +42,7 @@ class Joined(Message, frozen=True, tag="joined"):
 
 
 class Offer(Message, frozen=True, tag="offer"):
-    """A rank's value, of which the smallest counts."""
+    """A rank's value. The ranks agree on the smallest."""
 
     rank: int
     value: int

@@ -1,7 +1,7 @@
 """Engines over several nodes that are started one by one: `tokenspeed serve` on each, with its `--node-rank`.
 
-Node 0 serves. Every other node joins it at `--dist-init-addr`, starts its ranks, and reports their ends. Node and
-node 0 exchange signs of life, so that each ends when the other is lost.
+Node 0 serves. Every other node joins it at `--dist-init-addr`, starts its ranks, and reports their ends. Each
+of them and node 0 exchange heartbeats, so that each ends when the other is lost.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from tokenspeed_core.errors import CapacityError, ConfigError, EngineDeadError
 from tokenspeed_core.executor.local import LocalExecutor
 from tokenspeed_core.plugins.catalog import Catalog
 
-ALIVE_SECONDS = 1.0  # between signs of life
-LOST_SECONDS = 3.0  # without one
+ALIVE_SECONDS = 1.0  # between heartbeats
+LOST_SECONDS = 3.0  # without a heartbeat
 TICK_MS = 100
 CLOSE_SECONDS = 5.0
 _MAY_DIFFER = {"model", "revision", "download_dir", "tokenizer", "node_rank", "log_level"}
@@ -44,7 +44,7 @@ class NodeJoin(Message, frozen=True, tag="join"):
 
 
 class NodeAlive(Message, frozen=True, tag="alive"):
-    """The node of that number is alive, or node 0 answers it."""
+    """A heartbeat: from a node to node 0, or the answer."""
 
     node: int
 
@@ -142,9 +142,7 @@ class NodesExecutor:
                 if now - alive_at > LOST_SECONDS:
                     del self._alive_at[node]
                     rank = self._job.ranks_of(node)[0]
-                    reason = (
-                        f"is lost: its node {node} gave no sign of life for {LOST_SECONDS:.0f} s"
-                    )
+                    reason = f"is lost: its node {node} sent no heartbeat for {LOST_SECONDS:.0f} s"
                     self._on_exit(WorkerExit(rank, reason, ()))
         for identity in self._identities.values():
             self._socket.send_multipart([identity, pack(NodeStop(self._has_failed))])
@@ -234,7 +232,7 @@ class _Node:
                 self._socket.send(pack(RankEnded(end.rank, end.reason, end.last_lines)))
             if has_started and now - heard_at > LOST_SECONDS:
                 raise EngineDeadError(
-                    f"node 0 at {address} gave no sign of life for {LOST_SECONDS:.0f} s"
+                    f"node 0 at {address} sent no heartbeat for {LOST_SECONDS:.0f} s"
                 )
             if not self._socket.poll(TICK_MS):
                 continue

@@ -1,6 +1,6 @@
 """Rank 0's view of the other ranks: it starts them, sends them messages, and notices when one fails.
 
-Messages to the ranks are encoded once and published. Reports and exits arrive in a thread of their own, because a step
+Messages to the ranks are encoded once and published. Reports and exits arrive in a separate thread, because a step
 may block for as long as its collectives wait for a rank that died.
 """
 
@@ -77,7 +77,7 @@ class Ranks:
         self._executor.start({**settings, **self.addresses}, self._note_exit)
 
     def use(self, *, abort: Callable[[], None], leave: Callable[[], None]) -> None:
-        """Take what ends waiting collectives after a failure, and what ends the communication in `close`."""
+        """Set the functions that end waiting collectives after a failure, and the communication in `close`."""
         self._abort, self._leave = abort, leave
 
     def wait_joined(self) -> None:
@@ -109,7 +109,7 @@ class Ranks:
         return self.failure
 
     def remove_folder(self) -> None:
-        """Delete the names of the sockets, which connected ones do not need; this process may be killed later."""
+        """Delete the folder of the sockets. Connected sockets do not need it, and this process may be killed later."""
         remove_folder(self._folder)
 
     def close(self) -> None:
@@ -197,7 +197,7 @@ def start_ranks(
     config = resolved.config
     if config.node_rank:
         raise ConfigError(
-            f"--node-rank {config.node_rank} runs ranks for node 0; start it with `tokenspeed serve`"
+            f"--node-rank {config.node_rank}: this node only runs workers for node 0. Start it with `tokenspeed serve`."
         )
     sizes = config.parallel_sizes()
     if sizes.world_size == 1:

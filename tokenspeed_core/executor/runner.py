@@ -21,7 +21,7 @@ class DistributedRunner:
     """
 
     def __init__(self, runner: Runner, ranks: Ranks) -> None:
-        """Take rank 0's own runner, and the ranks, which have built the same one."""
+        """Take the runner of rank 0, and the other ranks, which have built equal runners."""
         self._runner = runner
         self._ranks = ranks
 

@@ -35,7 +35,7 @@ class WorkerProcess:
         self._thread.start()
 
     def close(self, seconds: float) -> None:
-        """Close its pipe, and kill it unless it ends in that time. Can be called twice."""
+        """Close its pipe, and kill it unless it ends within `seconds`. Can be called twice."""
         with self._lock:
             self._is_closed = True
             pipe, self._pipe = self._pipe, -1

@@ -24,7 +24,7 @@ def slot_inits(slots: Iterable[int], sequences: list[Sequence]) -> SlotInits:
 
     num_endless = [
         max(0, sequence.num_prompt + sequence.request.min_tokens - len(sequence.tokens))
-        if sequence.grammar is None  # which allows the end where nothing else may come
+        if sequence.grammar is None  # a grammar applies `min_tokens` itself
         else 0
         for sequence in sequences
     ]

@@ -8,7 +8,7 @@ from itertools import groupby
 
 
 def any_of(texts: Iterable[str]) -> str:
-    """Return a trie-shaped pattern that matches any of the sorted texts, of several the shortest."""
+    """Return a trie-shaped pattern that matches any of the sorted texts, and the shortest if several match."""
     groups = [
         (first, [text[1:] for text in group])
         for first, group in groupby(texts, key=lambda text: text[:1])

@@ -41,8 +41,8 @@ def init(layout: ParallelLayout, address: str, device: torch.device) -> Mapping[
     """
     if dist.is_initialized():
         raise ConfigError(
-            "torch.distributed is initialised in this process. Close the other LLM, or use AsyncLLM, whose engine is a "
-            "process of its own."
+            "torch.distributed is initialised in this process. Close the other LLM, or use AsyncLLM, which runs the "
+            "engine in another process."
         )
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "nccl",

@@ -39,7 +39,7 @@ Socket = zmq.Socket[bytes]
 
 
 class ParentDiedError(Exception):
-    """The process that started this one has ended, so that this one must."""
+    """The process that started this one has ended, so this one must end too."""
 
 
 class RankZero:

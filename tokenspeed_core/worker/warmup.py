@@ -1,6 +1,6 @@
 """Warm-up steps: the largest one, to measure its memory, and one of each kind, to compile kernels.
 
-Blocks of these plans are in the padding page, since no plan has named any.
+These plans allocate no blocks, so all their tokens are written to the padding page.
 """
 
 from __future__ import annotations

@@ -25,9 +25,14 @@ def moe_route(problem: Problem) -> Route:
     group_score = GROUP_SCORES[problem["group_score"]]
     group_size = problem["num_experts"] // num_groups
     if problem["num_experts"] % num_groups or not num_groups >= top_groups >= 1:
-        raise ValueError(f"{top_groups} of {num_groups} groups of {problem['num_experts']} experts")
+        raise ValueError(
+            f"num_experts is {problem['num_experts']}, num_groups {num_groups} and top_groups {top_groups}; "
+            "expected a multiple of num_groups, and top_groups from 1 to num_groups"
+        )
     if top_groups * group_size < top_k:
-        raise ValueError(f"{top_groups} groups of {group_size} experts have fewer than {top_k}")
+        raise ValueError(
+            f"{top_groups} groups of {group_size} experts have fewer experts than top_k, {top_k}"
+        )
 
     def route(logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         scores = SCORES[score](logits.to(torch.float32))

@@ -77,7 +77,7 @@ class Linear:
             return
         if scheme.linear is None:
             raise ValueError(
-                f"quantization {scheme.name} supports experts alone, and config.json has it for {projections[0].name}. "
+                f"quantization {scheme.name} supports only experts, but config.json selects it for {projections[0].name}. "
                 "Use another checkpoint of the model."
             )
         if scheme.packing is not None:

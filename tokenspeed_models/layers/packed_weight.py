@@ -139,7 +139,7 @@ class PackedWeight:
             elif not torch.equal(target, value.to(target.dtype)):
                 raise ValueError(
                     f"{name}: {each.name} differs from that of a projection with the same input. Their weights are "
-                    "stacked, so that both must have the same. Quantize the model again."
+                    "stacked, so both must have equal values. Quantize the model again."
                 )
 
     def _shape(self, tensor: StoredTensor, out_size: int) -> tuple[int, ...]:

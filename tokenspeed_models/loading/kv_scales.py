@@ -37,7 +37,7 @@ def read_kv_scales(path: str) -> Mapping[int, KVScale]:
     for layer, scales in found.items():
         for part in {"k", "v"} - scales.keys():
             raise ValueError(
-                f"{path}: layer {layer} has no {part}_scale, and its other scale of an FP8 KV cache is there. Download "
+                f"{path}: layer {layer} has only one scale of an FP8 KV cache; {part}_scale is missing. Download "
                 "the checkpoint again, or give --quantization-param-path."
             )
     return {layer: KVScale(scales["k"], scales["v"]) for layer, scales in found.items()}

@@ -15,7 +15,7 @@ from tokenspeed_bench.progress import Progress
 from tokenspeed_bench.recorder import VARIABLE, Order
 from tokenspeed_bench.server import started
 from tokenspeed_bench.table import people
-from tokenspeed_bench.trace import Timeline, finished, folder_beside, named
+from tokenspeed_bench.trace import Timeline, finished, folder_next_to, named
 from tokenspeed_bench.traffic import below
 from tokenspeed_core import TokenSpeedError
 
@@ -81,7 +81,7 @@ def take(arguments: Sequence[str], key: str | None, profile: Profile, tell: Tell
     problems: list[str] = []
     try:
         with (
-            folder_beside(profile.path) as folder,
+            folder_next_to(profile.path) as folder,
             started(arguments, key, {VARIABLE: folder}) as (api, _),
         ):
             target = Target(

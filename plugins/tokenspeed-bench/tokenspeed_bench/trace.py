@@ -109,13 +109,13 @@ def record(work: Callable[[], object], path: str) -> Timeline:
         ) from error
     with profile(activities=activities()) as profiler:
         work()
-    with folder_beside(path) as folder:
+    with folder_next_to(path) as folder:
         exported = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(exported))
         return finished(exported, path)
 
 
-def folder_beside(path: str) -> TemporaryDirectory[str]:
+def folder_next_to(path: str) -> TemporaryDirectory[str]:
     """Return a temporary folder next to a file. Raises BenchError."""
     try:
         return TemporaryDirectory(prefix=".trace-", dir=Path(path).absolute().parent)

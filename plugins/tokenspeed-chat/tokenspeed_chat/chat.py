@@ -75,7 +75,7 @@ def _question(prompt: str | None) -> str | None:
 def _check(url: str, file: str | None, flags: dict[str, Any]) -> ServerConfig:
     """Return the settings for a running server: its key. Raises ChatError for others."""
     if file is not None or set(flags) - {"api_key"}:
-        raise ChatError("--url uses a running server: remove the settings of a server")
+        raise ChatError("--url uses a running server: remove the other settings")
     if not is_address(url):
         raise ChatError(
             f"--url {url!r}: not an HTTP address; pass one such as http://127.0.0.1:8000"

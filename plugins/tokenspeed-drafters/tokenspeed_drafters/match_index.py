@@ -16,7 +16,7 @@ import numpy as np
 from tokenspeed_drafters.arrays import I32
 
 ORDERS = (8, 4, 2, 1)  # lengths of the hashed contexts, in tokens
-MAX_CONTEXT = 32  # longest match that is told from longer ones
+MAX_CONTEXT = 32  # longer matches count as this long
 MAX_OCCURRENCES = 8  # that a search returns
 MAX_VISITED = 24  # entries of a chain that a search looks at
 SEPARATOR = -1  # between texts; matches no token
@@ -46,7 +46,7 @@ class MatchIndex:
     def __init__(self, max_tokens: int) -> None:
         """Start without tokens. Memory grows with them."""
         if max_tokens < _MIN_CAPACITY or max_tokens & (max_tokens - 1):
-            raise ValueError(f"max_tokens is {max_tokens}; it must be a power of two from 256 on")
+            raise ValueError(f"max_tokens is {max_tokens}; it must be a power of two, at least 256")
         self._max_tokens = max_tokens
         self.hashes: Hashes = (0, 0, 0, 0)  # of the newest tokens
         # Of the last token; of the last two pairs; of the last four runs of four tokens, the newest first.

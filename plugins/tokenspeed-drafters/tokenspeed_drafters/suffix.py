@@ -207,7 +207,7 @@ def _most_voted(continuations: list[tuple[int, list[int]]], i: int) -> tuple[int
 
 
 class SuffixSequence:
-    """One running sequence: its index, and what it follows in it and in earlier answers."""
+    """A running sequence: its index, and the matches that it continues, in itself and in earlier answers."""
 
     def __init__(
         self, token_ids: I32, num_prompt_tokens: int, tenant: str, answers: EarlierAnswers

@@ -102,10 +102,10 @@ def test_all_kernels_are_compiled_at_start_and_logged_once(
     assert rows[-1] == MAX_ROWS
     # Tiles have at least 64 rows if there are more rows, so these cover every number of tiles.
     assert {-(-each // 64) for each in rows} == set(range(1, MAX_ROWS // 64 + 1))
-    told = [
+    expected = [
         "DeepGEMM is compiling kernels for in_size=512, out_size=1024; this takes up to a minute the first time"
     ]
-    assert [record.getMessage() for record in caplog.records] == (told if took else [])
+    assert [record.getMessage() for record in caplog.records] == (expected if took else [])
 
 
 def test_factory_compiles_for_its_problem(

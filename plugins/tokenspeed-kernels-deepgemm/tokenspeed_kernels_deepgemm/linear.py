@@ -15,7 +15,7 @@ from tokenspeed_core.api import Problem
 LIBRARY = "deep_gemm"  # import name of DeepSeek's own build and of the distribution sgl-deep-gemm
 GROUP = 128  # features that share a scale
 MAX_ROWS = 16384  # rows of a step up to which every kernel is compiled at start
-# Numbers of rows that may need a kernel of their own: tiles of 16, 32 and multiples of 64 rows.
+# Numbers of rows that may need a separate kernel: tiles of 16, 32 and multiples of 64 rows.
 ROWS = (1, 16, 32, *range(64, MAX_ROWS + 1, 64))
 COMPILES_S = 1.0  # if loading takes longer, kernels are being compiled
 

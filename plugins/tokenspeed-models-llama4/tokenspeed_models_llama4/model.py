@@ -72,7 +72,7 @@ class ScaledInputMoE(MoE):
 
 
 class Llama4Model(CausalLM):
-    """The language model. `prefix` is what the names of its linear layers begin with in the checkpoint."""
+    """The language model. The names of its linear layers begin with `prefix` in the checkpoint."""
 
     renames: Mapping[str, str] = {
         ".mlp.gate.": ".feed_forward.router.",

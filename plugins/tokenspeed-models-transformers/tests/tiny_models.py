@@ -43,7 +43,7 @@ EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 16,
     "first_k_dense_replace": 1,
 }
-# Architectures without a family of their own.
+# Architectures that no family supports.
 MODELS: dict[str, dict[str, Any]] = {
     "apertus": {},
     "arcee": {},

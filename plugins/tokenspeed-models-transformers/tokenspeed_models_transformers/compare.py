@@ -23,7 +23,7 @@ def same(found: object, expected: Tensor) -> bool:
 
 
 def copied(module: nn.Module, **changes: Any) -> nn.Module:
-    """Return a copy of a module in which some of its modules, parameters, buffers or attributes are others."""
+    """Return a copy of a module with some of its modules, parameters, buffers or attributes replaced."""
     result = copy.copy(module)
     result._modules = dict(module._modules)
     result._parameters = dict(module._parameters)

@@ -115,7 +115,7 @@ def find_gated_mlp(module: nn.Module) -> list[str] | None:
 
 
 class Replacer:
-    """Replaces modules of a model and counts what it replaced and what it left.
+    """Replaces modules of a model, and counts the replaced and the remaining ones.
 
     `slots` are those of quantized layers, whose modules lose their parameters.
     """

@@ -35,7 +35,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
 
 
 def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run `tokenspeed` in a process of its own."""
+    """Run `tokenspeed` in a separate process."""
     command = [sys.executable, "-P", "-m", "tokenspeed_core.cli", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 

@@ -1,4 +1,4 @@
-"""The server's warm-up: it takes the path of a client's request, and nobody sees it."""
+"""The server's warm-up: it takes the path of a client's request, and clients do not see it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat templates, rendered in a process of its own with limits of time and memory.
+"""Chat templates, rendered in a separate process with limits of time and memory.
 
 A template is a program that comes with the checkpoint. In a process it can be ended whatever it does:
 a loop without output, or one that allocates without end, costs its own request and nothing else.
@@ -206,7 +206,7 @@ def main() -> None:
             _read(reading).decode("utf-8", "surrogatepass")
         )
         text, error = "", ""
-        # The default action of its signal ends the process, even if nobody reads its output any more.
+        # The default action of its signal ends the process, even if no process reads its output any more.
         signal.setitimer(signal.ITIMER_REAL, max_seconds)
         try:
             template = template or ChatTemplate(**setup)

@@ -37,7 +37,7 @@ _REQUEST_HISTOGRAMS = (
 
 
 class Metrics(Collector):
-    """Collects what all API workers counted and what the engine last reported."""
+    """Collects the counts of all API workers, and the last report of the engine."""
 
     def __init__(self, memory: MetricsMemory, monitor: EngineMonitors, model_name: str) -> None:
         """Take the shared memory of the workers, and this worker's view of the engine."""

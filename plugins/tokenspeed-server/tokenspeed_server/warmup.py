@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 async def warm_up(options: Options, text: ModelText) -> None:
-    """Answer a completion and a chat, whole and streamed, on an app of its own.
+    """Answer a completion and a chat, whole and streamed, on a separate app.
 
     Observers, middleware and the engine see nothing of it. A request that fails is logged at debug
     level only: the same error will reach the client that causes it.

@@ -1,4 +1,4 @@
-"""Problems at the boundaries of what a spec leaves open.
+"""Problems at the boundaries of a spec's claims.
 
 A spec claims every value that it does not exclude, if the op defines it: the op's input generator and
 reference raise ValueError for any other.
@@ -71,4 +71,4 @@ def _changes(
         yield from ({"num_heads": queries, "num_kv_heads": keys} for queries, keys in _GROUPS)
         yield from ({"window": window} for window in _WINDOWS)
         yield from ({"soft_cap": soft_cap} for soft_cap in _SOFT_CAPS)
-        yield {"scale": inside["scale"] / 2}  # families have scales of their own
+        yield {"scale": inside["scale"] / 2}  # families choose other scales

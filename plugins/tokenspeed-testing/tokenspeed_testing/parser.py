@@ -83,7 +83,7 @@ class ParserConformance:
         assert joined([*events, *one.finish()]) == self._read(text)
 
     def test_examples_cover_the_format(self) -> None:
-        """The examples have what a format must express, so that the other checks mean something."""
+        """The examples contain everything that a format must express. Otherwise the other checks prove little."""
         examples = self._examples()
         calls = [call for example in examples for call in example.calls]
         if self.kind == "tool_parsers":

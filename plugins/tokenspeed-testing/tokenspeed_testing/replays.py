@@ -1,8 +1,8 @@
 """CUDA graph replay of attention backends, with the sizes and padding that the worker uses.
 
 A step of each size is captured while all its rows are padding, and replayed with rows of other
-lengths in other blocks. The sizes share a backend. In a mixed step decodes and prompts have kernels
-of their own. On a CPU each replay is a plain call with the same buffers.
+lengths in other blocks. The sizes share a backend. In a mixed step, decodes and prompts have
+separate kernels. On a CPU each replay is a plain call with the same buffers.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class SequenceGrammar:
         self.phase, self._tail, self.num_read, self.has_failed = before
 
     def _adjust(self, row: I32) -> None:
-        """Change the matcher's mask by what else decides."""
+        """Apply `min_tokens` to the matcher's mask, and allow the mark that opens the reasoning."""
         reasoning = self._reasoning
         if self.num_read < self._min_tokens:
             assert self._stop_ids is not None

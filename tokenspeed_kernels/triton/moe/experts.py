@@ -92,8 +92,9 @@ def moe_route(problem: Problem) -> Route:
 def moe_experts(problem: Problem) -> Experts:
     """Return `experts(x [T, N], gate_up [E, 2I, N], down [E, N, I], weights [T, k], ids [T, k]) -> y [T, N]`.
 
-    Few tokens have kernels of their own (see `few_tokens`). Otherwise token-expert pairs are sorted by expert. Grids are upper bounds, so CUDA graphs may replay it. The
-    order of pairs within an expert does not affect the result: each pair is a separate row in the GEMMs.
+    Few tokens have separate kernels (see `few_tokens`). Otherwise token-expert pairs are sorted by expert. Grids are
+    upper bounds, so CUDA graphs may replay it. The order of pairs within an expert does not affect the result: each
+    pair is a separate row in the GEMMs.
     """
     num_experts, top_k = problem["num_experts"], problem["top_k"]
     size, inner = problem["hidden_size"], problem["intermediate_size"]

@@ -119,7 +119,7 @@ class ChosenFunction(BodyPart):
 
 
 class AllowedTools(BodyPart):
-    """The tools that may be called, or of which one must be."""
+    """The tools that may be called. With the mode "required", at least one must be."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
