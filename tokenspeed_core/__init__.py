@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from tokenspeed_core.api.structured_outputs import StructuredOutputs
     from tokenspeed_core.async_llm import AsyncLLM
     from tokenspeed_core.engine.outputs import RequestOutput, SequenceOutput
+    from tokenspeed_core.engine.stats import EngineStats
     from tokenspeed_core.errors import BadRequestError, TokenSpeedError
     from tokenspeed_core.llm import LLM
 
@@ -16,6 +17,7 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "BadRequestError",
+    "EngineStats",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputs",
@@ -28,6 +30,7 @@ _PUBLIC = {
     "LLM": "tokenspeed_core.llm",
     "AsyncLLM": "tokenspeed_core.async_llm",
     "BadRequestError": "tokenspeed_core.errors",
+    "EngineStats": "tokenspeed_core.engine.stats",
     "RequestOutput": "tokenspeed_core.engine.outputs",
     "SamplingParams": "tokenspeed_core.api.sampling",
     "StructuredOutputs": "tokenspeed_core.api.structured_outputs",

@@ -26,6 +26,7 @@ from tokenspeed_core.engine.outputs import RequestOutput, SequenceCollector
 from tokenspeed_core.engine.progress import BatchProgress, StartProgress
 from tokenspeed_core.engine.prompts import EncodedPrompt, Prompt, PromptEncoder
 from tokenspeed_core.engine.requests import Defaults, build_submit
+from tokenspeed_core.engine.stats import EngineStats
 from tokenspeed_core.errors import BadRequestError, TokenSpeedError
 from tokenspeed_core.kernels.plan import KernelPlan
 from tokenspeed_core.plugins.hooks import Hooks
@@ -146,6 +147,10 @@ class LLM(AbstractContextManager["LLM"]):
     def reset_prefix_cache(self) -> None:
         """Discard all cached prefixes."""
         self._engine.reset_prefix_cache()
+
+    def stats(self) -> EngineStats:
+        """Return the engine's counters since the start, and the state of the KV cache."""
+        return self._engine.stats()
 
     def shutdown(self) -> None:
         """Free the device. Safe to call twice."""

@@ -24,6 +24,7 @@ from tokenspeed_core.scheduler.step_plan_builder import StepPlanBuilder
 
 if TYPE_CHECKING:
     from tokenspeed_core.engine.grammars import Grammars
+    from tokenspeed_core.engine.stats import EngineStats
 
 log = logging.getLogger("tokenspeed.engine")
 
@@ -90,6 +91,11 @@ class Engine:
         """Sequences without a slot, including those whose grammar is being compiled."""
         num_held = 0 if self._grammars is None else self._grammars.num_held
         return self.scheduler.sequences.num_waiting + num_held
+
+    def stats(self) -> EngineStats:
+        """Return the counters since the start, and the state of the KV cache."""
+        scheduler = self.scheduler
+        return scheduler.counters.snapshot(scheduler.kv, scheduler.num_preemptions)
 
     def submit(self, request: Submit) -> Rejected | None:
         """Queue a request, or return why it is rejected. A request with a grammar may be rejected later (`take_rejected`)."""

@@ -146,7 +146,7 @@ class EngineLoop:
                 scheduler.sequences.num_running,
                 self.engine.num_waiting,
                 self._is_draining,
-                scheduler.counters.snapshot(scheduler.kv, scheduler.num_preemptions),
+                self.engine.stats(),
             )
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from tokenspeed_core import BadRequestError, RequestOutput, SequenceOutput
@@ -26,6 +27,7 @@ class FakeLLM:
     max_len: int = 10_000
     slow: float = 0.0
     raise_at: int = -1
+    drafts: bool = False
     calls: list[list[int]] = field(default_factory=list)  # lengths of the prompts of each
     resets: list[int] = field(default_factory=list)  # calls before each reset
     is_shut_down: bool = False
@@ -59,6 +61,16 @@ class FakeLLM:
             )
             for each, p in zip(ids, params, strict=True)
         ]
+
+    def stats(self) -> Any:
+        """Count two steps with three drafts each for every call, if the model drafts."""
+        num = 2 * len(self.calls) if self.drafts else 0
+        return SimpleNamespace(
+            num_draft_rows=num,
+            num_draft_tokens=3 * num,
+            num_accepted=(num, num // 2),
+            num_output_tokens=0,
+        )
 
     def reset_prefix_cache(self) -> None:
         self.resets.append(len(self.calls))

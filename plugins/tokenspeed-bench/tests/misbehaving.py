@@ -61,6 +61,7 @@ class Fake:
 
     url: str = ""
     exchanges: list[Exchange] = field(default_factory=list)
+    metrics: Callable[[int], str] | None = None  # the page after a number of requests
 
 
 async def _serve(
@@ -80,6 +81,8 @@ async def _serve(
             if lines[0].startswith("GET"):
                 page = json.dumps({"data": [{"id": "fake"}]}).encode()
                 missing = "/v1/models" not in lines[0]
+                if "/metrics" in lines[0] and fake.metrics is not None:
+                    page, missing = fake.metrics(len(fake.exchanges)).encode(), False
                 status = "404 Not Found" if missing else "200 OK"
                 writer.write(
                     f"HTTP/1.1 {status}\r\ncontent-length: {len(page)}\r\n\r\n".encode() + page

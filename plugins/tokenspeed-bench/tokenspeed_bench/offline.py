@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tokenspeed_bench import result as results
 from tokenspeed_bench.errors import BenchError
 from tokenspeed_bench.progress import Progress
+from tokenspeed_bench.speculation import DraftCounts, entry
 from tokenspeed_bench.traffic import END_ID, Traffic, below, load
 from tokenspeed_core import BadRequestError, SamplingParams
 
 if TYPE_CHECKING:
-    from tokenspeed_core import RequestOutput
+    from tokenspeed_core import EngineStats, RequestOutput
 
 FIRST_LEN = 128  # prompt tokens of the requests that time the first token
 NUM_FIRST = 9  # of them: one that comes first, and the rest for the median
@@ -34,6 +35,7 @@ class Engine(Protocol):
 
     def generate(self, prompts: Any, sampling_params: Any = None) -> list[RequestOutput]: ...
     def reset_prefix_cache(self) -> None: ...
+    def stats(self) -> EngineStats: ...
     def shutdown(self) -> None: ...
 
 
@@ -95,6 +97,7 @@ def _repeat(
 ) -> None:
     """Run a traffic repeatedly and add the run; Ctrl-C reduces the number of repeats."""
     done: list[Mapping[str, Any]] = []
+    drafts_before = _drafts(engine)
     with Progress() as progress:
         try:
             for i in range(num):
@@ -105,7 +108,19 @@ def _repeat(
             result["is_interrupted"] = True
     if done:
         seconds = [round(each["s"], 4) for each in done]
-        tell(results.add_run(result, traffic.describe(), best(done), repeats_s=seconds))
+        drafts = entry(_drafts(engine).since(drafts_before))
+        tell(results.add_run(result, traffic.describe(), best(done), repeats_s=seconds, **drafts))
+
+
+def _drafts(engine: Engine) -> DraftCounts:
+    """Return the draft tokens since the engine's start."""
+    stats = engine.stats()
+    return DraftCounts(
+        stats.num_draft_rows,
+        stats.num_draft_tokens,
+        tuple(stats.num_accepted),
+        stats.num_output_tokens,
+    )
 
 
 def best(repeats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from tokenspeed_bench import result as results
@@ -17,7 +18,9 @@ from tokenspeed_bench.metrics import first_turns_apart, of_records, over_time
 from tokenspeed_bench.mock_server import client_cost
 from tokenspeed_bench.offline import END_IDS, FIRST_LEN, NUM_FIRST
 from tokenspeed_bench.progress import Progress
+from tokenspeed_bench.server import Api
 from tokenspeed_bench.signals import deferred_interrupts
+from tokenspeed_bench.speculation import DraftCounts, counted, read_counts
 from tokenspeed_bench.traffic import Traffic, below, load
 
 FIRST_OUT_LEN = 8
@@ -84,6 +87,7 @@ def _send(
     """Run a load and add its run to `result`. Raises BenchError if no request was answered."""
     pace, name, client = each.pace, each.traffic.name, {}
     num_requests = sum(len(session.turns) for session in each.traffic.sessions)
+    drafts_before = _drafts(target)
     with Progress() as progress:
         answers = run(
             target,
@@ -108,6 +112,7 @@ def _send(
             progress.say("the client alone")
             with suppress(KeyboardInterrupt):
                 client = {"client": client_cost(pace)}
+        drafts = counted(partial(_drafts, target), drafts_before, figures["output_tokens"])
     report_run(
         results.add_run(
             result,
@@ -118,6 +123,7 @@ def _send(
             failures=_different(answers.failures),
             series=over_time(answers.records),
             **client,
+            **drafts,
             **({"is_part": True} if is_part else {}),
         )
     )
@@ -156,6 +162,12 @@ def first_tokens(target: Target) -> tuple[int, dict[str, float]]:
             "first_over_median": round(first / median, 3),
         }
     raise BenchError(f"{target.url} does not answer completions of token ids: {failures[-1]}")
+
+
+def _drafts(target: Target) -> DraftCounts | None:
+    """Return the draft tokens that a server has counted, None if it does not show them."""
+    page = Api(target.url, target.key).text("/metrics")
+    return None if page is None else read_counts(page)
 
 
 def _different(failures: Sequence[str]) -> dict[str, int]:

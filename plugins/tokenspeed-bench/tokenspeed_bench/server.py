@@ -41,13 +41,24 @@ class Api:
             urllib.request.ProxyHandler({})
         )  # the load bypasses proxies too
 
+    def _open(self, path: str, timeout: float) -> Any:
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        request = urllib.request.Request(self.url + path, None, headers)
+        return self._direct.open(request, timeout=timeout)
+
+    def text(self, path: str, timeout: float = 30.0) -> str | None:
+        """Return a route's text, None if the server does not answer with 200."""
+        try:
+            with self._open(path, timeout) as got:
+                body: bytes = got.read()
+        except (OSError, HTTPException):
+            return None
+        return body.decode(errors="replace")
+
     def get(self, path: str, timeout: float = 30.0) -> Any:
         """Return a route's JSON. Raises BenchError."""
-        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         try:
-            with self._direct.open(
-                urllib.request.Request(self.url + path, None, headers), timeout=timeout
-            ) as got:
+            with self._open(path, timeout) as got:
                 return json.load(got)
         except urllib.error.HTTPError as error:
             with error:

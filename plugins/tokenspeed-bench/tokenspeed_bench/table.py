@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenspeed_bench.baselines import Row
+from tokenspeed_bench.speculation import histogram
 
 Run = Mapping[str, Any]
 
@@ -31,6 +32,8 @@ def of_run(run: Run) -> str:
             )
     else:
         lines += _offline(run)
+    if "speculation" in run:
+        lines += histogram(run["speculation"])
     lines += [
         f"  floor of {metric}: {each['floor']:g}, {each['ratio']:.2f} times"
         for metric, each in run["floors"].items()
