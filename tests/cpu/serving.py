@@ -135,6 +135,20 @@ def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None
         time.sleep(0.05)
 
 
+def wait_until_idle(processes: list[psutil.Process]) -> None:
+    """Wait for a second in which the processes together use less than 20 ms of CPU time."""
+
+    def spent() -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+    def is_idle() -> bool:
+        before = spent()
+        time.sleep(1)
+        return spent() - before < 0.02
+
+    wait_until(is_idle, 60, "idle")
+
+
 def has_ended(process: psutil.Process) -> bool:
     """Say whether a process has ended; its parent may not have asked for the exit status yet."""
     try:

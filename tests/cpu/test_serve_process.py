@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,6 +30,7 @@ from serving import (
     served,
     wait_for_work,
     wait_until,
+    wait_until_idle,
 )
 
 pytestmark = pytest.mark.slow
@@ -256,10 +256,8 @@ def test_disconnect_frees_the_slots(server: Served, streams: bool) -> None:
                 http.post("/v1/completions", json=body, timeout=0.5)
     left = cpu_seconds(server)
     sdk.completions.create(**DEMO, prompt="a", max_tokens=2)
+    wait_until_idle([server.engine()])
     assert cpu_seconds(server) - left < 2, "the engine continued aborted requests"
-    before = cpu_seconds(server)
-    time.sleep(1)
-    assert cpu_seconds(server) - before < 0.1, "the engine is not idle"
 
 
 def test_slow_reader_does_not_block_others(server: Served) -> None:
@@ -342,15 +340,7 @@ def test_invalid_http_is_refused(server: Served, raw: bytes) -> None:
 
 def test_idle_server_uses_little_cpu(server: Served) -> None:
     api = psutil.Process(server.process.pid)
-    processes = [api, *api.children(recursive=True)]
-    time.sleep(1.5)  # for work left by earlier tests
-
-    def spent() -> float:
-        return sum(sum(process.cpu_times()[:2]) for process in processes)
-
-    before = spent()
-    time.sleep(3)
-    assert spent() - before < 0.05
+    wait_until_idle([api, *api.children(recursive=True)])
 
 
 # -- shutdown ---------------------------------------------------------------------------------------------------
@@ -372,7 +362,7 @@ def test_key_is_required_and_sigterm_drains(tmp_path: Path) -> None:
                 "invalid_api_key",
             )
         engine = server.engine()
-        stream = server.openai("secret").completions.create(**LONG, max_tokens=1000, stream=True)
+        stream = server.openai("secret").completions.create(**LONG, max_tokens=400, stream=True)
         first = next(stream)
         # A service manager signals every process.
         for process in (engine, server.process):
@@ -381,32 +371,9 @@ def test_key_is_required_and_sigterm_drains(tmp_path: Path) -> None:
         with server.http() as http:
             wait_until(lambda: http.get("/ready").status_code == 503, 5, "unhealthy while draining")
         assert server.process.wait(60) == 0
-        assert len([first, *rest.result()]) >= 800
+        assert len([first, *rest.result()]) >= 320
         assert rest.result()[-1].choices[0].finish_reason == "length"
         wait_until(lambda: has_ended(engine), 10, "the engine's end")
-        assert not server.sockets()
-
-
-def test_ctrl_c_ends_an_idle_server(tmp_path: Path) -> None:
-    with served(tmp_path) as server:
-        port = str(httpx.URL(server.url).port)
-        status, err = run_command(tmp_path, "serve", "--port", port)
-        assert status == 2
-        assert re.fullmatch(rf"tokenspeed: .*{port}.*--port.*\n", err), err
-        with_chat = subprocess.run(
-            [*COMMAND, "chat", "--url", server.url, "--temperature", "0"],
-            input="What is 23 + 45?\n",
-            capture_output=True,
-            text=True,
-            timeout=120,
-            env=environment(tmp_path),
-            check=True,
-        )
-        assert "68" in with_chat.stdout
-        assert with_chat.stderr == ""
-        server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(60) == 0
-        assert "Traceback" not in server.stderr()
         assert not server.sockets()
 
 
@@ -464,7 +431,7 @@ def test_stopped_engine_is_unhealthy_and_ends_with_the_server(
         assert not server.sockets()
 
 
-@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("streams", [True, pytest.param(False, marks=pytest.mark.release)])
 def test_killed_engine_fails_requests_and_ends_the_server(tmp_path: Path, streams: bool) -> None:
     with served(tmp_path) as server:
         sdk, engine = server.openai(), server.engine()
@@ -484,3 +451,27 @@ def test_killed_engine_fails_requests_and_ends_the_server(tmp_path: Path, stream
         assert "the engine died" in server.stderr().splitlines()[-1]
         assert "Traceback" not in server.stderr()
         assert not server.sockets()
+
+
+def test_ctrl_c_ends_an_idle_server(server: Served) -> None:
+    """The last test of this file, since it ends the server that the others share."""
+    port = str(httpx.URL(server.url).port)
+    status, err = run_command(server.folder, "serve", "--port", port)
+    assert status == 2
+    assert re.fullmatch(rf"tokenspeed: .*{port}.*--port.*\n", err), err
+    with_chat = subprocess.run(
+        [*COMMAND, "chat", "--url", server.url, "--temperature", "0"],
+        input="What is 23 + 45?\n",
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment(server.folder),
+        check=True,
+    )
+    assert "68" in with_chat.stdout
+    assert with_chat.stderr == ""
+    written = len(server.stderr())
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(60) == 0
+    assert "Traceback" not in server.stderr()[written:]
+    assert not server.sockets()
