@@ -138,7 +138,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 TestAnyHistory = EngineMachine.TestCase
 TestAnyHistory.settings = settings(
-    max_examples=40,
+    max_examples=16,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -91,7 +91,7 @@ KINDS = {
 
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_joined_deltas_equal_the_whole_text(kind: str, skip: bool, data: st.DataObject) -> None:
     tokenizer = KINDS[kind]
@@ -112,7 +112,7 @@ def stream(
 
 @pytest.mark.parametrize("kind", ["byte-level", "byte-fallback"])
 @given(text=st.text(max_size=20))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=70, deadline=None)
 def test_deltas_of_valid_text_hold_no_replacement_character(kind: str, text: str) -> None:
     tokenizer = KINDS[kind]
     text = text.replace("�", "").replace("<", "")

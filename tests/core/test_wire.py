@@ -41,7 +41,7 @@ MESSAGES: dict[type[Any], Codec] = {
 KINDS = {**MESSAGES, **{kind: Codec(kind) for kind in (StepPlan, LateInputs, StepResult)}}
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 every_message = pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
-few = settings(max_examples=25)  # for each kind
+few = settings(max_examples=10)  # for each kind
 SCALARS: dict[Any, st.SearchStrategy[Any]] = {
     int: st.integers(-(2**63), 2**63 - 1),
     float: st.floats(allow_nan=False),

@@ -97,6 +97,7 @@ def test_demo_runs_long_workloads_only_if_shortened(words: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.release
 def test_agentic_turns_hit_the_cache_in_every_repeat(tmp_path: Path) -> None:
     words = (
         "agentic --sessions 3 --turns 3 --shared-len 160 --turn-len 32 --output-len 8 --repeats 2"
@@ -113,6 +114,7 @@ def test_agentic_turns_hit_the_cache_in_every_repeat(tmp_path: Path) -> None:
     assert (tmp_path / "x.svg").read_text().startswith("<svg")
 
 
+@pytest.mark.release
 def test_profile_is_a_chrome_trace_with_our_track(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     _, out = bench(tmp_path, "latency --output-len 4 --repeats 1", "--profile", str(trace))

@@ -25,7 +25,7 @@ SMALL = {
     [
         (CHECKPOINT, 6, {}),
         pytest.param(CHECKPOINT, 24, {}, marks=pytest.mark.release),
-        (DEEPSEEK, 2, SMALL),
+        pytest.param(DEEPSEEK, 2, SMALL, marks=pytest.mark.release),
         pytest.param(CHECKPOINT, 24, SMALL, marks=pytest.mark.release),
         pytest.param(DEEPSEEK, 48, {}, marks=pytest.mark.release),
         pytest.param(

@@ -79,6 +79,7 @@ def test_death_of_the_engine_ends_its_ranks() -> None:
     asyncio.run(asyncio.wait_for(run(), 120))
 
 
+@pytest.mark.release
 def test_death_of_a_rank_ends_the_server(tmp_path: Path) -> None:
     with served(tmp_path, "--tp", "2", "--kv-cache-memory", "8MB") as server:
         engine = server.engine()

@@ -318,7 +318,7 @@ print(most)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("kind", ["safetensors", "pt"])
+@pytest.mark.parametrize("kind", ["safetensors", pytest.param("pt", marks=pytest.mark.release)])
 def test_reading_holds_about_one_tensor_in_memory(tmp_path: Path, kind: str) -> None:
     weights = {f"w{index}": torch.zeros(4 << 20) for index in range(8)}  # 16 MiB each
     if kind == "pt":

@@ -206,7 +206,11 @@ def test_help_and_plugin_list_name_the_parsers() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [("serve", "--port", "0"), ("serve", "--dry-run", "--device", "cpu")]
+    "command",
+    [
+        ("serve", "--port", "0"),
+        pytest.param(("serve", "--dry-run", "--device", "cpu"), marks=pytest.mark.release),
+    ],
 )
 def test_unknown_parser_suggests_the_nearest(command: tuple[str, ...], tmp_path: Path) -> None:
     status, err = run_command(tmp_path, *command, "--tool-call-parser", "qwenn")
@@ -264,6 +268,7 @@ def strange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
 
 
+@pytest.mark.release
 @pytest.mark.usefixtures("strange")
 def test_failing_parser_fails_only_its_request(tmp_path: Path) -> None:
     with served(tmp_path, "--tool-call-parser", "failing") as running:

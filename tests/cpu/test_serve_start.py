@@ -110,7 +110,9 @@ def test_idle_threads_sleep_unless_configured(tmp_path: Path, policy: str | None
     ("flags", "name"),
     [
         ("--kv-cache-memory 1PB", "--kv-cache-memory"),
-        ("--max-num-batched-tokens 5", "--chunked-prefill-size"),
+        pytest.param(
+            "--max-num-batched-tokens 5", "--chunked-prefill-size", marks=pytest.mark.release
+        ),
         ("--host 1.2.3.4", "1.2.3.4"),
     ],
 )
