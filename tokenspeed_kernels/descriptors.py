@@ -166,6 +166,7 @@ TORCH_CACHE = (
     _torch("write_kv", "cache:write_kv", frozenset()),
     _torch("advance_rows", "cache:advance_rows"),
     _torch("map_tokens", "cache:map_tokens"),
+    _torch("gather_tokens", "cache:gather_tokens"),
     _cpu("advance_rows", "step:advance_rows", _GRAPH_SAFE),
     _cpu("map_tokens", "step:map_tokens", _GRAPH_SAFE),
     _torch("mla_write", "mla:mla_write", frozenset()),
@@ -181,6 +182,7 @@ TORCH_SAMPLING = (
     _torch("sample", "sampling:sample"),
     _torch("note_tokens", "sampling:note_tokens"),
     _torch("mask_logits", "sampling:mask_logits"),
+    _torch("verify_drafts", "sampling:verify_drafts"),
     _cpu("sample", "sampling:sample", _BATCH_INVARIANT, (AxisLimit("vocab_size", 257),)),
 )
 
@@ -376,6 +378,7 @@ TRITON_CACHE = (
     _triton("write_kv", "attention.write_kv:write_kv", capability=_FP8_CAPABILITY, kv_dtypes=_FP8),
     _triton("advance_rows", "step:advance_rows", _GRAPH_SAFE),
     _triton("map_tokens", "step:map_tokens", _GRAPH_SAFE),
+    _triton("gather_tokens", "drafts:gather_tokens", _GRAPH_SAFE),
     _triton("rope_write_kv", "rope.rope_write_kv:rope_write_kv"),
     _triton("qk_norm_rope_write_kv", "rope.rope_write_kv:qk_norm_rope_write_kv"),
 )
@@ -408,5 +411,6 @@ TRITON_SAMPLING = (
     _triton("greedy", "sampling.sample:greedy"),
     _triton("sample", "sampling.sample:sample"),
     _triton("note_tokens", "step:note_tokens"),
+    _triton("verify_drafts", "drafts:verify_drafts", _GRAPH_SAFE),
     _triton("mask_logits", "sampling.mask:mask_logits"),
 )

@@ -207,6 +207,58 @@ def map_tokens(
     }
 
 
+def gather_tokens(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
+    """Make a state, tokens anywhere in it, and distances of up to 9 from the lengths of slots, which are 9 or more."""
+    del problem, strided
+    num_slots, first, num_tokens = num + 2, 5, 3 * num
+    state = torch.randint(9, 1000, (first + 4 * num_slots,), generator=seed, dtype=torch.int32)
+    made = {
+        "state": state,
+        "words": torch.randint(0, len(state), (num_tokens,), generator=seed),
+        "slots": torch.randint(0, num_slots, (num_tokens,), generator=seed),
+        "until_end": torch.randint(0, 10, (num_tokens,), generator=seed),
+    }
+    return {name: value.to(at) for name, value in made.items()} | {
+        **{
+            name: torch.zeros(num_tokens, dtype=torch.int64, device=at)
+            for name in ("token_ids", "positions", "new_positions")
+        },
+        "first": first,
+        "num_slots": num_slots,
+    }
+
+
+def verify_drafts(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
+    """Make rows of 0 to 4 draft tokens behind two other tokens. Most of them are right, and some ids are -1."""
+    del problem, strided
+    max_drafts, num_before = 4, 2
+    num_drafts = torch.arange(num) * 3 % (max_drafts + 1)
+    ends = torch.cumsum(num_drafts + 1, 0)
+    num_sampled = int(ends[-1]) if num else 0
+    token_ids = torch.randint(0, 3, (num_before + num_sampled,), generator=seed)
+    ids = torch.cat((token_ids[num_before + 1 :], token_ids[:1]))[:num_sampled].to(torch.int32)
+    ids[torch.rand(num_sampled, generator=seed) < 0.3] = 1
+    ids[torch.rand(num_sampled, generator=seed) < 0.1] = -1
+    num_slots = 2 * num
+    made = {
+        "ids": ids,
+        "token_ids": token_ids,
+        "tokens": torch.arange(num_sampled) + num_before,
+        "first": ends - num_drafts - 1,
+        "num_drafts": num_drafts,
+        "slots": torch.randperm(num_slots, generator=seed)[:num],
+        "ends": torch.randint(9, 1000, (num,), generator=seed, dtype=torch.int32),
+        "last_token": torch.zeros(num_slots, dtype=torch.int32),
+        "seq_len": torch.zeros(num_slots, dtype=torch.int32),
+        "num_new": torch.zeros(num, dtype=torch.int32),
+    }
+    return {name: value.to(at) for name, value in made.items()} | {"max_drafts": max_drafts}
+
+
 def add_rms_norm_linear(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:

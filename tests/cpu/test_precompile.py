@@ -58,6 +58,8 @@ PRECOMPILED = (
     "fused_block_in_place",
     "advance_rows",
     "map_tokens",
+    "gather_tokens",
+    "verify_drafts",
     "note_tokens",
     "mask_logits",
     "quantize_fp8_groups",

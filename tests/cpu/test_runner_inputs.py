@@ -16,7 +16,9 @@ from tokenspeed_kernels.reference.cache import advance_rows, map_tokens
 
 BLOCK, GROUPS = 4, 2
 NUM_BLOCKS = 8
-KERNELS = RunnerKernels(print, {}, {}, {}, advance_rows({}), map_tokens({"block_size": BLOCK}))
+KERNELS = RunnerKernels(
+    print, {}, {}, {}, advance_rows({}), map_tokens({"block_size": BLOCK}), print, print
+)
 STEPS: tuple[tuple[tuple[str, ...], dict[str, int]], ...] = (
     ((), {"a": 3, "c": 1}),
     (("c",), {"a": 7, "b": 2}),

@@ -213,6 +213,36 @@ _CONTRACTS = (
         mutates=("rows", "mapping"),
         cases=({"block_size": 16}, {"block_size": 24}),
     ),
+    OpContract(
+        "gather_tokens",
+        "cache",
+        "(state int32 [W], words int64 [T], slots int64 [T], until_end int64 [T], token_ids int64 [T], positions int64 "
+        "[T], new_positions int64 [T], first, num_slots) -> None: token_ids = state[words]; positions are the lengths of "
+        "the slots, which state holds from index first + num_slots on, minus until_end; new_positions = positions + 1",
+        {},
+        "",
+        "",
+        EXACT,
+        mutates=("token_ids", "positions", "new_positions"),
+        cases=({},),
+    ),
+    OpContract(
+        "verify_drafts",
+        "sampling",
+        "(ids int32 [R], token_ids int64 [T], tokens int64 [R], first int64 [S], num_drafts int64 [S], slots int64 [S], "
+        "ends int32 [S], last_token int32 [N], seq_len int32 [N], num_new int32 [S], max_drafts) -> None: row s has the "
+        "places first[s] to first[s] + num_drafts[s] of ids, which were chosen after token_ids[tokens]; num_drafts is at "
+        "most max_drafts. It accepts its draft tokens, those that follow tokens[first[s]] in token_ids, up to the first "
+        "that differs from the id chosen before it. num_new is one more than the accepted tokens a; last_token[slots] = "
+        "max(0, ids[first + a]); seq_len[slots] = ends - num_drafts + a. Repeated slots have equal ends, no draft tokens, "
+        "and any of their last tokens",
+        {},
+        "",
+        "",
+        EXACT,
+        mutates=("last_token", "seq_len", "num_new"),
+        cases=({},),
+    ),
 )
 
 

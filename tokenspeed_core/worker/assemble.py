@@ -169,4 +169,6 @@ def _runner_kernels(build: ModelBuild, resolved: Resolved, block_size: int) -> R
         mask=mask,
         advance=build.op("advance_rows", dtype=dtype),
         map=build.op("map_tokens", block_size=block_size, dtype=dtype),
+        gather=build.op("gather_tokens", dtype=dtype),
+        verify=build.op("verify_drafts", dtype=dtype),
     )

@@ -74,9 +74,16 @@ def begin_with_drafts(
         buffers.new_positions[: len(slots)],
         *state.layout.heads,
     )
-    buffers.token_ids.copy_(state.words[columns["token_words"]])
-    torch.sub(state.seq_len[token_slots], columns["until_end"], out=buffers.positions)
-    torch.add(buffers.positions, 1, out=buffers.new_positions)
+    kernels.gather(
+        state.words,
+        columns["token_words"],
+        token_slots,
+        columns["until_end"],
+        buffers.token_ids,
+        buffers.positions,
+        buffers.new_positions,
+        *state.layout.heads,
+    )
     for table, rows, kv_slots in zip(state.tables, buffers.tables, buffers.kv_slots, strict=True):
         kernels.map(table, slots, token_slots, buffers.positions, rows, kv_slots)
 

@@ -6,7 +6,7 @@ the outputs equal those without drafts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,7 +86,7 @@ class SampledTokens:
 class DraftRows:
     """Sampled tokens with their columns on the device.
 
-    `num_drafts`, `first` and `slots` int64 [S]; `offsets` int64 [R]; `ends` [S] are the slots' lengths after the step if
+    `num_drafts`, `first` and `slots` int64 [S]; `offsets` int64 [R]; `ends` int32 [S] are the slots' lengths after the step if
     all draft tokens are accepted. No row has more than `max_drafts` of them.
     """
 
@@ -128,26 +128,33 @@ class DraftRows:
         )
 
     def verify(
-        self, token_ids: torch.Tensor, tokens: torch.Tensor, ids: torch.Tensor, state: SlotState
-    ) -> torch.Tensor:
+        self,
+        kernel: Callable[..., None],
+        token_ids: torch.Tensor,
+        tokens: torch.Tensor,
+        ids: torch.Tensor,
+        state: SlotState,
+        num_new: torch.Tensor,
+    ) -> None:
         """Accept draft tokens up to the first that differs from the token chosen there, ids int32 [R].
 
-        `token_ids` int64 [T] are the step's query tokens, `tokens` int64 [R] those that the R rows of logits follow.
-        Sets the slots' last tokens and lengths, so it may be called again for other `ids`. Returns the number of new
-        tokens of each row, int32 [S].
+        `kernel` is the op verify_drafts. `token_ids` int64 [T] are the step's query tokens, `tokens` int64 [R] those that
+        the R rows of logits follow. Sets the slots' last tokens and lengths, so it may be called again for other `ids`,
+        and the number of new tokens of each row, `num_new` int32 [S].
         """
-        # No draft token follows the last token of a row; `place` leaves it out below.
-        following = token_ids[(tokens + 1).clamp_(max=len(token_ids) - 1)]
-        place = torch.arange(self.max_drafts, device=ids.device)
-        at = (self.first.unsqueeze(1) + place).clamp_(max=len(ids) - 1)
-        is_equal = (ids == following)[at] & (place < self.num_drafts.unsqueeze(1))
-        num_accepted = is_equal.to(torch.int32).cumprod(dim=1).sum(dim=1)
-        # A token of -1 ends its sequence with an error.
-        newest = ids[self.first + num_accepted].clamp_(min=0)
-        state.last_token.index_copy_(0, self.slots, newest)
-        num_rejected = self.num_drafts - num_accepted
-        state.seq_len.index_copy_(0, self.slots, (self.ends - num_rejected).to(torch.int32))
-        return (num_accepted + 1).to(torch.int32)
+        kernel(
+            ids,
+            token_ids,
+            tokens,
+            self.first,
+            self.num_drafts,
+            self.slots,
+            self.ends,
+            state.last_token,
+            state.seq_len,
+            num_new,
+            self.max_drafts,
+        )
 
     def is_new(self, num_new: torch.Tensor) -> torch.Tensor:
         """Return for each of the R tokens whether it is one of its row's new tokens, bool [R]."""

@@ -392,7 +392,8 @@ class StepGraphs:
         if bucket.drafts is not None:
             places = self._buffers.places[: len(bucket.ids)]
             token_ids = bucket.buffers.token_ids
-            bucket.num_new.copy_(bucket.drafts.verify(token_ids, places, bucket.ids, state))
+            verify = self._context.kernels.verify
+            bucket.drafts.verify(verify, token_ids, places, bucket.ids, state, bucket.num_new)
 
 
 def _record(pool: Any, bucket: _Bucket, *stages: Callable[[_Bucket], None]) -> torch.cuda.CUDAGraph:

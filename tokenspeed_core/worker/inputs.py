@@ -237,7 +237,7 @@ class EagerInputs:
             first_sampled,
             device_slots,
             offsets,
-            new_positions[first_sampled + num_drafts],
+            new_positions[first_sampled + num_drafts].to(torch.int32),
             int(sampled.num_drafts.max()),
         )
         return StepInputs(

@@ -25,7 +25,8 @@ Kernel = Callable[..., Any]
 class RunnerKernels:
     """The kernels that the worker itself calls.
 
-    `greedy`, `note` (the op note_tokens) and `mask` (mask_logits) are by the dtype of logits.
+    `greedy`, `note` (the op note_tokens) and `mask` (mask_logits) are by the dtype of logits. `gather` (gather_tokens)
+    and `verify` (verify_drafts) are of steps with draft tokens.
     """
 
     sample: Kernel
@@ -34,6 +35,8 @@ class RunnerKernels:
     mask: Mapping[torch.dtype, Kernel]
     advance: Kernel
     map: Kernel
+    gather: Kernel
+    verify: Kernel
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -228,7 +231,10 @@ class Sampler:
         if rows.drafts is None:
             return None
         assert rows.last is not None, "steps with draft tokens say what they sample"
-        return rows.drafts.verify(rows.token_ids, rows.last, ids, self._state)
+        num_new = torch.empty(len(rows.drafts.slots), dtype=torch.int32, device=ids.device)
+        verify = self._kernels.verify
+        rows.drafts.verify(verify, rows.token_ids, rows.last, ids, self._state, num_new)
+        return num_new
 
     def _choose(self, logits: torch.Tensor, rows: SamplingRows, asked: int) -> torch.Tensor:
         """Run a kernel and note its tokens; ids int32 [R]."""

@@ -99,3 +99,28 @@ def map_tokens(
         torch.add(positions % block_size, blocks, alpha=block_size, out=mapping)
 
     return map_
+
+
+def gather_tokens(problem: Problem) -> Callable[..., None]:
+    """Return `gather(state, words, slots, until_end, token_ids, positions, new_positions, first, num_slots)`.
+
+    Reads the query tokens of rows with draft tokens, and computes their positions (see the contract).
+    """
+    del problem
+    return _gather
+
+
+def _gather(
+    state: Tensor,
+    words: Tensor,
+    slots: Tensor,
+    until_end: Tensor,
+    token_ids: Tensor,
+    positions: Tensor,
+    new_positions: Tensor,
+    first: int,
+    num_slots: int,
+) -> None:
+    token_ids.copy_(state[words])
+    torch.sub(state[first + num_slots + slots], until_end, out=positions)
+    torch.add(positions, 1, out=new_positions)

@@ -42,6 +42,15 @@ def note_tokens(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor, T
     return _note
 
 
+def verify_drafts(problem: Problem) -> Callable[..., None]:
+    """Return `verify(ids, token_ids, tokens, first, num_drafts, slots, ends, last_token, seq_len, num_new, max_drafts)`.
+
+    Accepts draft tokens while they equal the chosen ones, and sets the slots' last tokens and lengths (see the contract).
+    """
+    del problem
+    return _verify
+
+
 def mask_logits(problem: Problem) -> Callable[[Tensor, Tensor, Tensor], None]:
     """Return `mask(logits [S, V], rows int64 [P], words int32 [P, W]) -> None`."""
     del problem
@@ -52,6 +61,30 @@ def _mask(logits: Tensor, rows: Tensor, words: Tensor) -> None:
     bits = torch.arange(32, dtype=torch.int32, device=logits.device)
     allowed = ((words.unsqueeze(2) >> bits) & 1).flatten(1)[:, : logits.shape[1]]
     logits[rows] = logits[rows].masked_fill_(allowed == 0, float("-inf"))
+
+
+def _verify(
+    ids: Tensor,
+    token_ids: Tensor,
+    tokens: Tensor,
+    first: Tensor,
+    num_drafts: Tensor,
+    slots: Tensor,
+    ends: Tensor,
+    last_token: Tensor,
+    seq_len: Tensor,
+    num_new: Tensor,
+    max_drafts: int,
+) -> None:
+    # No draft token follows the last token of a row; `place` leaves it out below.
+    following = token_ids[(tokens + 1).clamp_(max=len(token_ids) - 1)]
+    place = torch.arange(max_drafts, device=ids.device)
+    at = (first.unsqueeze(1) + place).clamp_(max=len(ids) - 1)
+    is_equal = (ids == following)[at] & (place < num_drafts.unsqueeze(1))
+    num_accepted = is_equal.to(torch.int32).cumprod(dim=1).sum(dim=1)
+    last_token.index_copy_(0, slots, ids[first + num_accepted].clamp_(min=0))
+    seq_len.index_copy_(0, slots, (ends - num_drafts + num_accepted).to(torch.int32))
+    num_new.copy_(num_accepted + 1)
 
 
 def _note(logits: Tensor, chosen: Tensor, slots: Tensor, last_token: Tensor, ids: Tensor) -> None:
