@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch.profiler import ProfilerActivity
+
     from tokenspeed_core.api import StepRecord
 
 VARIABLE = "TOKENSPEED_BENCH_RECORDER"  # of the environment: the folder
@@ -98,8 +100,6 @@ class Recorder:
     def _begin(self, order: Order) -> None:
         from torch.profiler import profile, schedule
 
-        from tokenspeed_bench.trace import activities
-
         warm_up = min(WARM_UP, order.wait)
         rhythm = schedule(wait=order.wait - warm_up, warmup=warm_up, active=order.steps, repeat=1)
         self._steps = {}
@@ -145,3 +145,11 @@ class Recorder:
 
 def _order(folder: Path) -> Path:
     return folder / "order.json"
+
+
+def activities() -> list[ProfilerActivity]:
+    """Return the profiler activities: the host, and the device if there is one."""
+    from torch.cuda import is_available
+    from torch.profiler import ProfilerActivity
+
+    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_available() else [])]

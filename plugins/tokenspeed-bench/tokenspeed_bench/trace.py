@@ -11,15 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tokenspeed_bench.errors import BenchError
 from tokenspeed_bench.files import write
 from tokenspeed_bench.metrics import percentile
-from tokenspeed_bench.recorder import STEPS
-
-if TYPE_CHECKING:
-    from torch.profiler import ProfilerActivity
+from tokenspeed_bench.recorder import STEPS, activities
 
 ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 ON_CPU = frozenset({"cpu_op"})
@@ -86,14 +83,6 @@ def named(path: str, name: str) -> str:
     latency.json`.
     """
     return str(Path(path).with_stem(f"{Path(path).stem}-{name}"))
-
-
-def activities() -> list[ProfilerActivity]:
-    """Return the profiler activities: the host, and the device if there is one."""
-    from torch.cuda import is_available
-    from torch.profiler import ProfilerActivity
-
-    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_available() else [])]
 
 
 def record(work: Callable[[], object], path: str) -> Timeline:

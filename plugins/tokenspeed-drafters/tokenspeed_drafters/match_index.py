@@ -157,12 +157,6 @@ class MatchIndex:
         num_tokens = min(num_tokens, self.num_tokens - self.oldest)
         return self._slice(self.num_tokens - num_tokens, num_tokens)
 
-    def token_at(self, position: int) -> int:
-        """Return the token at a position; SEPARATOR if it is not kept."""
-        if self.oldest <= position < self.num_tokens:
-            return int(self._tokens[position & (self._capacity - 1)])
-        return SEPARATOR
-
     def _slice(self, start: int, num_tokens: int) -> list[int]:
         at = start & (self._capacity - 1)
         end = at + num_tokens
