@@ -12,8 +12,8 @@ from typing import Any, Self, Unpack
 from tokenspeed_core.api.sampling import SamplingParams
 from tokenspeed_core.checkpoint.resolve import ResolvedCheckpoint, resolve_checkpoint
 from tokenspeed_core.config import Config
-from tokenspeed_core.config.build import read_keywords
 from tokenspeed_core.config.keywords import EngineKeywords
+from tokenspeed_core.config.schema import read_keywords
 from tokenspeed_core.engine.client import EngineClient
 from tokenspeed_core.engine.engine_process import EngineProcess, engine_program
 from tokenspeed_core.engine.factory import discover, load_text

@@ -10,8 +10,8 @@ from typing import Any, Unpack
 import numpy as np
 
 from tokenspeed_core.api.sampling import SamplingParams
-from tokenspeed_core.config.build import read_keywords
 from tokenspeed_core.config.keywords import EngineKeywords
+from tokenspeed_core.config.schema import read_keywords
 from tokenspeed_core.engine.factory import (
     discover,
     load_text,

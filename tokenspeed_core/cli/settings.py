@@ -12,10 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
-from tokenspeed_core.config.build import C
 from tokenspeed_core.config.describe import as_written, bounds
 from tokenspeed_core.config.flag_aliases import ACCEPTED, ACCEPTED_WITH_VALUE
-from tokenspeed_core.config.schema import Config
+from tokenspeed_core.config.schema import C, Config
 from tokenspeed_core.config.settings import flag
 from tokenspeed_core.config.sources import load
 from tokenspeed_core.errors import ConfigError

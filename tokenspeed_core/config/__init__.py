@@ -1,5 +1,5 @@
 """One frozen configuration, and the places that its values come from."""
 
-from tokenspeed_core.config.schema import Config
+from tokenspeed_core.config.schema import C, Config
 
-__all__ = ["Config"]
+__all__ = ["C", "Config"]

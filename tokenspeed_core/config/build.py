@@ -10,16 +10,15 @@ from pydantic import ValidationError
 
 from tokenspeed_core.config.describe import as_written
 from tokenspeed_core.config.flag_aliases import refuse_foreign
-from tokenspeed_core.config.schema import Config
-from tokenspeed_core.config.settings import flag
+from tokenspeed_core.config.settings import Settings, flag
 from tokenspeed_core.errors import ConfigError, suggest
 from tokenspeed_core.rules import broken_rule
 
 PYTHON = "Python"
-C = TypeVar("C", bound=Config)
+S = TypeVar("S", bound=Settings)
 
 
-def build(kind: type[C], values: Mapping[str, tuple[Any, str]]) -> C:
+def build(kind: type[S], values: Mapping[str, tuple[Any, str]]) -> S:
     """Build a configuration of that kind from `name: (value, origin)`.
 
     The origin is a flag, an environment variable, a file or "Python". Raises ConfigError with the
@@ -36,15 +35,7 @@ def build(kind: type[C], values: Mapping[str, tuple[Any, str]]) -> C:
     return config
 
 
-def read_keywords(model: str | None, settings: Mapping[str, Any]) -> Config:
-    """Return the configuration of `LLM` or `AsyncLLM` from its keywords. Raises ConfigError."""
-    for name in settings:
-        if name in Config.model_fields and Config.metadata(name)["is_for_servers"]:
-            raise ConfigError(f"{name} is a setting of a server; remove it")
-    return Config.from_keywords(**({} if model is None else {"model": model}), **settings)
-
-
-def rebuild(config: C, changes: Mapping[str, Any], origin: str) -> C:
+def rebuild(config: S, changes: Mapping[str, Any], origin: str) -> S:
     """Return a new configuration with changed values, set by `origin`. Raises ConfigError."""
     kept = {
         name: (getattr(config, name), config.origin(name)) for name in type(config).model_fields
@@ -61,7 +52,7 @@ def called(name: str, origin: str) -> tuple[str, str]:
 
 
 def unknown(
-    kind: type[Config],
+    kind: type[Settings],
     name: str,
     origin: str,
     flags: Sequence[str] = (),
@@ -84,7 +75,7 @@ def unknown(
 
 
 def _explain(
-    kind: type[Config], error: ValidationError, values: Mapping[str, tuple[Any, str]]
+    kind: type[Settings], error: ValidationError, values: Mapping[str, tuple[Any, str]]
 ) -> str:
     """Return a message with the first error of each setting."""
     messages: dict[str, str] = {}
@@ -109,7 +100,7 @@ def _as_typed(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _bound(config: type[Config], error: Any) -> str:
+def _bound(config: type[Settings], error: Any) -> str:
     """Return the rule that a value violates."""
     kind, context = error["type"], error.get("ctx", {})
     if kind == "extra_forbidden":

@@ -6,11 +6,12 @@ Flags, environment variables, YAML keys, Python keywords and the parameter page 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, model_validator
 
 from tokenspeed_core.config.backends import AUTO, BackendChoice, NamePairs, Pairs
+from tokenspeed_core.config.build import PYTHON, build
 from tokenspeed_core.config.kv_events import KVEventsConfig
 from tokenspeed_core.config.parallel_settings import ParallelSettings
 from tokenspeed_core.config.readers import (
@@ -22,6 +23,7 @@ from tokenspeed_core.config.readers import (
 )
 from tokenspeed_core.config.settings import flag, setting
 from tokenspeed_core.config.speculation_settings import SpeculationSettings
+from tokenspeed_core.errors import ConfigError
 
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 
@@ -292,8 +294,6 @@ class Config(ParallelSettings, SpeculationSettings):
         None, "running", "Refuse to start unless the installed plugins match this lock file."
     )
 
-    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
-
     @model_validator(mode="before")
     @classmethod
     def _refuse_booleans_as_numbers(cls, values: Any) -> Any:
@@ -326,14 +326,8 @@ class Config(ParallelSettings, SpeculationSettings):
     @classmethod
     def from_keywords(cls, **keywords: Any) -> Self:
         """Build a configuration from Python keywords. Raises ConfigError."""
-        from tokenspeed_core.config.build import build
-
-        values = {cls.full_name(name): (value, "Python") for name, value in keywords.items()}
+        values = {cls.full_name(name): (value, PYTHON) for name, value in keywords.items()}
         return build(cls, values)
-
-    def origin(self, name: str) -> str:
-        """Return where a value came from: "default", "auto", a flag, a variable, a file or a plugin."""
-        return self._origins.get(name, "default")
 
     def resolved(self, **values: Any) -> Self:
         """Return a new, validated configuration with these values for "auto".
@@ -362,3 +356,14 @@ class Config(ParallelSettings, SpeculationSettings):
         config = cls.model_validate(data["values"])
         config._origins.update(data["origins"])
         return config
+
+
+C = TypeVar("C", bound=Config)
+
+
+def read_keywords(model: str | None, settings: Mapping[str, Any]) -> Config:
+    """Return the configuration of `LLM` or `AsyncLLM` from its keywords. Raises ConfigError."""
+    for name in settings:
+        if name in Config.model_fields and Config.metadata(name)["is_for_servers"]:
+            raise ConfigError(f"{name} is a setting of a server; remove it")
+    return Config.from_keywords(**({} if model is None else {"model": model}), **settings)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 
 def setting(
@@ -60,6 +60,12 @@ class Settings(BaseModel):
         "running": "Running",
     }
     """The titles of the sections, in the order of help and documentation."""
+
+    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    def origin(self, name: str) -> str:
+        """Return where a value came from: "default", "auto", a flag, a variable, a file or a plugin."""
+        return self._origins.get(name, "default")
 
     @classmethod
     def setting_names(cls) -> list[str]:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from tokenspeed_core.config.build import C, build, called, unknown
+from tokenspeed_core.config.build import build, called, unknown
 from tokenspeed_core.config.flag_aliases import needless, refuse_foreign
-from tokenspeed_core.config.schema import Config
+from tokenspeed_core.config.schema import C, Config
 from tokenspeed_core.config.settings import flag
 from tokenspeed_core.errors import ConfigError
 

@@ -17,9 +17,9 @@ from tokenspeed_core.api.step import Runner
 from tokenspeed_core.checkpoint.kv_scales import find_kv_scales
 from tokenspeed_core.checkpoint.quantization import find_quantization
 from tokenspeed_core.checkpoint.resolve import resolve_checkpoint
-from tokenspeed_core.config import Config
+from tokenspeed_core.config import C, Config
 from tokenspeed_core.config.backends import AUTO
-from tokenspeed_core.config.build import C, called
+from tokenspeed_core.config.build import called
 from tokenspeed_core.config.parallel_settings import LOCAL
 from tokenspeed_core.config.settings import flag
 from tokenspeed_core.engine.drafting import find_drafter, use_drafter
@@ -27,7 +27,6 @@ from tokenspeed_core.engine.engine import MAX_FAILURES, Engine
 from tokenspeed_core.engine.grammars import GrammarBackend, Grammars, find_backend
 from tokenspeed_core.engine.messages import Ready
 from tokenspeed_core.engine.requests import Defaults
-from tokenspeed_core.engine.stats import EngineCounters
 from tokenspeed_core.engine.warmup import warm_up
 from tokenspeed_core.errors import CapacityError, CheckpointError, ConfigError, EngineDeadError
 from tokenspeed_core.executor import DistributedRunner, Ranks, start_ranks
@@ -41,6 +40,7 @@ from tokenspeed_core.plugins.entry import Entry
 from tokenspeed_core.plugins.hooks import Hooks
 from tokenspeed_core.plugins.selection import Selection
 from tokenspeed_core.resolved import Resolved
+from tokenspeed_core.scheduler.counters import EngineCounters
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.scheduler.plugin_policy import find_policy
 from tokenspeed_core.scheduler.scheduler import Scheduler

@@ -14,7 +14,8 @@ import pluggy
 
 from tokenspeed_core.api import hooks as hookspecs
 from tokenspeed_core.api.hooks import RequestRecord, StepRecord
-from tokenspeed_core.config.build import C, rebuild
+from tokenspeed_core.config.build import rebuild
+from tokenspeed_core.config.schema import C
 from tokenspeed_core.config.settings import flag
 from tokenspeed_core.errors import PluginError, describe_error
 from tokenspeed_core.plugins.catalog import Catalog

@@ -15,7 +15,6 @@ from tokenspeed_core.api.policy import Candidate, Decision, Limits, Policy, Room
 from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.api.step import I32, StepResult
 from tokenspeed_core.engine.messages import Outputs, Rejected, Submit
-from tokenspeed_core.engine.stats import EngineCounters
 from tokenspeed_core.errors import EngineDeadError
 from tokenspeed_core.kv_cache.manager import KVManager
 from tokenspeed_core.scheduler.collect import (
@@ -29,6 +28,7 @@ from tokenspeed_core.scheduler.collect import (
     rows_without_slot,
 )
 from tokenspeed_core.scheduler.columns import SlotColumns
+from tokenspeed_core.scheduler.counters import EngineCounters
 from tokenspeed_core.scheduler.drafts import DraftSource
 from tokenspeed_core.scheduler.lifecycle import Preempted, Prefilling, Waiting
 from tokenspeed_core.scheduler.limits import SchedulerLimits

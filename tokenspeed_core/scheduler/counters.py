@@ -1,0 +1,92 @@
+"""Counters of the scheduler and its engine.
+
+The step loop only adds integers and reads a clock; nothing here is called per token.
+"""
+
+from __future__ import annotations
+
+import time
+
+from tokenspeed_core.api.step import I32, StepPlan
+from tokenspeed_core.engine.stats import (
+    HOST_BOUNDS,
+    REQUEST_BOUNDS,
+    STEP_BOUNDS,
+    EngineStats,
+    Histogram,
+)
+from tokenspeed_core.kv_cache.manager import KVManager
+from tokenspeed_core.scheduler.sequence import Sequence
+
+
+class EngineCounters:
+    """The counters of a scheduler and its engine."""
+
+    def __init__(self) -> None:
+        self.host_seconds = 0.0  # since the last step was collected
+        self._num_prompt_tokens = 0
+        self._num_prefill_tokens = 0
+        self._num_output_tokens = 0
+        self._num_prefix_queries = 0
+        self._num_prefix_hits = 0
+        self._step = Histogram(STEP_BOUNDS)
+        self._host = Histogram(HOST_BOUNDS)
+        self._queue = Histogram(REQUEST_BOUNDS)
+        self._prefill = Histogram(REQUEST_BOUNDS)
+        self._num_draft_rows = 0
+        self._num_draft_tokens = 0
+        self._num_accepted: list[int] = []
+
+    def admit(self, sequence: Sequence, num_cached: int, *, has_prefix_cache: bool) -> None:
+        """Count the first admission of a sequence, with `num_cached` tokens found in the prefix cache."""
+        sequence.admitted_at = time.monotonic()
+        self._queue.observe(sequence.admitted_at - sequence.arrived_at)
+        self._num_prompt_tokens += sequence.num_prompt
+        if has_prefix_cache:
+            self._num_prefix_queries += sequence.num_prompt
+            self._num_prefix_hits += num_cached
+
+    def first_token(self, sequence: Sequence) -> None:
+        """Count the end of a prefill. The prefill after a preemption does not count."""
+        if sequence.admitted_at:
+            self._prefill.observe(time.monotonic() - sequence.admitted_at)
+            sequence.admitted_at = 0.0
+
+    def verify(self, num_drafts: I32, num_accepted: I32) -> None:
+        """Count the draft tokens of the rows that had any, and those that were accepted."""
+        self._num_draft_rows += len(num_drafts)
+        self._num_draft_tokens += int(num_drafts.sum())
+        self._num_accepted += [0] * (int(num_drafts.max()) - len(self._num_accepted))
+        for position in range(int(num_accepted.max())):
+            self._num_accepted[position] += int((num_accepted > position).sum())
+
+    def finish_step(self, plan: StepPlan, num_output_tokens: int, seconds: float) -> None:
+        """Count a collected step and the host time since the previous one."""
+        self._num_prefill_tokens += len(plan.token_ids)
+        self._num_output_tokens += num_output_tokens
+        self._step.observe(seconds)
+        self._host.observe(self.host_seconds)
+        self.host_seconds = 0.0
+
+    def snapshot(self, kv: KVManager, num_preemptions: int) -> EngineStats:
+        """Return the counters and the state of the KV cache."""
+        pages = kv.counts()
+        return EngineStats(
+            num_preemptions,
+            self._num_prompt_tokens,
+            self._num_prefill_tokens,
+            self._num_output_tokens,
+            self._num_prefix_queries,
+            self._num_prefix_hits,
+            pages.free,
+            pages.cached,
+            pages.held,
+            pages.pending,
+            self._step.snapshot(),
+            self._host.snapshot(),
+            self._queue.snapshot(),
+            self._prefill.snapshot(),
+            self._num_draft_rows,
+            self._num_draft_tokens,
+            tuple(self._num_accepted),
+        )
