@@ -80,7 +80,7 @@ def readable_write_errors(target: Path) -> Iterator[None]:
 
 
 def stop_on_signals() -> asyncio.Future[None]:
-    """Return a future of the running loop that SIGINT and SIGTERM end."""
+    """Return a future of the running loop that SIGINT and SIGTERM complete."""
     loop = asyncio.get_running_loop()
     stopped = loop.create_future()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -89,7 +89,7 @@ def stop_on_signals() -> asyncio.Future[None]:
 
 
 def stop(stopped: asyncio.Future[None]) -> None:
-    """End a future, once."""
+    """Complete a future, once."""
     if not stopped.done():
         stopped.set_result(None)
 

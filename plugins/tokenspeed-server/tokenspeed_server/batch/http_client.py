@@ -1,4 +1,4 @@
-"""A client of a running server: whole requests and whole answers over connections that are used again."""
+"""A client of a running server: whole requests and whole answers over reused connections."""
 
 from __future__ import annotations
 

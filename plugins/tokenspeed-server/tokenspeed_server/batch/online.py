@@ -10,7 +10,7 @@ from tokenspeed_server.batch.files import check_paths, file_runner, run_on_files
 from tokenspeed_server.batch.http_client import HttpClient
 from tokenspeed_server.batch.runner import Counts
 
-MAX_BODY_BYTES = 64 << 20  # read at once; the server has a limit of its own
+MAX_BODY_BYTES = 64 << 20  # read at once; the server also limits it
 
 
 def run(

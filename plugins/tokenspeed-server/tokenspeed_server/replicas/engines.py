@@ -1,4 +1,4 @@
-"""An API worker's view of all replicas: it sends each request to one of them, and ends without the others."""
+"""An API worker's view of all replicas: it sends each request to one of them, and answers while any is alive."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class ReplicaLoad:
 def choose(
     loads: Sequence[ReplicaLoad | None], num_cached: Sequence[int], num_tokens: int
 ) -> int | None:
-    """Return the replica that has the least to do until it has computed a prompt of `num_tokens`.
+    """Return the replica that needs the least work to compute a prompt of `num_tokens`.
 
     `num_cached[i]` are the tokens of the prompt in the cache of replica i. A replica without a load
     cannot take requests; the result is None if none can. Among equals, the one that has computed the
