@@ -7,11 +7,14 @@ import subprocess
 import sys
 from importlib.metadata import distributions
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tokenspeed_core import __version__
 from tokenspeed_core.cli import main
+from tokenspeed_core.commands.settings import Config, SettingsCommand, configure, setting
+from tokenspeed_core.errors import ConfigError
 
 HEAVY = ("torch", "numpy", "uvicorn", "transformers", "tokenizers", "huggingface_hub", "rich")
 
@@ -198,3 +201,39 @@ def test_errors_escape_control_characters(
 ) -> None:
     assert main(["\x1b]0;title\x07"]) == 2
     assert capsys.readouterr().err.startswith(r"tokenspeed: \x1b]0;title\x07: no such command")
+
+
+class ReportConfig(Config):
+    """The settings of a command of a plugin."""
+
+    report_path: str = setting("report.json", "running", "File for the report.", min_length=1)
+    report_key: str | None = setting(None, "running", "Key of the archive.", is_secret=True)
+
+
+def test_command_declares_its_own_settings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configs: list[ReportConfig] = []
+
+    def run(*, flags: dict[str, Any]) -> int:
+        configs.append(configure(ReportConfig, None, flags, None))
+        return 0
+
+    command = SettingsCommand(("tokenspeed report", "Report.", ()), lambda: run, ReportConfig)
+    monkeypatch.setenv("TOKENSPEED_REPORT_PATH", "a")
+    assert command(["--model", "m"]) == 0
+    assert command(["--report-path", "b"]) == 0
+    assert [config.report_path for config in configs] == ["a", "b"]
+    origins = [config.origin("report_path") for config in configs]
+    assert origins == ["TOKENSPEED_REPORT_PATH", "--report-path"]
+    engine = configs[0].for_engine()
+    assert (engine.model, engine.origin("model")) == ("m", "--model")
+    assert not {"report_path", "report_key"} & engine.to_wire()["values"].keys()
+    assert command(["--help=running"]) == 0
+    assert "--report-path TEXT" in capsys.readouterr().out
+
+
+def test_misspelled_secret_of_a_command_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENSPEED_REPORT_KEYS", "x")
+    with pytest.raises(ConfigError, match="TOKENSPEED_REPORT_KEY"):
+        configure(ReportConfig, None, {}, None)

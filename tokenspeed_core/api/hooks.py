@@ -62,7 +62,8 @@ class StepRecord:
 def adjust_config(config: Config) -> Mapping[str, Any] | None:
     """Return settings to change before the configuration is frozen.
 
-    Settings that the user set, and those that select plugins, cannot be changed.
+    Settings that the user set, and those that select plugins, cannot be changed. `config` has the settings of a server,
+    such as `port`, only in a server.
     """
 
 
