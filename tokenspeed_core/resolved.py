@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tokenspeed_core.api.cache_groups import CacheGroupSpec
+from tokenspeed_core.api.drafters import DraftModelInfo
 from tokenspeed_core.api.grammars import GrammarSpec
 from tokenspeed_core.api.models import KVScale
 from tokenspeed_core.api.parallel import ONE_PROCESS, ParallelLayout
@@ -13,6 +16,7 @@ from tokenspeed_core.checkpoint.resolve import ResolvedCheckpoint
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.drafting import DrafterChoice
 from tokenspeed_core.kernels.overrides import Override
+from tokenspeed_core.kv_cache.draft_groups import join_groups
 from tokenspeed_core.plugins.entry import Entry
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 
@@ -34,6 +38,25 @@ class Resolved:
     grammars: tuple[Entry, GrammarSpec] | None = None  # the backend of structured output
     parallel: ParallelLayout = ONE_PROCESS
     drafter: DrafterChoice | None = None  # None: no speculative decoding
+
+    @property
+    def draft_model(self) -> DraftModelInfo | None:
+        """The drafter's model, if it is one."""
+        return None if self.drafter is None else self.drafter.model
+
+    @property
+    def cache_groups(self) -> tuple[CacheGroupSpec, ...]:
+        """The cache groups of the model, with the layers of the draft model."""
+        return self._joined()[0]
+
+    @property
+    def draft_groups(self) -> Mapping[str, str]:
+        """The cache group that holds each group of the draft model."""
+        return self._joined()[1]
+
+    def _joined(self) -> tuple[tuple[CacheGroupSpec, ...], Mapping[str, str]]:
+        draft = () if self.draft_model is None else self.draft_model.cache_groups
+        return join_groups(self.checkpoint.info.cache_groups, draft)
 
     @property
     def kv_dtype(self) -> str:

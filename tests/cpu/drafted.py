@@ -1,4 +1,4 @@
-"""Engines with a drafter that knows the answers, and their outputs."""
+"""Engines with a drafter that knows the answers, or with a draft model, and their outputs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tokenspeed_core.engine.engine import Engine
 from tokenspeed_core.engine.messages import Submit, TokenLogprobs
 from tokenspeed_core.kv_cache.manager import KVManager
 from tokenspeed_core.scheduler.drafts import DraftDepth, HostDrafts
+from tokenspeed_core.scheduler.model_drafts import ModelDrafts
 from tokenspeed_core.scheduler.policy import POLICIES
 from tokenspeed_core.scheduler.scheduler import Scheduler
 from tokenspeed_core.worker.local import LocalRunner
@@ -87,12 +88,12 @@ def make_engine(
     draft_depth: DraftDepth | None = None,
     **limits: Any,
 ) -> Engine:
-    """Return an engine on an empty runner."""
+    """Return an engine on an empty runner. Without a `drafter`, the draft model of the runner drafts if it may."""
     runner.forget()
     resolved = runner.resolved
     changed = replace(resolved.limits, max_drafts=max_drafts, **limits)
     kv = KVManager(
-        resolved.checkpoint.info.cache_groups,
+        resolved.cache_groups,
         runner.block_size,
         num_pages or runner.num_pages,
         blocks_per_page=runner.layout.blocks_per_page,
@@ -110,6 +111,10 @@ def make_engine(
                 scheduler.columns,
                 scheduler.sequences,
             )
+        )
+    elif max_drafts and resolved.draft_model is not None:
+        scheduler.use_drafts(
+            ModelDrafts(draft_depth or FixedDepth(max_drafts), changed, scheduler.columns)
         )
     return Engine(scheduler, runner, depth=depth)
 

@@ -1,17 +1,22 @@
 """The contract of drafters: they propose the next tokens of sequences, and the target model verifies them.
 
-A drafter changes how many steps an output takes, never the output. Imports no tensor library.
+A drafter changes how many steps an output takes, never the output. A `DrafterSpec` runs on the host, a
+`ModelDrafterSpec` names a model that runs on the device after each step. Imports no tensor library.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from tokenspeed_core.plugins.entry import load_target
 
 if TYPE_CHECKING:
+    from tokenspeed_core.api.cache_groups import CacheGroupSpec
+    from tokenspeed_core.api.models import ModelInfo, ModelSpec
     from tokenspeed_core.api.step import F32, I32
 
 
@@ -72,10 +77,9 @@ class Drafter(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class DrafterSpec:
-    """A drafter that runs on the host, registered in `tokenspeed.drafters` under the name of its algorithm."""
+class AnyDrafterSpec:
+    """A drafter of any kind, registered in `tokenspeed.drafters` under the name of its algorithm."""
 
-    load: str  # "module:factory"; `factory(context: DrafterContext)` returns a Drafter
     # "module:function"; `function(options)` raises ValueError, with the name and the rule, for wrong options
     check: str
 
@@ -83,7 +87,74 @@ class DrafterSpec:
         """Raise ValueError for wrong options."""
         load_target(self.check)(options)
 
+
+@dataclass(frozen=True, slots=True)
+class DrafterSpec(AnyDrafterSpec):
+    """A drafter that runs on the host."""
+
+    load: str  # "module:factory"; `factory(context: DrafterContext)` returns a Drafter
+
     def make(self, context: DrafterContext) -> Drafter:
         """Return a drafter. Raises ImportError, AttributeError, or the factory's exception."""
         drafter: Drafter = load_target(self.load)(context)
         return drafter
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCheckpoint:
+    """The target's checkpoint or that of a draft model.
+
+    `spec` and `info` are of its family, None if no installed family supports its architecture.
+    """
+
+    path: Path
+    config: Mapping[str, Any]  # config.json
+    spec: ModelSpec | None
+    info: ModelInfo | None
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRequest:
+    """What a drafter's `plan` decides from. `draft` is the checkpoint of `--speculative-draft-model-path`, if given."""
+
+    target: DraftCheckpoint
+    draft: DraftCheckpoint | None
+    options: Mapping[str, Any]
+
+
+class HiddenStates(StrEnum):
+    """The target's hidden states that a draft model reads."""
+
+    NONE = "none"  # it reads tokens only
+    LAST = "last"  # the result of the target's `forward`, [T, H]
+    LAYERS = "layers"  # the residual stream before `DraftModelInfo.layers`, concatenated, [T, layers * H]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModelInfo:
+    """A draft model (`tokenspeed_core.api.models.DraftModel`) and its needs.
+
+    The core adds the layers of `cache_groups` to the target's groups of equal parts and window, and keeps the other
+    groups next to them. The numbers of layers and parameters are those that the model adds to the target's.
+    """
+
+    load: str  # "module:class", called with `config`, a build context and the target model
+    config: Mapping[str, Any]
+    cache_groups: tuple[CacheGroupSpec, ...]
+    num_layers: int
+    num_parameters: int
+    weights: Path  # folder of the weights, read with the format of `--load-format`
+    hidden: HiddenStates
+    layers: tuple[int, ...] = ()  # for HiddenStates.LAYERS
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDrafterSpec(AnyDrafterSpec):
+    """A drafter that is a model and runs on the device."""
+
+    # "module:function"; `function(request: DraftRequest)` returns a DraftModelInfo. It raises ValueError if the target
+    # or the draft model does not fit, and imports no tensor library.
+    plan: str
+    needs_checkpoint: (
+        bool  # whether `--speculative-draft-model-path` must be given; otherwise it is refused
+    )

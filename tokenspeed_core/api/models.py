@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from tokenspeed_core.plugins.entry import load_target
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
     from tokenspeed_core.api.cache_groups import CacheGroupSpec
+    from tokenspeed_core.api.drafters import DraftModelInfo
     from tokenspeed_core.api.parallel import Collective, ProcessGroup
     from tokenspeed_core.api.quantization import QuantizationScheme
 
@@ -50,12 +55,28 @@ class ModelSpec:
     The family named `ANY_ARCHITECTURE` is used for architectures that no other installed family supports. If it
     `runs_remote_code`, `--trust-remote-code` puts the checkpoint's folder into `config`, under the key
     "trust_remote_code"; all other families refuse that flag.
+
+    `mtp` is "module:function" of a family whose checkpoints may contain layers for multi-token prediction. It takes
+    config.json and the checkpoint's folder and returns their `DraftModelInfo`, or raises ValueError if there are none.
     """
+
+    def make(self, config: Mapping[str, Any], build: BuildContext) -> Model:
+        """Build a model. Raises what its constructor raises."""
+        model: Model = load_target(self.load)(config, build)
+        return model
+
+    def plan_mtp(self, config: Mapping[str, Any], path: Path) -> DraftModelInfo:
+        """Return a checkpoint's layers for multi-token prediction. Raises ValueError if it has none."""
+        if self.mtp is None:
+            raise ValueError(f"{self.architecture} has no layers for multi-token prediction")
+        info: DraftModelInfo = load_target(self.mtp)(config, path)
+        return info
 
     architecture: str
     describe: str
     load: str
     runs_remote_code: bool = False
+    mtp: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +117,7 @@ class WeightReader(Protocol):
     """Yields the (name, tensor) pairs of a checkpoint directory, one at a time, on the CPU."""
 
     def __call__(
-        self, path: str, model: Model, report: Callable[[int, int], None]
+        self, path: str, model: Model | DraftModel, report: Callable[[int, int], None]
     ) -> Iterable[tuple[str, torch.Tensor]]:
         """Yield weights; call `report(bytes_done, bytes_total)` while reading."""
 
@@ -243,3 +264,53 @@ class Model(Protocol):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [R, vocab] (in the model's dtype or float32) for rows of hidden states [R, hidden]."""
+
+
+@runtime_checkable
+class CapturingModel(Protocol):
+    """A `Model` whose residual stream a draft model can read."""
+
+    def forward_and_capture(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, layers: tuple[int, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the hidden states [T, hidden] of all tokens, and the residual stream before some layers.
+
+        The latter is concatenated, [T, len(layers) * hidden].
+        """
+
+
+class DraftModel(Protocol):
+    """A model that drafts tokens after each step of a target model.
+
+    It computes its cache entries for the positions that the target computes, in the same step. A model that reads hidden
+    states gets, for the hidden state of a position, the token that follows it; for the newest position of a sequence
+    that is the token that was just chosen. Otherwise it gets the token of the position itself.
+    """
+
+    def __init__(self, config: Mapping[str, Any], build: BuildContext, target: Model) -> None:
+        """Allocate parameters, or share those of the target, and bind kernels. Layers are counted from 0."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy the weights of its folder; names of other models are ignored. Raises ValueError as `Model` does."""
+
+    def begin(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map the target's hidden states [T, W] to those that `forward` takes, [T, H].
+
+        It is not called for a model that reads tokens only.
+        """
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor | None,
+        wanted: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return hidden states [R, H] of `wanted`, int64 [R] among the T tokens (None: all), and write the cache.
+
+        token_ids and positions are int64 [T], hidden is [T, H] (None if it reads tokens only). The next pass takes the
+        result as its hidden states.
+        """
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits [R, V] of the target's vocabulary for rows [R, H] of `forward`."""

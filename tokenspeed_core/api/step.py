@@ -80,6 +80,20 @@ class PromptTargets:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class NextDrafts:
+    """The work of a draft model after a step: its cache entries of the step, then draft tokens for the next one.
+
+    It makes `num_drafts` tokens for each row that samples, and keeps them on the device. `following` [chunk rows] are the
+    prompt tokens after chunks; those of rows that sample are not used. `capacity` [S] counts the tokens that the row's
+    blocks hold: entries behind them are not kept.
+    """
+
+    num_drafts: int
+    following: I32
+    capacity: I32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
     """One step of S rows: decodes first, then chunks of prompts.
 
@@ -110,6 +124,7 @@ class StepPlan:
     num_draft_tokens: int = 0  # of all decode rows
     # [num_draft_tokens] the draft tokens in row order; None: none, or the device has them
     draft_token_ids: I32 | None = None
+    next_drafts: NextDrafts | None = None  # None: no draft model runs
 
     @property
     def num_rows(self) -> int:

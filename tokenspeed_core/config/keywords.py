@@ -12,6 +12,9 @@ class EngineKeywords(TypedDict, total=False):
     speculative_algorithm: str | None
     speculative_num_draft_tokens: int | None
     speculative_config: Mapping[str, Any] | None
+    speculative_draft_model_path: str | None
+    drafter_attention_backend: str | Sequence[str] | Mapping[str, str | Sequence[str]]
+    draft_moe_backend: str | Sequence[str] | Mapping[str, str | Sequence[str]]
     tensor_parallel_size: int | None
     attn_tp_size: int | None
     dense_tp_size: int | None

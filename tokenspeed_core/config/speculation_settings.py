@@ -15,6 +15,7 @@ from pydantic import (
     model_validator,
 )
 
+from tokenspeed_core.config.backends import AUTO, BackendChoice
 from tokenspeed_core.config.readers import json_value
 from tokenspeed_core.config.settings import Settings, setting
 
@@ -24,12 +25,14 @@ MAX_DRAFTS = 64
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """The drafter that the settings name. `flag` is the flag that names it."""
+    """The drafter that the settings name. `flag` is the flag that names it, `model_flag` the one for its model."""
 
     drafter: str
     max_drafts: int
     options: Mapping[str, Any]
     flag: str
+    draft_model: str | None
+    model_flag: str
 
 
 class SpeculativeConfig(BaseModel):
@@ -39,6 +42,7 @@ class SpeculativeConfig(BaseModel):
 
     method: str = Field(min_length=1)
     num_speculative_tokens: int | None = Field(default=None, ge=1, le=MAX_DRAFTS)
+    model: str | None = Field(default=None, min_length=1)
 
 
 class SpeculationSettings(Settings):
@@ -64,8 +68,30 @@ class SpeculationSettings(Settings):
     speculative_config: Annotated[SpeculativeConfig | None, BeforeValidator(json_value)] = setting(
         None,
         "speculation",
-        "Drafter as a JSON object: method, num_speculative_tokens, and its options.",
+        "Drafter as JSON: method, num_speculative_tokens, model, and its options.",
         takes="JSON",
+    )
+    speculative_draft_model_path: str | None = setting(
+        None,
+        "speculation",
+        "Path or Hugging Face repo id of the draft model, if the drafter needs one.",
+        min_length=1,
+    )
+
+    drafter_attention_backend: BackendChoice = setting(
+        {"default": AUTO},
+        "speculation",
+        "Attention backends of the draft model; default: --attention-backend.",
+        narrow=("prefill", "decode"),
+        kind="kernels.attention",
+        takes="NAME[,NAME...]",
+    )
+    draft_moe_backend: BackendChoice = setting(
+        {"default": AUTO},
+        "speculation",
+        "Mixture-of-experts backends of the draft model; default: --moe-backend.",
+        kind="kernels.moe",
+        takes="NAME[,NAME...]",
     )
 
     @model_validator(mode="after")
@@ -75,6 +101,15 @@ class SpeculationSettings(Settings):
             raise ValueError(
                 "--speculative-config and --speculative-algorithm both name a drafter; use one"
             )
+        if self.speculative_draft_model_path is not None:
+            if given is not None:
+                raise ValueError(
+                    "--speculative-draft-model-path has no effect with --speculative-config; set model there"
+                )
+            if self.speculative_algorithm is None:
+                raise ValueError(
+                    "--speculative-draft-model-path has no effect without --speculative-algorithm"
+                )
         if self.speculative_num_draft_tokens is not None:
             if given is not None:
                 raise ValueError(
@@ -96,10 +131,17 @@ class SpeculationSettings(Settings):
                 given.num_speculative_tokens or DEFAULT_MAX_DRAFTS,
                 given.model_extra or {},
                 "--speculative-config",
+                given.model,
+                "model in --speculative-config",
             )
         if self.speculative_algorithm is None:
             return None
         num_tokens = self.speculative_num_draft_tokens or 1 + DEFAULT_MAX_DRAFTS
         return Speculation(
-            self.speculative_algorithm, num_tokens - 1, {}, "--speculative-algorithm"
+            self.speculative_algorithm,
+            num_tokens - 1,
+            {},
+            "--speculative-algorithm",
+            self.speculative_draft_model_path,
+            "--speculative-draft-model-path",
         )

@@ -2,49 +2,108 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tokenspeed_core.api.drafters import Drafter, DrafterContext, DrafterSpec
+from tokenspeed_core.api.drafters import (
+    AnyDrafterSpec,
+    DraftCheckpoint,
+    Drafter,
+    DrafterContext,
+    DrafterSpec,
+    DraftModelInfo,
+    DraftRequest,
+    ModelDrafterSpec,
+)
 from tokenspeed_core.config.speculation_settings import Speculation
 from tokenspeed_core.errors import ConfigError
 from tokenspeed_core.plugins.catalog import Catalog, make
-from tokenspeed_core.plugins.entry import Entry
+from tokenspeed_core.plugins.entry import Entry, load_target
 from tokenspeed_core.scheduler.draft_depth import AdaptiveDepth
-from tokenspeed_core.scheduler.drafts import HostDrafts
+from tokenspeed_core.scheduler.drafts import DraftSource, HostDrafts
+from tokenspeed_core.scheduler.model_drafts import ModelDrafts
 from tokenspeed_core.scheduler.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterChoice:
-    """A drafter with its settings. `max_drafts` is the number of draft tokens of a row at most."""
+    """A drafter with its settings. `max_drafts` is the number of draft tokens of a row at most.
+
+    `model` is set if the drafter is a model on the device.
+    """
 
     entry: Entry
-    spec: DrafterSpec
+    spec: AnyDrafterSpec
     max_drafts: int
     options: Mapping[str, Any]
+    model: DraftModelInfo | None = None
 
     def __str__(self) -> str:
         """Describe the choice for the log."""
         return f"{self.entry}, at most {self.max_drafts} draft tokens"
 
 
-def find_drafter(wanted: Speculation | None, catalog: Catalog) -> DrafterChoice | None:
-    """Return the drafter that the settings name, if any. Raises PluginError, and ConfigError for its options."""
+def find_drafter(
+    wanted: Speculation | None,
+    catalog: Catalog,
+    target: DraftCheckpoint,
+    resolve_draft: Callable[[str], DraftCheckpoint],
+) -> DrafterChoice | None:
+    """Return the drafter that the settings name, if any.
+
+    `resolve_draft` finds the checkpoint of a draft model. Raises PluginError, ConfigError for the drafter's options and
+    for a model that does not fit the target, and what `resolve_draft` raises.
+    """
     if wanted is None:
         return None
     entry = catalog.get("drafters", wanted.drafter, flag=wanted.flag)
-    spec = catalog.need(entry, DrafterSpec)
+    spec = catalog.need(entry, AnyDrafterSpec)
     try:
         spec.check_options(wanted.options)
     except ValueError as error:
         raise ConfigError(f"{wanted.flag}: {error}") from error
-    return DrafterChoice(entry, spec, wanted.max_drafts, wanted.options)
+    needs_checkpoint = isinstance(spec, ModelDrafterSpec) and spec.needs_checkpoint
+    if needs_checkpoint and wanted.draft_model is None:
+        raise ConfigError(
+            f"{wanted.flag} {wanted.drafter} needs a draft model; give {wanted.model_flag}"
+        )
+    if wanted.draft_model is not None and not needs_checkpoint:
+        raise ConfigError(
+            f"{wanted.model_flag} has no effect with the drafter {wanted.drafter}; remove it"
+        )
+    model = None
+    if isinstance(spec, ModelDrafterSpec):
+        draft = None if wanted.draft_model is None else resolve_draft(wanted.draft_model)
+        request = DraftRequest(target, draft, wanted.options)
+        plan = spec.plan
+        try:
+            model = make(
+                entry, plan, lambda: load_target(plan)(request), DraftModelInfo, (ValueError,)
+            )
+        except ValueError as error:
+            raise ConfigError(f"{wanted.flag} {wanted.drafter}: {error}") from error
+    return DrafterChoice(entry, spec, wanted.max_drafts, wanted.options, model)
 
 
 def use_drafter(scheduler: Scheduler, choice: DrafterChoice) -> None:
     """Make a drafter, and give the scheduler's rows its draft tokens. Raises PluginError."""
+    limits = scheduler.limits
+    depth = AdaptiveDepth(limits.max_num_seqs, choice.max_drafts)
+    drafts: DraftSource
+    if choice.model is not None:
+        drafts = ModelDrafts(depth, limits, scheduler.columns)
+    else:
+        assert isinstance(choice.spec, DrafterSpec), "a drafter is a model or runs on the host"
+        drafter = _make(choice, choice.spec, scheduler)
+        drafts = HostDrafts(
+            drafter, str(choice.entry), depth, limits, scheduler.columns, scheduler.sequences
+        )
+    scheduler.use_drafts(drafts)
+
+
+def _make(choice: DrafterChoice, spec: DrafterSpec, scheduler: Scheduler) -> Drafter:
+    """Return a drafter on the host. Raises PluginError."""
     limits = scheduler.limits
     context = DrafterContext(
         limits.vocab_size,
@@ -54,14 +113,4 @@ def use_drafter(scheduler: Scheduler, choice: DrafterChoice) -> None:
         choice.options,
     )
     expected: type[Drafter] = Drafter  # type: ignore[type-abstract]
-    drafter = make(choice.entry, choice.spec.load, lambda: choice.spec.make(context), expected)
-    scheduler.use_drafts(
-        HostDrafts(
-            drafter,
-            str(choice.entry),
-            AdaptiveDepth(limits.max_num_seqs, choice.max_drafts),
-            limits,
-            scheduler.columns,
-            scheduler.sequences,
-        )
-    )
+    return make(choice.entry, spec.load, lambda: spec.make(context), expected)

@@ -8,20 +8,22 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenspeed_core import logs
+from tokenspeed_core.api.drafters import DraftCheckpoint
 from tokenspeed_core.api.step import Runner
+from tokenspeed_core.checkpoint.draft import resolve_draft
 from tokenspeed_core.checkpoint.kv_scales import find_kv_scales
 from tokenspeed_core.checkpoint.quantization import find_quantization
 from tokenspeed_core.checkpoint.resolve import resolve_checkpoint
 from tokenspeed_core.config import C, Config
-from tokenspeed_core.config.backends import AUTO
-from tokenspeed_core.config.build import called
 from tokenspeed_core.config.parallel_settings import LOCAL
 from tokenspeed_core.config.settings import flag
+from tokenspeed_core.engine.backends import read_overrides
 from tokenspeed_core.engine.drafting import find_drafter, use_drafter
 from tokenspeed_core.engine.engine import MAX_FAILURES, Engine
 from tokenspeed_core.engine.grammars import GrammarBackend, Grammars, find_backend
@@ -32,7 +34,6 @@ from tokenspeed_core.errors import CapacityError, CheckpointError, ConfigError, 
 from tokenspeed_core.executor import DistributedRunner, Ranks, start_ranks
 from tokenspeed_core.executor.messages import Agreed, Rendezvous
 from tokenspeed_core.kernels.error_attribution import no_finite_logits
-from tokenspeed_core.kernels.overrides import Override
 from tokenspeed_core.kernels.table import kernel_table
 from tokenspeed_core.kv_cache.manager import KVManager
 from tokenspeed_core.plugins.catalog import Catalog
@@ -140,7 +141,13 @@ def resolve(
         max_model_len=max_model_len,
         dtype=info.dtype if config.dtype == "auto" else config.dtype,
     )
-    drafter = find_drafter(config.speculation(), catalog)
+    target = DraftCheckpoint(checkpoint.path, checkpoint.config, checkpoint.spec, info)
+    drafter = find_drafter(
+        config.speculation(),
+        catalog,
+        target,
+        partial(resolve_draft, config=config, catalog=catalog, with_weights=with_weights),
+    )
     limits = SchedulerLimits(
         config.max_num_seqs,
         max_model_len,
@@ -158,7 +165,9 @@ def resolve(
         checkpoint=checkpoint,
         limits=limits,
         quantization=find_quantization(config.quantization, checkpoint, catalog),
-        overrides=read_overrides(config),
+        overrides=read_overrides(
+            config, has_draft_model=drafter is not None and drafter.model is not None
+        ),
         kv_scales=find_kv_scales(config, checkpoint, catalog),
         policy=find_policy(config.schedule_policy, catalog),
         num_threads=num_threads,
@@ -237,7 +246,7 @@ def _start(
     else:
         runner = _build_distributed(resolved, catalog, progress, ranks)
     kv = KVManager(
-        info.cache_groups,
+        resolved.cache_groups,
         runner.block_size,
         runner.num_pages,
         blocks_per_page=runner.layout.blocks_per_page,
@@ -362,22 +371,6 @@ def prepare_torch() -> None:
     # By default idle OpenMP threads spin. On a CPU that another program shares, that makes a step several
     # times as long; on a dedicated one, sleeping costs about a tenth.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
-
-def read_overrides(config: Config) -> tuple[Override, ...]:
-    """Return the backends that the user chose. Raises ConfigError."""
-    found: list[Override] = []
-    for family in ("attention", "moe", "sampling"):
-        _, origin = called(family, config.origin(f"{family}_backend"))
-        for key, names in getattr(config, f"{family}_backend").items():
-            scope = "" if key == "default" else f".{key}"
-            if scope or names != AUTO:
-                written = f"--{family}-backend{scope}{origin}"
-                found.append(Override.parse(f"{family}{scope}", names, written))
-    _, origin = called("kernel", config.origin("kernel_backend"))
-    for scope, names in config.kernel_backend.items():
-        found.append(Override.parse(scope, names, f"--kernel-backend {scope}{origin}"))
-    return tuple(found)
 
 
 def _grammar_backend(resolved: Resolved) -> GrammarBackend | None:

@@ -20,7 +20,8 @@ class Override:
 
     Without "auto", no other backend is used. `phase` or `format` restricts the override; None means any. A format is
     a dtype of the problem ("bf16") or the suffix of ops' names ("fp8" is `linear_fp8` in the family linear). `flag`
-    is the flag as the user typed it.
+    is the flag as the user typed it. `for_draft` restricts it to the layers of the draft model, where it precedes all
+    others.
     """
 
     target: str
@@ -28,9 +29,12 @@ class Override:
     flag: str
     phase: str | None = None
     format: str | None = None
+    for_draft: bool = False
 
     @classmethod
-    def parse(cls, scope: str, backends: tuple[str, ...], flag: str = "") -> Override:
+    def parse(
+        cls, scope: str, backends: tuple[str, ...], flag: str = "", *, for_draft: bool = False
+    ) -> Override:
         """Read a scope such as "add_rms_norm", "attention.decode" or "moe.fp8". Raises ConfigError."""
         flag = flag or f"--kernel-backend {scope}"
         match = _SCOPE.match(scope)
@@ -44,7 +48,7 @@ class Override:
                 f"{flag} {','.join(backends)}: backends after auto are never tried; put auto last."
             )
         target, phase, number_format = match.groups()
-        return cls(target, backends, flag, phase, number_format)
+        return cls(target, backends, flag, phase, number_format, for_draft)
 
     def names_op(self, contract: OpContract) -> bool:
         """Return whether the target is this op and not its family."""

@@ -51,7 +51,8 @@ class Selector:
     Candidates are tried in this order: the user's list; for "auto", measured `rankings` for this compute capability,
     then kernels for fewer platforms and a narrower range of hardware, then the op's reference; ties go by distribution
     name. "auto" does not choose a kernel that `needs_ranking` and has none. `options` are the user's backend options by
-    "backend.key". `needs` are features that every kernel must have ("graph_safe"). `hint` is added to errors.
+    "backend.key". `needs` are features that every kernel must have ("graph_safe"). `hint` is added to errors. Layers
+    from `first_draft_layer` on are those of the draft model.
     """
 
     kernels: Sequence[InstalledKernel]
@@ -63,6 +64,7 @@ class Selector:
     ops: Mapping[str, OpContract] = field(default_factory=common_ops)
     needs: frozenset[str] = frozenset()
     hint: str = ""
+    first_draft_layer: int | None = None
     module_exists: Callable[[str], bool] = has_module
     _applied: set[Override] = field(default_factory=set, init=False)
     _decided: dict[Hashable, tuple[Choice | None, PlannedOp]] = field(
@@ -104,7 +106,7 @@ class Selector:
         if any(override.names_op(part) for override in self.overrides for part in parts):
             return None
         fused, planned = self._choose(contract, problem, layer)
-        override = self._override(contract, problem)
+        override = self._override(contract, problem, layer)
         if fused is not None or override is None:
             return fused
         if override.names_op(contract) and "auto" not in override.backends:
@@ -180,8 +182,9 @@ class Selector:
         self, contract: OpContract, problem: Problem, layer: int | None
     ) -> tuple[Choice | None, PlannedOp]:
         contract.check(problem)
-        override = self._override(contract, problem)
-        key = (contract.name, tuple(sorted(problem.items())))
+        override = self._override(contract, problem, layer)
+        is_draft = override is not None and override.for_draft
+        key = (contract.name, tuple(sorted(problem.items())), is_draft)
         if key not in self._decided:
             self._decided[key] = self._decide(contract, problem, override)
         if layer is not None:
@@ -253,9 +256,18 @@ class Selector:
         found = (r for r in self.rankings if (r.op, r.phase, r.compute_capability) == key)
         return {backend: figure for ranking in found for backend, figure in ranking.figures}
 
-    def _override(self, contract: OpContract, problem: Problem) -> Override | None:
+    def _override(
+        self, contract: OpContract, problem: Problem, layer: int | None
+    ) -> Override | None:
         """Return the most specific override for a problem. Raises SelectionError if two are equally specific."""
-        found = [each for each in self.overrides if each.applies(contract, problem)]
+        first = self.first_draft_layer
+        is_draft = first is not None and layer is not None and layer >= first
+        found = [
+            each
+            for each in self.overrides
+            if each.applies(contract, problem) and (is_draft or not each.for_draft)
+        ]
+        found = [each for each in found if each.for_draft] or found
         found.sort(key=lambda each: each.specificity(contract), reverse=True)
         self._applied.update(found)
         if not found:

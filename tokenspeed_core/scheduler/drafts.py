@@ -29,6 +29,12 @@ class DraftSource(Protocol):
     def take(self, slots: I32, counts: I32) -> I32 | None:
         """Return the first `counts[i]` draft tokens of each row, concatenated; None: the device has them."""
 
+    def next_drafts(self, slots: I32) -> int | None:
+        """Return how many draft tokens the device makes after a step for each row that samples, which are `slots`.
+
+        None: no draft model runs.
+        """
+
     def observe(self, slots: I32, num_drafts: I32, num_accepted: I32) -> None:
         """Learn how many draft tokens of some rows the model accepted."""
 
@@ -139,6 +145,10 @@ class HostDrafts:
         """Return the first `counts[i]` draft tokens that `count` found for each row, concatenated."""
         ids: I32 = self._ids[slots][np.arange(self._limits.max_drafts) < counts[:, None]]
         return ids
+
+    def next_drafts(self, slots: I32) -> int | None:
+        """Return None: no draft model runs."""
+        return None
 
     def observe(self, slots: I32, num_drafts: I32, num_accepted: I32) -> None:
         """Pass the numbers on to the depth."""

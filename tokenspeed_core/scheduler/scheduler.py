@@ -191,6 +191,8 @@ class Scheduler:
         )
         self._plan_admissions(builder, left)
         if not builder.is_empty:
+            if self.drafts is not None:
+                self._plan_next_drafts(builder, self.drafts)
             return builder
         if self.num_preemptions == num_preemptions:
             self._check_progress()
@@ -244,6 +246,20 @@ class Scheduler:
         if builder.set_decodes(slots, num_query, start):
             assert self.drafts is not None, "the policy cannot add draft tokens"
             builder.set_drafts(self.drafts.take(slots, num_query - 1))
+
+    def _plan_next_drafts(self, builder: StepPlanBuilder, drafts: DraftSource) -> None:
+        """Let a draft model follow the step, with blocks for its draft tokens if there are enough pages."""
+        slots = builder.sampling_slots()
+        num_drafts = drafts.next_drafts(slots)
+        if num_drafts is None:
+            return
+        columns, kv = self.columns, self.kv
+        end = np.minimum(columns.num_bound[slots] + num_drafts, columns.max_len[slots])
+        # Enough pages are left to decode: draft tokens never cause a preemption.
+        if num_drafts and kv.pool.num_available >= 2 * kv.num_groups * self.sequences.num_running:
+            for i in np.flatnonzero(end > columns.capacity[slots]):
+                self._extend(builder, int(slots[i]), 0, int(end[i]))
+        builder.set_next_drafts(num_drafts)
 
     def _plan_chunk(self, builder: StepPlanBuilder, slot: int, num_tokens: int) -> None:
         """Plan the next `num_tokens` known tokens of a slot, or fewer if tokens or pages run out."""

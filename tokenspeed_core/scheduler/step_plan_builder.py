@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tokenspeed_core.api.step import I32, BlockDelta, Bool, PromptTargets, StepPlan
+from tokenspeed_core.api.step import I32, BlockDelta, Bool, NextDrafts, PromptTargets, StepPlan
 from tokenspeed_core.kv_cache.lease import ABSENT, BlockLease
 from tokenspeed_core.kv_cache.manager import TableEntries
 from tokenspeed_core.scheduler.columns import SlotColumns
@@ -76,6 +76,7 @@ class StepPlanBuilder:
         self._decode_start = _NONE
         self._num_draft_tokens = 0
         self._draft_token_ids: I32 | None = None
+        self._num_next_drafts: int | None = None
         self._chunks: list[_Chunk] = []
         self._scored: list[_Scored] = []
         self._changes = [_TableChanges() for _ in range(num_groups)]
@@ -104,6 +105,15 @@ class StepPlanBuilder:
     def set_drafts(self, token_ids: I32 | None) -> None:
         """Set the draft tokens of the decode rows; None: the device has them."""
         self._draft_token_ids = token_ids
+
+    def set_next_drafts(self, num_drafts: int) -> None:
+        """Let a draft model follow the step, and draft tokens for each row that samples."""
+        self._num_next_drafts = num_drafts
+
+    def sampling_slots(self) -> I32:
+        """Return the slots of the rows that sample."""
+        last = [chunk.slot for chunk in self._chunks if chunk.is_last]
+        return np.concatenate((self._decode_slots, np.asarray(last, np.int32)))
 
     def add_chunk(self, slot: int, start: int, end: int, *, is_last: bool) -> None:
         """Add a chunk row for the known tokens `[start, end)`; the last chunk samples."""
@@ -170,6 +180,21 @@ class StepPlanBuilder:
             prompt_targets=self._prompt_targets() if self._scored else None,
             num_draft_tokens=self._num_draft_tokens,
             draft_token_ids=self._draft_token_ids,
+            next_drafts=self._next_drafts(slots),
+        )
+
+    def _next_drafts(self, slots: I32) -> NextDrafts | None:
+        if self._num_next_drafts is None:
+            return None
+        tokens = self._columns.tokens
+        # The token behind a prompt is not known, and not used.
+        following = [
+            0 if chunk.is_last else tokens[chunk.slot, chunk.end] for chunk in self._chunks
+        ]
+        return NextDrafts(
+            self._num_next_drafts,
+            np.asarray(following, np.int32),
+            self._columns.capacity[slots],
         )
 
     def _prompt_targets(self) -> PromptTargets:

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from tokenspeed_core.api.attention import AttentionLimits
+from tokenspeed_core.api.drafters import HiddenStates
 from tokenspeed_core.api.kernels import PlatformInfo
 from tokenspeed_core.api.logits_processors import LogitsProcessor, LogitsProcessorContext
-from tokenspeed_core.api.models import Model
+from tokenspeed_core.api.models import CapturingModel, DraftModel, Model
 from tokenspeed_core.engine.logits_processors import LogitsProcessorTable
 from tokenspeed_core.errors import CheckpointError, TokenSpeedError
 from tokenspeed_core.kernels.installed import (
@@ -27,6 +28,7 @@ from tokenspeed_core.plugins.catalog import Catalog, make
 from tokenspeed_core.plugins.entry import load_target
 from tokenspeed_core.resolved import Resolved
 from tokenspeed_core.worker.build import ModelBuild, solve_block_size
+from tokenspeed_core.worker.draft_build import DraftBuild
 from tokenspeed_core.worker.logits_processors import load_processors
 from tokenspeed_core.worker.memory import PoolLimits
 from tokenspeed_core.worker.platform import describe_device, resolve_device
@@ -40,6 +42,7 @@ class Assembly:
 
     resolved: Resolved
     model: Model
+    draft_model: DraftModel | None
     build: ModelBuild
     selector: Selector
     block_size: int
@@ -95,6 +98,7 @@ def assemble(
         ops=installed_ops(catalog),
         needs=needs,
         hint=how_to_get_kernels(catalog),
+        first_draft_layer=checkpoint.info.num_layers,
     )
     chosen = selector()
     where = torch.device("meta") if only_plan else device
@@ -114,6 +118,7 @@ def assemble(
         )
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from error
+    draft = _draft_model(resolved, build, model)
     method = resolved.quantization
     if method is not None and not any(build.schemes.values()):
         raise CheckpointError(
@@ -126,6 +131,7 @@ def assemble(
     assembly = Assembly(
         resolved,
         model,
+        draft,
         build,
         chosen,
         block_size,
@@ -141,6 +147,36 @@ def assemble(
     )
     chosen.check()
     return assembly
+
+
+def _draft_model(resolved: Resolved, build: ModelBuild, target: Model) -> DraftModel | None:
+    """Build the drafter's model, if it is one. Raises CheckpointError if it does not fit the target."""
+    choice, info = resolved.drafter, resolved.draft_model
+    if choice is None or info is None:
+        return None
+    if info.hidden == HiddenStates.LAYERS and not isinstance(target, CapturingModel):
+        raise CheckpointError(
+            f"{choice.entry} reads hidden states of layers, which {resolved.checkpoint.info.architecture} does not "
+            "return. Choose another drafter."
+        )
+    context = DraftBuild(
+        build,
+        resolved.checkpoint.info.num_layers,
+        resolved.draft_groups,
+        is_quantized=info.weights == resolved.checkpoint.path,
+    )
+    try:
+        model: Any = make(
+            choice.entry,
+            info.load,
+            lambda: load_target(info.load)(info.config, context, target),
+            object,
+            (ValueError, TokenSpeedError, torch.OutOfMemoryError),
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{info.weights}: {error}") from error
+    draft: DraftModel = model
+    return draft
 
 
 def _processors(

@@ -16,7 +16,7 @@ from tokenspeed_core.api.cache_groups import (
     local_cache_group,
 )
 from tokenspeed_core.api.kernels import PHASES
-from tokenspeed_core.api.models import LatentSizes, Rotation
+from tokenspeed_core.api.models import KVScale, LatentSizes, Rotation
 from tokenspeed_core.api.ops import Problem
 from tokenspeed_core.api.parallel import Collective, CommGroup, ProcessGroup
 from tokenspeed_core.api.quantization import QuantizationScheme
@@ -69,7 +69,7 @@ class ModelBuild:
         self._architecture = info.architecture
         num_processes = resolved.parallel.group("attn").size
         self._group_specs = {
-            group.name: local_cache_group(group, num_processes) for group in info.cache_groups
+            group.name: local_cache_group(group, num_processes) for group in resolved.cache_groups
         }
         self.groups = {name: AttentionGroup(spec) for name, spec in self._group_specs.items()}
         self._kv_scales = resolved.kv_scales
@@ -88,9 +88,9 @@ class ModelBuild:
         """The layers that keep a part of the KV cache."""
         return [*self.layers, *self.latent_layers]
 
-    def each_layer(self, num_layers: int) -> Iterator[int]:
-        """Yield the layers from 0, so that the kernel plan knows which layer asks for an op."""
-        for self._layer in range(num_layers):
+    def each_layer(self, num_layers: int, first: int = 0) -> Iterator[int]:
+        """Yield the layers from `first` on, so that the kernel plan knows which layer asks for an op."""
+        for self._layer in range(first, first + num_layers):
             yield self._layer
         self._layer = None
 
@@ -177,7 +177,7 @@ class ModelBuild:
             scale,
             window,
             rotation,
-            self._kv_scales[layer] if self._kv_scales else UNSCALED,
+            self._kv_scale(layer),
             soft_cap,
             sinks,
             is_chunked,
@@ -191,12 +191,16 @@ class ModelBuild:
         """Register a layer's latent attention. Raises CheckpointError as `attention` does."""
         width = sizes.latent_size + sizes.rope_size
         index = self._next_index(layer, group, (CachePart("latent", (width,)),))
-        kv_scale = self._kv_scales[layer].key if self._kv_scales else 1.0
+        kv_scale = self._kv_scale(layer).key
         call = LatentLayer(
             self.groups[group], index, layer, sizes, scale, self._max_expanded, kv_scale
         )
         self.latent_layers.append(call)
         return call
+
+    def _kv_scale(self, layer: int) -> KVScale:
+        """Return a layer's divisors in the cache. Checkpoints have none for layers of draft models."""
+        return self._kv_scales[layer] if layer < len(self._kv_scales) else UNSCALED
 
     def _num_layers(self, group: str) -> int:
         """Return the number of layers that use a cache group so far."""

@@ -14,7 +14,6 @@ from tokenspeed_core.api.step import (
     I64,
     LateInputs,
     OutOfMemory,
-    PromptTargets,
     StepFailed,
     StepPlan,
     StepResult,
@@ -23,6 +22,7 @@ from tokenspeed_core.kernels.error_attribution import attribute_error
 from tokenspeed_core.kernels.plan import KernelPlan
 from tokenspeed_core.worker.assemble import Assembly
 from tokenspeed_core.worker.attention import bind_arena
+from tokenspeed_core.worker.draft_model import DraftContext, DraftRunner, TargetStep
 from tokenspeed_core.worker.graphs import GraphContext, GraphLaunch, StepGraphs
 from tokenspeed_core.worker.inputs import EagerInputs, StepInputs
 from tokenspeed_core.worker.masks import CudaMasks, HostMasks, Masks
@@ -55,6 +55,7 @@ class _Launched:
     at: I64 | None = None
     fetch: Fetch | None = None
     num_new: torch.Tensor | None = None  # with drafts, the new tokens of each row that samples
+    target: TargetStep | None = None  # the draft model follows the step
     logprobs: RawLogprobs | None = None
     prompt: RawPromptLogprobs | None = None
 
@@ -108,6 +109,7 @@ class LocalRunner:
             self._state, assembly.kernels, self.block_size, split, self._transfer
         )
         self._sampler = self._new_sampler()
+        self._drafter = self._new_drafter()
         self._graphs: StepGraphs | None = None
         self.resize(num_pages)
 
@@ -124,6 +126,9 @@ class LocalRunner:
         build = self._assembly.build
         bind_arena(build.cached_layers, self._arena, self.layout, build.kv_dtype)
         self.num_pages = num_pages
+        self._padding = [num_pages * each for each in self.layout.blocks_per_page]
+        if self._drafter is not None:
+            self._drafter.padding = self._padding
         self.forget()
 
     def capture(self, sizes: Sequence[BucketSize], progress: Callable[[int, int], None]) -> None:
@@ -153,7 +158,7 @@ class LocalRunner:
             self._graphs.invalidate()
         with torch.inference_mode():
             self._use_stream()
-            self._state.reset([self.num_pages * each for each in self.layout.blocks_per_page])
+            self._state.reset(self._padding)
         self._flags.reset()
         self._sampler = self._new_sampler()
 
@@ -181,8 +186,13 @@ class LocalRunner:
                 if step.rows is None:
                     # An empty copy, so that `collect` waits for the forward.
                     self._fetch(step, self._nothing)
+                    ids = None
                 else:
-                    self._sample(step, step.rows, late)
+                    ids = self._sample(step, step.rows, late)
+                # The host collects the step while the device drafts.
+                if step.target is not None and self._drafter is not None:
+                    self._drafter.follow(step.target, ids, step.num_new)
+                    step.target = None
         except (Exception, SystemExit) as error:  # as in forward
             del self._launched[step_id]
             raise self._failed(step_id, "sampling", error) from error
@@ -248,6 +258,24 @@ class LocalRunner:
             self._assembly.processors,
         )
 
+    def _new_drafter(self) -> DraftRunner | None:
+        """Return the runner of the draft model, if there is one."""
+        assembly, info = self._assembly, self.resolved.draft_model
+        if assembly.draft_model is None or info is None:
+            return None
+        used = set(self.resolved.draft_groups.values())
+        context = DraftContext(
+            state=self._state,
+            flags=self._flags,
+            groups=self._groups,
+            is_used=[group.spec.name in used for group in self._groups],
+            kernels=assembly.kernels,
+            transfer=self._transfer,
+            block_size=self.block_size,
+            max_model_len=self.resolved.limits.max_model_len,
+        )
+        return DraftRunner(assembly.draft_model, info, context)
+
     def _use_stream(self) -> None:
         """Make the runner's stream the current one of this thread; cheaper than a context manager."""
         if self._stream is not None:
@@ -271,37 +299,41 @@ class LocalRunner:
         inputs = self._inputs.make(plan)
         for group, group_inputs in zip(self._groups, inputs.groups, strict=True):
             group.begin(group_inputs)
-        if plan.prompt_targets is not None:
-            return self._forward_and_score(plan, inputs, plan.prompt_targets)
-        hidden = self._model.forward(inputs.token_ids, inputs.positions, inputs.logit_index)
-        if not len(inputs.rows.plan_rows):
-            return _Launched(plan, None, None)
-        logits = self._model.logits(hidden)
-        return _Launched(plan, logits, inputs.rows)
-
-    def _forward_and_score(
-        self, plan: StepPlan, inputs: StepInputs, targets: PromptTargets
-    ) -> _Launched:
-        """Run the model for the sampling rows and for the prompt tokens whose successors are scored."""
-        assert inputs.logit_index is not None, "a scored token is not the last of its row"
-        place, token_ids = self._transfer.send(
-            (query_tokens(plan, targets), targets.token_ids.astype(np.int64))
-        )
-        wanted = torch.cat((inputs.logit_index, place))
-        hidden = self._model.forward(inputs.token_ids, inputs.positions, wanted)
-        num_rows = len(inputs.rows.plan_rows)
-        prompt = score_prompt(
-            self._model.logits,
-            hidden[num_rows:],
-            token_ids,
-            targets.width,
-            self.resolved.limits.vocab_size,
-        )
+        rows, targets = inputs.rows, plan.prompt_targets
+        wanted, place, token_ids = inputs.logit_index, self._nothing, self._nothing
+        if targets is not None:
+            assert wanted is not None, "a scored token is not the last of its row"
+            place, token_ids = self._transfer.send(
+                (query_tokens(plan, targets), targets.token_ids.astype(np.int64))
+            )
+            wanted = torch.cat((wanted, place))
+        hidden, target = self._run_model(plan, inputs, wanted)
+        num_rows, prompt = len(rows.plan_rows), None
+        if targets is not None:
+            prompt = score_prompt(
+                self._model.logits,
+                hidden[num_rows:],
+                token_ids,
+                targets.width,
+                self.resolved.limits.vocab_size,
+            )
+            hidden = hidden[:num_rows]
         if not num_rows:
-            return _Launched(plan, None, None, prompt=prompt)
-        return _Launched(plan, self._model.logits(hidden[:num_rows]), inputs.rows, prompt=prompt)
+            return _Launched(plan, None, None, prompt=prompt, target=target)
+        return _Launched(plan, self._model.logits(hidden), rows, prompt=prompt, target=target)
 
-    def _sample(self, step: _Launched, rows: SamplingRows, late: LateInputs | None) -> None:
+    def _run_model(
+        self, plan: StepPlan, inputs: StepInputs, wanted: torch.Tensor | None
+    ) -> tuple[torch.Tensor, TargetStep | None]:
+        """Return the hidden states of `wanted`, and the step for the draft model if it runs."""
+        if plan.next_drafts is None or self._drafter is None:
+            hidden = self._model.forward(inputs.token_ids, inputs.positions, wanted)
+            return hidden, None
+        hidden, states = self._drafter.read(self._model, inputs, wanted)
+        return hidden, TargetStep(plan, plan.next_drafts, inputs, states)
+
+    def _sample(self, step: _Launched, rows: SamplingRows, late: LateInputs | None) -> torch.Tensor:
+        """Choose tokens, and copy them to the host. Returns them, int32 [R]."""
         graph = step.graph
         if graph is not None:
             asked = self._flags.asked(rows.slots)
@@ -317,7 +349,7 @@ class LocalRunner:
                     graph.draw()
                 step.at, step.num_new = graph.at, graph.num_new
                 self._fetch(step, graph.ids)
-                return
+                return graph.ids
             logits = graph.logits()
             if graph.at is None:
                 step.logits = logits[: len(rows.plan_rows)]
@@ -330,6 +362,7 @@ class LocalRunner:
         step.logits = None
         step.logprobs, step.num_new = sampled.logprobs, sampled.num_new
         self._fetch(step, sampled.ids)
+        return sampled.ids
 
     def _fetch(self, step: _Launched, ids: torch.Tensor) -> None:
         scores = step.scores()

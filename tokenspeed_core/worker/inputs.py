@@ -221,6 +221,9 @@ class EagerInputs:
             ends,
             *state.layout.heads,
         )
+        if plan.draft_token_ids is None:
+            place = (positions[: len(rows)] - 1).clamp_(min=0)
+            token_ids[: len(rows)] = state.drafts[token_slots[: len(rows)], place]
         positions[: len(rows)] += row_positions[rows]
         token_ids.index_copy_(0, first, row_ids)
         bounds = _Bounds(plan, query_start, device_query_start, seq_lens)

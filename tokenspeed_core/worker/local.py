@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-from tokenspeed_core.api.models import Model, WeightReader
+from tokenspeed_core.api.models import DraftModel, Model, WeightReader
 from tokenspeed_core.api.quantization import QuantizationScheme
 from tokenspeed_core.api.step import OutOfMemory
 from tokenspeed_core.checkpoint.resolve import choose_format
@@ -27,7 +28,7 @@ from tokenspeed_core.worker.execute import LocalRunner
 from tokenspeed_core.worker.memory import GIB, DeviceBudget, pages_of_device, pages_of_host
 from tokenspeed_core.worker.platform import resolve_device
 from tokenspeed_core.worker.staged import BucketSize
-from tokenspeed_core.worker.warmup import WarmupStep, largest_step, warmup_steps
+from tokenspeed_core.worker.warmup import WarmupStep, largest_step, warmup_steps, with_next_drafts
 
 __all__ = ["LocalRunner", "build", "plan_only"]
 
@@ -68,7 +69,10 @@ def build(
         _log_kernel_notices(assembly.selector.plan(), device)
         # Before the weights, so that kernels compile while the weights load.
         assembly.build.bind_attention(assembly.limits)
-        _load_weights(assembly.model, resolved, catalog, progress)
+        _load_weights(assembly.model, resolved.checkpoint.path, resolved, catalog, progress)
+        info = resolved.draft_model
+        if assembly.draft_model is not None and info is not None:
+            _load_weights(assembly.draft_model, info.weights, resolved, catalog, progress)
     if device.type == "cpu":
         return LocalRunner(assembly, agree(_host_pages(assembly)))
     return _start_on_device(assembly, device, progress, agree)
@@ -149,9 +153,15 @@ def _room_for(what: str, hint: str) -> Iterator[None]:
         raise CapacityError(f"{what} does not fit in memory: {summary} {hint}.") from error
 
 
-def _load_weights(model: Model, resolved: Resolved, catalog: Catalog, progress: Progress) -> None:
-    """Load a model's weights. Raises CheckpointError."""
-    path, wanted = resolved.checkpoint.path, resolved.config.load_format
+def _load_weights(
+    model: Model | DraftModel,
+    path: Path,
+    resolved: Resolved,
+    catalog: Catalog,
+    progress: Progress,
+) -> None:
+    """Load a model's weights from a folder. Raises CheckpointError."""
+    wanted = resolved.config.load_format
     files = [file.name for file in path.iterdir()] if wanted == "auto" else []
     chosen = choose_format(files, wanted, catalog)
     entry = catalog.get("load_formats", chosen.name)
@@ -171,7 +181,8 @@ def _start_on_device(
     config, limits = assembly.resolved.config, assembly.resolved.limits
     decodes = (
         ()
-        if config.enforce_eager
+        # Captured steps return the hidden states of sampling rows only.
+        if config.enforce_eager or assembly.draft_model is not None
         else decode_sizes(
             limits.max_num_seqs, config.max_cudagraph_capture_size, config.cudagraph_capture_sizes
         )
@@ -234,9 +245,12 @@ def _measure(
 
 
 def _run(runner: LocalRunner, trial: WarmupStep) -> None:
-    runner.forward(trial.plan)
-    runner.sample(trial.plan.step_id, trial.late)
-    runner.collect(trial.plan.step_id)
+    plan = trial.plan
+    if runner.resolved.draft_model is not None:
+        plan = with_next_drafts(plan, runner.resolved.limits.max_drafts)
+    runner.forward(plan)
+    runner.sample(plan.step_id, trial.late)
+    runner.collect(plan.step_id)
 
 
 def _wanted_pages(assembly: Assembly) -> int | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tokenspeed_core.api.step import BlockDelta, LateInputs, SlotInits, StepPlan
+from tokenspeed_core.api.step import BlockDelta, LateInputs, NextDrafts, SlotInits, StepPlan
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 
 _NONE = np.zeros(0, np.int32)
@@ -66,6 +66,13 @@ def warmup_steps(limits: SchedulerLimits, num_groups: int) -> Iterator[WarmupSte
             yield WarmupStep(
                 _plan(num_groups, num_rows - 1, [min(5, limits.max_model_len)], None), None
             )
+
+
+def with_next_drafts(plan: StepPlan, num_drafts: int) -> StepPlan:
+    """Return a warm-up plan which a draft model follows. Its entries behind the step go to the padding page."""
+    no_chunks = np.zeros(plan.num_rows - plan.num_decodes, np.int32)
+    following = NextDrafts(num_drafts, no_chunks, np.zeros(plan.num_rows, np.int32))
+    return replace(plan, next_drafts=following)
 
 
 def _largest_with_drafts(limits: SchedulerLimits, num_groups: int) -> WarmupStep:

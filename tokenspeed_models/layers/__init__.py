@@ -15,6 +15,7 @@ from tokenspeed_models.layers.latent_attention import MultiHeadLatentAttention
 from tokenspeed_models.layers.linear import Linear, Projection, bias_slot
 from tokenspeed_models.layers.mlp import MLP
 from tokenspeed_models.layers.moe import MoE, Router, SharedExperts, expert_sharding
+from tokenspeed_models.layers.multi_token_prediction import MultiTokenPredictor
 from tokenspeed_models.layers.norm import RMSNorm
 from tokenspeed_models.layers.ops import dtype_name
 from tokenspeed_models.layers.qk_norm import AllHeadNorm, HeadNorm
@@ -38,6 +39,7 @@ __all__ = [
     "MoE",
     "ModuleBuild",
     "MultiHeadLatentAttention",
+    "MultiTokenPredictor",
     "OutputHead",
     "PostNormDecoderLayer",
     "Projection",

@@ -19,8 +19,8 @@ class CausalLM:
     """Implements the core's `Model`. A family subclasses it and passes its layers.
 
     `renames` maps parts of weight names to those that the family's published checkpoints have instead.
-    `num_draft_layers` are layers after the last one that checkpoints hold for speculative decoding (multi-token
-    prediction). They are not read.
+    `num_draft_layers` are layers after the last one that checkpoints hold for speculative decoding. They belong to a
+    `MultiTokenPredictor` and are not read here.
     """
 
     renames: Mapping[str, str] = {}
@@ -50,11 +50,29 @@ class CausalLM:
 
         token_ids and positions are int64 [T].
         """
-        x, residual = self._embed(token_ids), None
+        x, residual = self.embed(token_ids), None
         for layer in self._fused_layers[:-1]:
             x, residual = layer.forward(x, residual, positions)
         x, residual = self._fused_layers[-1].forward(x, residual, positions, wanted)
         return self.norm.add(x, residual)[0]
+
+    def forward_and_capture(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, layers: tuple[int, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the hidden states [T, hidden] of all rows, and the residual stream before some layers, concatenated."""
+        x, residual = self.embed(token_ids), None
+        captured: dict[int, torch.Tensor] = {}
+        for index, layer in enumerate(self.layers):
+            if index in layers:
+                captured[index] = x.clone() if residual is None else x + residual
+            x, residual = layer.forward(x, residual, positions)
+        assert residual is not None, "a model has layers"
+        hidden = self.norm.add(x, residual)[0]
+        return hidden, torch.cat([captured[index] for index in layers], dim=-1)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings [T, hidden] of int64 ids [T]."""
+        return self._embed(token_ids)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [R, vocab], in the model's dtype, of hidden states [R, hidden]."""

@@ -7,7 +7,7 @@ from zlib import crc32
 
 import torch
 
-from tokenspeed_core.api import Model
+from tokenspeed_core.api import DraftModel, Model
 from tokenspeed_models.weights import WeightMap, WeightSlot
 
 _DEVIATION = 0.02  # a usual initialisation; keeps the activations of deep models finite in float16
@@ -16,7 +16,7 @@ _TENSOR_SCALE = 0.007
 
 
 def read_dummy(
-    path: str, model: Model, report: Callable[[int, int], None]
+    path: str, model: Model | DraftModel, report: Callable[[int, int], None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield normal weights (or random quantized values), norms of one and biases of zero; the same in every run.
 

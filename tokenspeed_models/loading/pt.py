@@ -9,14 +9,14 @@ from pathlib import Path
 
 import torch
 
-from tokenspeed_core.api import Model
+from tokenspeed_core.api import DraftModel, Model
 from tokenspeed_models.loading.shards import FileKind, find_shards
 
 _FILES = FileKind("pytorch_model.bin", ("pytorch_model*.bin", "*.pt", "*.pth"))
 
 
 def read_pt(
-    path: str, model: Model, report: Callable[[int, int], None]
+    path: str, model: Model | DraftModel, report: Callable[[int, int], None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the (name, tensor) pairs of a checkpoint, shard by shard; zip archives are memory-mapped.
 

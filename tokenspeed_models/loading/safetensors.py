@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 import torch
 from safetensors import SafetensorError, safe_open
 
-from tokenspeed_core.api import Model
+from tokenspeed_core.api import DraftModel, Model
 from tokenspeed_models.loading.shards import SAFETENSORS, find_shards
 
 
 def read_safetensors(
-    path: str, model: Model, report: Callable[[int, int], None]
+    path: str, model: Model | DraftModel, report: Callable[[int, int], None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the (name, tensor) pairs of a checkpoint, shard by shard, as views of mapped files.
 

@@ -17,6 +17,7 @@ DEEPSEEK_V3 = ModelSpec(
     architecture="DeepseekV3ForCausalLM",
     describe=f"{_DESCRIBE}:describe_v3",
     load=f"{_MODEL}:DeepseekV3ForCausalLM",
+    mtp=f"{_DESCRIBE}:plan_mtp",
 )
 KIMI_K2 = ModelSpec(
     architecture="KimiK2ForCausalLM",

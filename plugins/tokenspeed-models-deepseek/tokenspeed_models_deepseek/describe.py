@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from tokenspeed_core.api import LatentAttention, LatentSizes, ModelInfo
+from tokenspeed_core.api import (
+    DraftModelInfo,
+    HiddenStates,
+    LatentAttention,
+    LatentSizes,
+    ModelInfo,
+)
 from tokenspeed_models.config import ConfigReader, read_dtype
 from tokenspeed_models.moe_config import MoeConfig, RoutingConfig
 from tokenspeed_models.rope_config import RopeConfig, YarnScaling, read_rope, yarn_mscale
@@ -157,6 +164,27 @@ def describe_kimi_k2(config: Json) -> ModelInfo:
 def describe_kimi_k25(config: Json) -> ModelInfo:
     """Describe the language model of a Kimi K2.5 checkpoint."""
     return _info("KimiK25ForConditionalGeneration", read_v3(text_config(config)))
+
+
+def plan_mtp(config: Json, path: Path) -> DraftModelInfo:
+    """Describe the first layer for multi-token prediction. Raises ValueError if the checkpoint has none."""
+    c = read_v3(config)
+    if not c.num_draft_layers:
+        raise ValueError(
+            "the checkpoint has no layers for multi-token prediction: its config.json has no num_nextn_predict_layers"
+        )
+    layer = replace(c, num_layers=1, moe=replace(c.moe, layers=frozenset((0,))))
+    embeddings = c.vocab_size * c.hidden_size * (1 if c.tie_embeddings else 2)
+    joined = 2 * c.hidden_size * c.hidden_size + 2 * c.hidden_size
+    return DraftModelInfo(
+        load="tokenspeed_models_deepseek.model:DeepseekMTP",
+        config=config,
+        cache_groups=(LatentAttention("latent", 1, c.sizes.latent_size, c.sizes.rope_size),),
+        num_layers=1,
+        num_parameters=_count_parameters(layer) - embeddings + joined,
+        weights=path,
+        hidden=HiddenStates.LAST,
+    )
 
 
 def _info(architecture: str, c: DeepseekConfig) -> ModelInfo:

@@ -16,6 +16,7 @@ from tokenspeed_models.layers import (
     ModuleBuild,
     MoE,
     MultiHeadLatentAttention,
+    MultiTokenPredictor,
     OutputHead,
     RMSNorm,
     rotary_table,
@@ -70,11 +71,33 @@ def _attention(
 
 
 def _mlp(c: DeepseekConfig, build: BuildContext, layer: int, name: str) -> MLP | MoE:
-    """Return the experts of a layer, or its MLP if it is dense."""
+    """Return the experts of a layer, or its MLP if it is dense. Layers for multi-token prediction are sparse."""
     module = ModuleBuild(build, f"{name}.mlp")
-    if layer in c.moe.layers:
+    if layer in c.moe.layers or layer >= c.num_layers:
         return MoE(module, c.hidden_size, c.moe)
     return MLP(module, c.hidden_size, c.intermediate_size)
+
+
+class DeepseekMTP(MultiTokenPredictor):
+    """The first layer for multi-token prediction of a DeepSeek-V3 checkpoint."""
+
+    def __init__(self, config: Json, build: BuildContext, target: DeepseekModel) -> None:
+        c = read_v3(config)
+        name = f"model.layers.{c.num_layers}"
+        cos_sin = rotary_table(c.rope, build.device, build.max_model_len)
+        (layer,) = [
+            DecoderLayer(
+                build,
+                c.hidden_size,
+                c.norm_eps,
+                _attention(c, build, index, name, cos_sin),
+                _mlp(c, build, c.num_layers, name),
+            )
+            for index in build.each_layer(1)
+        ]
+        super().__init__(
+            build, target, layer, name=name, hidden_size=c.hidden_size, norm_eps=c.norm_eps
+        )
 
 
 class DeepseekV2ForCausalLM(DeepseekModel):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tokenspeed_core.api.drafters import DrafterSpec
+from tokenspeed_core.api.drafters import AnyDrafterSpec
 from tokenspeed_core.api.grammars import GrammarSpec
 from tokenspeed_core.api.kernels import Capability
 from tokenspeed_core.api.logits_processors import LogitsProcessorSpec
@@ -24,7 +24,7 @@ from tokenspeed_core.plugins.kinds import KERNELS_PREFIX
 
 # The type of an entry's value, for the kinds that are loaded on demand.
 _DESCRIPTORS: Mapping[str, type[Any]] = {
-    "drafters": DrafterSpec,
+    "drafters": AnyDrafterSpec,
     "grammars": GrammarSpec,
     "logits_processors": LogitsProcessorSpec,
     "models": ModelSpec,

@@ -1,0 +1,46 @@
+"""Any model as the draft model of another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from tokenspeed_core.api import BuildContext, Model, ModelSpec
+
+if TYPE_CHECKING:
+    import torch
+
+
+class SmallerModel:
+    """Implements the core's `DraftModel` with a model of its own. It reads tokens only."""
+
+    def __init__(self, config: Mapping[str, Any], build: BuildContext, target: Model) -> None:
+        """`config` has the `spec` of the draft model's family and its `config`, the checkpoint's config.json."""
+        spec: ModelSpec = config["spec"]
+        self._model = spec.make(config["config"], build)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy the weights of the draft checkpoint. Raises ValueError as the model does."""
+        self._model.load_weights(weights)
+
+    def weight_map(self) -> Any:
+        """Return the map from checkpoint names to the model's parameters, if the model has one."""
+        return self._model.weight_map()  # type: ignore[attr-defined]
+
+    def begin(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Not called: the model reads no hidden states."""
+        raise AssertionError("a draft model of its own reads tokens only")
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor | None,
+        wanted: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the model's hidden states."""
+        return self._model.forward(token_ids, positions, wanted)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the model's logits."""
+        return self._model.logits(hidden)

@@ -1,0 +1,314 @@
+"""Draft models: outputs do not depend on them, and their cache is right wherever the target's is."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drafted import Reply, finish, make_engine
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenspeed_demo import DEEPSEEK
+from tokenspeed_demo.items import held_out_set
+from tokenspeed_demo.render import TEMPLATE, Renderer
+from tokenspeed_testing.requests import request
+
+from tokenspeed_core import LLM, SamplingParams
+from tokenspeed_core.config import Config
+from tokenspeed_core.engine.engine import Engine
+from tokenspeed_core.engine.factory import resolve
+from tokenspeed_core.engine.messages import Submit
+from tokenspeed_core.errors import ConfigError, PluginError
+from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.resolved import Resolved
+from tokenspeed_core.worker.local import LocalRunner, build
+
+KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.8, "seed": 3},
+    {"temperature": 1.0, "seed": 4, "top_k": 20, "top_p": 0.9, "n": 2},
+    {"presence_penalty": 1.5, "frequency_penalty": 0.7},
+    {"min_tokens": 7, "stop_token_ids": np.arange(0, 1536, 7, dtype=np.int32)},
+    {"logprobs": 3},
+    {"prompt_logprobs": 1},
+)
+
+
+def engine_stats(engine: Engine) -> Any:
+    return engine.scheduler.counters.snapshot(engine.scheduler.kv, 0)
+
+
+def prompts() -> list[list[int]]:
+    tokenizer = Tokenizer.from_file(str(TEMPLATE.parent / "tokenizer.json"))
+    renderer = Renderer()
+    tasks = ("edit", "copy", "sum_three_digits")
+    return [
+        tokenizer.encode(renderer.prompt(item), add_special_tokens=False).ids
+        for task in tasks
+        for item in held_out_set(task, 3)
+    ]
+
+
+def requests() -> list[Submit]:
+    made, number = [], 0
+    for i, prompt in enumerate(prompts()):
+        kind = KINDS[i % len(KINDS)]
+        made.append(request(number, prompt, **{"max_tokens": 6 + 5 * i % 17, **kind}))
+        number += kind.get("n", 1)
+    return made
+
+
+@pytest.fixture(scope="module")
+def runner(catalog: Catalog) -> LocalRunner:
+    """Return the small DeepSeek-V3 with its layer for multi-token prediction."""
+    config = Config.from_keywords(
+        model="demo-deepseek",
+        device="cpu",
+        dtype="float32",
+        max_num_seqs=6,
+        block_size=8,
+        max_total_tokens=4096,
+        chunked_prefill_size=256,
+        speculative_config={"method": "mtp", "num_speculative_tokens": 4},
+    )
+    return build(resolve(config, catalog), catalog, lambda what, done, total: None)
+
+
+@pytest.fixture(scope="module")
+def expected(runner: LocalRunner) -> dict[int, Reply]:
+    return finish(make_engine(runner), requests())
+
+
+def check(found: dict[int, Reply], expected: dict[int, Reply]) -> None:
+    for number, reply in expected.items():
+        got = found[number]
+        assert (got.token_ids, got.finish) == (reply.token_ids, reply.finish), number
+        assert got.logprobs == reply.logprobs
+        assert np.allclose(got.values, reply.values, atol=1e-3)
+
+
+@settings(
+    max_examples=3,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    drafts=st.integers(1, 4),
+    chunk=st.sampled_from([-1, 48, 77]),
+    num_pages=st.sampled_from([44, None]),
+    depth=st.integers(1, 2),
+    caching=st.booleans(),
+    preempt_every=st.sampled_from([0, 7]),
+)
+def test_draft_layer_changes_no_output(
+    runner: LocalRunner,
+    expected: dict[int, Reply],
+    drafts: int,
+    chunk: int,
+    num_pages: int | None,
+    depth: int,
+    caching: bool,
+    preempt_every: int,
+) -> None:
+    engine = make_engine(
+        runner,
+        max_drafts=drafts,
+        num_pages=num_pages,
+        depth=depth,
+        caching=caching,
+        chunk_size=chunk,
+        max_prefill_tokens=256,
+    )
+    check(finish(engine, requests(), preempt_every=preempt_every), expected)
+    pool, stats = engine.scheduler.kv.pool, engine_stats(engine)
+    assert pool.num_available == pool.num_pages
+    assert stats.num_accepted[0] > 0.6 * stats.num_draft_rows
+
+
+def test_blocks_are_free_after_aborts(runner: LocalRunner) -> None:
+    engine = make_engine(runner, max_drafts=3, num_pages=60, depth=2)
+    finish(engine, requests(), aborts={0: 3, 2: 9, 5: 14}, preempt_every=6)
+    counts = engine.scheduler.kv.pool.counts()
+    assert (counts.held, counts.pending) == (0, 0)
+
+
+def test_draft_layer_computes_what_it_was_trained_for(
+    runner: LocalRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first draft token after each prefix of an answer is that of the module that was trained."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "tools/demo"))
+    from demo_training.deepseek_v3 import DeepseekV3, DeepseekV3Config
+    from safetensors.torch import load_file
+
+    tokens = prompts()[0]
+    model = DeepseekV3(DeepseekV3Config()).eval()
+    size = model.config.moe_intermediate_size
+    weights = load_file(Path(DEEPSEEK.path) / "model.safetensors")
+    state = {}
+    for name, value in model.state_dict().items():
+        before, is_expert, after = name.partition(".experts.")
+        axis = 1 if "down_proj" in name else 0
+        if is_expert:
+            parts = [
+                weights[f"{before}.experts.{i}.{after}"] for i in range(value.shape[axis] // size)
+            ]
+            state[name] = torch.cat(parts, axis)
+        else:
+            state[name] = weights[name]
+    model.load_state_dict({name: each.float() for name, each in state.items()})
+    ids = torch.tensor([tokens])
+    mask = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
+    with torch.no_grad():
+        trained = model(ids, torch.arange(len(tokens))[None], mask)[1][0]
+
+    seen: list[torch.Tensor] = []
+    draft = runner._assembly.draft_model
+    assert draft is not None
+    logits = draft.logits
+
+    def note(hidden: torch.Tensor) -> torch.Tensor:
+        seen.append(logits(hidden).clone())
+        return logits(hidden)
+
+    monkeypatch.setattr(draft, "logits", note)
+    for length in (5, 23, len(tokens) - 2):
+        seen.clear()
+        engine = make_engine(runner, max_drafts=1, chunk_size=9)
+        bias = {
+            "bias_ids": np.asarray([tokens[length]], np.int32),
+            "bias_values": np.full(1, 1e4, np.float32),
+        }
+        finish(engine, [request(0, tokens[:length], max_tokens=1, **bias)])
+        assert torch.allclose(seen[-1][0], trained[length - 1], atol=2e-3), length
+
+
+@pytest.fixture(scope="module")
+def own_runner(tiny: Callable[..., Resolved], catalog: Catalog) -> LocalRunner:
+    """Return a model that drafts for itself."""
+    folder = str(tiny().checkpoint.path)
+    resolved = tiny(speculative_config={"method": "draft_model", "model": folder})
+    runner = build(resolved, catalog, lambda what, done, total: None)
+    for model in (runner._model, runner._assembly.draft_model):
+        for slot in model.weight_map():  # type: ignore[union-attr]
+            if slot.kind != "norm":
+                slot.target.mul_(12.0)
+    return runner
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"chunk_size": 5},
+        {"chunk_size": -1, "max_prefill_tokens": 64, "caching": False},
+        {"num_pages": 26, "preempt_every": 3},
+        {"depth": 2, "chunk_size": 16},
+    ],
+)
+def test_model_accepts_all_of_its_own_drafts(own_runner: LocalRunner, case: dict[str, Any]) -> None:
+    """So its cache as a draft model is right, with chunks, prefix hits, rejected drafts and preemption."""
+    random = np.random.default_rng(3)
+    shared = random.integers(0, 97, 30).tolist()
+    wanted = [
+        request(
+            i,
+            (shared if i % 2 else []) + random.integers(0, 97, 3 + i).tolist(),
+            max_tokens=10 + i,
+            temperature=0.7 * (i % 3),
+            seed=i,
+        )
+        for i in range(10)
+    ]
+    expected = finish(make_engine(own_runner), wanted)
+    case = dict(case)
+    preempt_every = case.pop("preempt_every", 0)
+    engine = make_engine(own_runner, max_drafts=3, **case)
+    check(finish(engine, wanted, preempt_every=preempt_every), expected)
+    stats = engine_stats(engine)
+    assert stats.num_draft_tokens > 60
+    # Without free pages, entries of draft tokens are not kept, and the next ones are worse.
+    share = 0.8 if "num_pages" in case else 0.99
+    assert stats.num_saved_steps >= share * stats.num_draft_tokens
+
+
+SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+
+
+def test_demo_gives_equal_answers_with_its_draft_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grammars, stop strings and seeds, through the settings of a user."""
+    from tokenspeed_testing.drafts import FixedDepth
+
+    monkeypatch.setattr(
+        "tokenspeed_core.engine.drafting.AdaptiveDepth", lambda num_seqs, most: FixedDepth(most)
+    )
+    code = "def area(width, height):\n    return width * height\n"
+    wanted = [
+        SamplingParams(temperature=0, max_tokens=18),
+        SamplingParams(temperature=0.9, seed=7, max_tokens=18, n=2),
+        SamplingParams(temperature=0, max_tokens=18, structured_outputs={"json": SCHEMA}),
+        SamplingParams(temperature=0, max_tokens=18, stop=["width"]),
+    ]
+    answers = []
+    for drafter in ({}, {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}):
+        with LLM(
+            model="demo-deepseek",
+            dtype="float32",
+            max_num_seqs=4,
+            max_total_tokens=2048,
+            **drafter,  # type: ignore[arg-type]
+        ) as llm:
+            outputs = llm.generate([code * 2] * len(wanted), wanted, use_tqdm=False)
+            answers.append(
+                [(each.text, list(each.token_ids)) for output in outputs for each in output.outputs]
+            )
+            stats = engine_stats(llm._engine)  # type: ignore[arg-type]
+    assert answers[0] == answers[1]
+    assert stats.num_saved_steps > 10
+
+
+def test_wrong_draft_models_are_refused(tmp_path: Path) -> None:
+    def load(**settings: Any) -> None:
+        LLM(dtype="float32", device="cpu", **settings)
+
+    with pytest.raises(ConfigError, match="no layers for multi-token prediction"):
+        load(model="demo", speculative_algorithm="mtp")
+    without = {"num_nextn_predict_layers": 0}
+    with pytest.raises(ConfigError, match="num_nextn_predict_layers"):
+        load(model="demo-deepseek", hf_overrides=without, speculative_algorithm="mtp")
+    with pytest.raises(ConfigError, match="speculative-draft-model-path"):
+        load(speculative_algorithm="draft_model")
+    with pytest.raises(ConfigError, match=r"speculative-draft-model-path.*mtp"):
+        load(
+            model="demo-deepseek", speculative_algorithm="mtp", speculative_draft_model_path="demo"
+        )
+    for number in (0, 1000):
+        with pytest.raises(ConfigError, match="num_speculative_tokens"):
+            load(speculative_config={"method": "mtp", "num_speculative_tokens": number})
+    config = json.loads((Path(DEEPSEEK.path) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 1537}))
+    with pytest.raises(ConfigError, match=r"1537.*1536"):
+        load(speculative_config={"method": "draft_model", "model": str(tmp_path)})
+
+
+def test_draft_backends_have_an_effect(catalog: Catalog) -> None:
+    def resolved(**settings: Any) -> Resolved:
+        given = {"model": "demo-deepseek", "device": "cpu", "speculative_algorithm": "mtp"}
+        return resolve(Config.from_keywords(**{**given, **settings}), catalog)
+
+    from tokenspeed_core.worker.assemble import plan_for
+
+    plan = plan_for(resolved(draft_moe_backend="torch"), catalog, None)
+    chosen = [op for op in plan.ops if op.family == "moe" and op.asked_by != "auto"]
+    assert chosen
+    assert {layer for op in chosen for layer in op.layers} == {4}
+    with pytest.raises(PluginError, match="no-such"):
+        plan_for(resolved(drafter_attention_backend="no-such"), catalog, None)
+    with pytest.raises(ConfigError, match=r"draft-moe-backend.*not a model"):
+        resolved(speculative_algorithm="suffix", draft_moe_backend="torch")

@@ -1,0 +1,45 @@
+"""The checkpoint of a draft model. Imports no tensor library."""
+
+from __future__ import annotations
+
+from tokenspeed_core.api.drafters import DraftCheckpoint
+from tokenspeed_core.api.models import ANY_ARCHITECTURE, ModelInfo, ModelSpec
+from tokenspeed_core.checkpoint.resolve import locate
+from tokenspeed_core.config import Config
+from tokenspeed_core.errors import CheckpointError
+from tokenspeed_core.files import read_json
+from tokenspeed_core.plugins.catalog import Catalog, make
+from tokenspeed_core.plugins.entry import Entry, load_target
+
+
+def resolve_draft(
+    name: str, config: Config, catalog: Catalog, *, with_weights: bool = True
+) -> DraftCheckpoint:
+    """Find the checkpoint of a draft model, downloading it if it is a hub id. Raises as `resolve_checkpoint` does."""
+    config = config.resolved(revision=None)
+    path, _ = locate(name, config, catalog, with_weights)
+    json = read_json(path / "config.json")
+    if "quantization_config" in json:
+        raise CheckpointError(
+            f"{path}: quantized draft models are not supported; use an unquantized checkpoint"
+        )
+    spec, info = None, None
+    entry = _family(json.get("architectures"), catalog)
+    if entry is not None:
+        spec = catalog.need(entry, ModelSpec)
+        describe = spec.describe
+        try:
+            info = make(
+                entry, describe, lambda: load_target(describe)(json), ModelInfo, (ValueError,)
+            )
+        except ValueError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+    return DraftCheckpoint(path, json, spec, info)
+
+
+def _family(named: object, catalog: Catalog) -> Entry | None:
+    """Return the family of the first architecture for which one is installed."""
+    for architecture in named if isinstance(named, list) else ():
+        if architecture != ANY_ARCHITECTURE and catalog.is_installed("models", architecture):
+            return catalog.get("models", architecture)
+    return None

@@ -1,0 +1,50 @@
+"""The backends that the user chose, as overrides of the kernel selection."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tokenspeed_core.config import Config
+from tokenspeed_core.config.backends import AUTO
+from tokenspeed_core.config.build import called
+from tokenspeed_core.config.settings import flag
+from tokenspeed_core.errors import ConfigError
+from tokenspeed_core.kernels.overrides import Override
+
+_SETTINGS = {
+    "attention_backend": "attention",
+    "moe_backend": "moe",
+    "sampling_backend": "sampling",
+}
+_DRAFT_SETTINGS = {"drafter_attention_backend": "attention", "draft_moe_backend": "moe"}
+
+
+def read_overrides(config: Config, *, has_draft_model: bool = False) -> tuple[Override, ...]:
+    """Return the backends that the user chose. Raises ConfigError."""
+    found = [
+        Override.parse(scope, names, written)
+        for setting, family in _SETTINGS.items()
+        for scope, names, written in _choices(config, setting, family)
+    ]
+    for setting, family in _DRAFT_SETTINGS.items():
+        for scope, names, written in _choices(config, setting, family):
+            if not has_draft_model:
+                raise ConfigError(
+                    f"{written} has no effect: the drafter is not a model; remove it, or choose a drafter such as mtp"
+                )
+            found.append(Override.parse(scope, names, written, for_draft=True))
+    _, origin = called("kernel", config.origin("kernel_backend"))
+    for scope, names in config.kernel_backend.items():
+        found.append(Override.parse(scope, names, f"--kernel-backend {scope}{origin}"))
+    return tuple(found)
+
+
+def _choices(
+    config: Config, setting: str, family: str
+) -> Iterator[tuple[str, tuple[str, ...], str]]:
+    """Yield the scope, the backends and the flag, as typed, of each value of a setting."""
+    _, origin = called(family, config.origin(setting))
+    for key, names in getattr(config, setting).items():
+        scope = "" if key == "default" else f".{key}"
+        if scope or names != AUTO:
+            yield f"{family}{scope}", names, f"{flag(setting)}{scope}{origin}"

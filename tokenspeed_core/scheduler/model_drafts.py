@@ -1,0 +1,83 @@
+"""Draft tokens that a model makes on the device, after the step before."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tokenspeed_core.api.step import I32
+from tokenspeed_core.scheduler.columns import SlotColumns
+from tokenspeed_core.scheduler.drafts import DraftDepth
+from tokenspeed_core.scheduler.limits import SchedulerLimits
+
+
+class ModelDrafts:
+    """Counts the draft tokens that the device has for each slot. Their ids stay there.
+
+    The depth decides when they are made: a step makes as many as the next one verifies.
+    """
+
+    def __init__(self, depth: DraftDepth, limits: SchedulerLimits, columns: SlotColumns) -> None:
+        """Start without draft tokens."""
+        self._depth = depth
+        self._limits = limits
+        self._columns = columns
+        self._num_made = np.zeros(limits.max_num_seqs, np.int32)
+
+    @property
+    def needs_results(self) -> bool:
+        """Whether a decoding row may draft: the depth follows the newest acceptance."""
+        slots = self._columns.decoding()
+        return bool((self._may_draft(slots) & (self._depth.max_drafts(slots) > 0)).any())
+
+    def count(self, slots: I32, room: I32) -> I32 | None:
+        """Return the number of draft tokens that each row has, at most `room`."""
+        counts = np.minimum(self._num_made[slots], np.minimum(self._depth.max_drafts(slots), room))
+        if not counts.any():
+            return None
+        left = self._num_left(len(slots))
+        kept: I32 = np.clip(left - (np.cumsum(counts) - counts), 0, counts).astype(np.int32)
+        return kept
+
+    def take(self, slots: I32, counts: I32) -> I32 | None:
+        """Return None: the device has the draft tokens."""
+        return None
+
+    def next_drafts(self, slots: I32) -> int | None:
+        """Return how many draft tokens a step makes for each row that samples in it."""
+        self._num_made[slots] = 0
+        places = np.flatnonzero(self._may_draft(slots) & (self._depth.max_drafts(slots) > 0))
+        if not len(places):
+            return 0
+        drafting = slots[places]
+        most = np.full(len(places), self._limits.max_drafts, np.int32)
+        wanted = self._depth.choose(drafting, most, None, len(slots), self._num_left(len(slots)))
+        self._num_made[drafting] = wanted
+        return int(wanted.max())
+
+    def observe(self, slots: I32, num_drafts: I32, num_accepted: I32) -> None:
+        """Pass the numbers on to the depth."""
+        self._depth.observe(slots, num_drafts, num_accepted)
+
+    def finish_step(
+        self, num_rows: int, num_tokens: int, num_chunk_tokens: int, seconds: float
+    ) -> None:
+        """Pass the numbers on to the depth."""
+        self._depth.finish_step(num_rows, num_tokens, num_chunk_tokens, seconds)
+
+    def end(self, slot: int) -> None:
+        """Forget the sequence in a slot."""
+        self._num_made[slot] = 0
+        self._depth.begin(slot)
+
+    def _may_draft(self, slots: I32) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """Return which rows may have draft tokens. The mask of a grammar needs their ids on the host."""
+        columns = self._columns
+        may_draft: np.ndarray[tuple[int], np.dtype[np.bool_]] = (
+            columns.may_draft[slots] & ~columns.has_grammar[slots]
+        )
+        return may_draft
+
+    def _num_left(self, num_rows: int) -> int:
+        """Return the draft tokens that a step of decodes may have."""
+        limits = self._limits
+        return min(limits.max_draft_tokens, max(0, limits.token_budget - num_rows))

@@ -1,0 +1,87 @@
+"""Multi-token prediction: a decoder layer that drafts the token after the next one (DeepSeek-V3, arXiv:2412.19437)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from tokenspeed_core.api import BuildContext
+from tokenspeed_models.layers.causal_lm import CausalLM
+from tokenspeed_models.layers.decoder import Layer
+from tokenspeed_models.layers.linear import Linear, Projection
+from tokenspeed_models.layers.norm import RMSNorm
+from tokenspeed_models.layers.scheme import ModuleBuild
+from tokenspeed_models.sharding import Replicated, ShardingSpec, compile_sharding
+from tokenspeed_models.weights import WeightMap
+
+
+class MultiTokenPredictor:
+    """Implements the core's `DraftModel` with one decoder layer; embedding and head are the target's.
+
+    The layer's input joins a normalised hidden state of the target, after its final norm, and the normalised embedding
+    of the token that follows. Its own normalised output takes the place of the target's in the next pass. `name` is the
+    layer's name in the checkpoint, such as "model.layers.61".
+    """
+
+    def __init__(
+        self,
+        build: BuildContext,
+        target: CausalLM,
+        layer: Layer,
+        *,
+        name: str,
+        hidden_size: int,
+        norm_eps: float,
+    ) -> None:
+        self._target, self._layer, self._name = target, layer, name
+        self._groups = build.group
+        self._embedding_norm = RMSNorm(build, hidden_size, norm_eps)
+        self._hidden_norm = RMSNorm(build, hidden_size, norm_eps)
+        joined = (Projection("eh_proj", hidden_size, None),)
+        self._join = Linear(ModuleBuild(build, name), 2 * hidden_size, joined)
+        self._norm = RMSNorm(build, hidden_size, norm_eps)
+        whole = ShardingSpec("eh_proj", Replicated(), Replicated(), hidden_size)
+        compile_sharding(build, [whole, *layer.sharding(""), *self._norm.sharding("norm")])
+
+    def begin(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the target's hidden states [T, hidden] as they are."""
+        return hidden
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor | None,
+        wanted: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return hidden states [R, hidden] of `wanted`. token_ids [T] follow the positions [T] of hidden [T, hidden]."""
+        assert hidden is not None, "multi-token prediction reads hidden states"
+        embedded = self._embedding_norm(self._target.embed(token_ids))
+        x = self._join(torch.cat((embedded, self._hidden_norm(hidden)), dim=-1))
+        x, residual = self._layer.forward(x, None, positions, wanted)
+        return self._norm.add(x, residual)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the target head's logits [R, vocab] of hidden states [R, hidden]."""
+        return self._target.logits(hidden)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy the layer's weights. Raises ValueError as `CausalLM.load_weights` does.
+
+        Checkpoints hold copies of the embedding and the head, which are not read.
+        """
+        prefix = f"{self._name}."
+        self.weight_map().load(each for each in weights if each[0].startswith(prefix))
+
+    def weight_map(self) -> WeightMap:
+        """Return the map from checkpoint names to parameters."""
+        slots = [
+            *self._embedding_norm.slots(f"{self._name}.enorm"),
+            *self._hidden_norm.slots(f"{self._name}.hnorm"),
+            *self._join.slots(f"{self._name}."),
+            *self._norm.slots(f"{self._name}.shared_head.norm"),
+            *self._layer.slots(f"{self._name}."),
+        ]
+        copies = [f"{self._name}.embed_tokens.weight", f"{self._name}.shared_head.head.weight"]
+        return WeightMap(slots, copies, self._target.renames, self._groups)
