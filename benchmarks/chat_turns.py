@@ -21,8 +21,9 @@ from typing import TypeVar
 
 from tokenspeed_bench.result import machine
 from tokenspeed_demo.score import CHECKPOINT
+from tokenspeed_server.api_body import parse_body
 from tokenspeed_server.prompts import chat_ids
-from tokenspeed_server.protocol import ChatRequest, parse_body
+from tokenspeed_server.protocol import ChatRequest
 
 from tokenspeed_core.engine.messages import Ready
 from tokenspeed_core.text.template import load_chat_template

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenspeed_server.api_body import parse_body
 from tokenspeed_server.body_limits import (
     BLOCK_BYTES,
     CONTAINER_COST,
@@ -19,7 +20,7 @@ from tokenspeed_server.body_limits import (
     max_cost,
     shown,
 )
-from tokenspeed_server.protocol import ChatRequest, CompletionRequest, parse_body
+from tokenspeed_server.protocol import ChatRequest, CompletionRequest
 
 from tokenspeed_core.commands.serving import BadRequestError
 

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from server_support import make_tokenizer
+from tokenspeed_server.api_body import parse_body
 from tokenspeed_server.prompts import chat_ids
-from tokenspeed_server.protocol import ChatRequest, parse_body
+from tokenspeed_server.protocol import ChatRequest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from tokenspeed_core.commands.serving import BadRequestError, Ready

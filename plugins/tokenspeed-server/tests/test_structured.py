@@ -134,7 +134,8 @@ def test_grammar_starts_after_the_reasoning(
     [("<think>\n", Reasoning("<think>", "</think>", True)), ("<think>\n\n</think>\n\n", None)],
 )
 def test_prompt_decides_whether_reasoning_is_open(end: str, expected: Reasoning | None) -> None:
-    from tokenspeed_server.protocol import ChatRequest, validate
+    from tokenspeed_server.api_body import validate
+    from tokenspeed_server.protocol import ChatRequest
     from tokenspeed_server.reply_grammar import reply_grammar
 
     body = validate(ChatRequest, {**ASK, "regex": "a"})

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from server_support import make_tokenizer
+from tokenspeed_server.api_body import parse_body
 from tokenspeed_server.prompts import chat_ids, known_parts
-from tokenspeed_server.protocol import ChatRequest, CompletionRequest, parse_body
+from tokenspeed_server.protocol import ChatRequest, CompletionRequest
 from tokenspeed_server.unknown_fields import IgnoredFieldsLog, Policy, header
 
 from tokenspeed_core.commands.serving import BadRequestError, Ready

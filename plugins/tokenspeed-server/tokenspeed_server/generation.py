@@ -21,6 +21,7 @@ from tokenspeed_core.commands.serving import (
     without_text,
 )
 from tokenspeed_server.access import current_tenant
+from tokenspeed_server.api_body import parse_body
 from tokenspeed_server.errors import model_not_found
 from tokenspeed_server.formats import (
     ChatFormat,
@@ -38,12 +39,7 @@ from tokenspeed_server.prompts import (
     known_parts,
     read_prompts,
 )
-from tokenspeed_server.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    StreamOptions,
-    parse_body,
-)
+from tokenspeed_server.protocol import ChatRequest, CompletionRequest, StreamOptions
 from tokenspeed_server.replies import Choice, Reply, ReplyOptions
 from tokenspeed_server.reply_grammar import (
     ListedCalls,

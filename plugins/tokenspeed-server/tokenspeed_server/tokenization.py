@@ -11,18 +11,17 @@ from starlette.datastructures import Headers
 
 from tokenspeed_core.commands.serving import BadRequestError, Tokenizer, check_ids, read_ids
 from tokenspeed_server.admission import computed, computed_answer
+from tokenspeed_server.api_body import ApiBody, parse_body
 from tokenspeed_server.errors import model_not_found
 from tokenspeed_server.openapi import describe_body, describe_errors
 from tokenspeed_server.prompts import chat_ids, encode, known_parts
 from tokenspeed_server.protocol import (
     MAX_MESSAGES,
     MAX_TOOLS,
-    ApiBody,
     ChatRequest,
     Identifier,
     Message,
     ToolSpec,
-    parse_body,
 )
 from tokenspeed_server.service import Service
 

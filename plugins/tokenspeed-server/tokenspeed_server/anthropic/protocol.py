@@ -8,14 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from tokenspeed_core.api.sampling import MAX_STOP_STRINGS, StopString
+from tokenspeed_server.api_body import ApiBody
 from tokenspeed_server.body_part import BodyPart
-from tokenspeed_server.protocol import (
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    ApiBody,
-    Identifier,
-    Name,
-)
+from tokenspeed_server.protocol import MAX_MESSAGES, MAX_TOOLS, Identifier, Name
 
 # The blocks of a message. Validation stops at the first wrong one: each error takes microseconds.
 _BLOCKS = Field(max_length=4096, fail_fast=True)

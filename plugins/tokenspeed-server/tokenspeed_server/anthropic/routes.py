@@ -13,12 +13,12 @@ from tokenspeed_server.admission import admitted, computed, computed_answer
 from tokenspeed_server.anthropic.format import MessagesFormat
 from tokenspeed_server.anthropic.protocol import CountTokensRequest, MessagesRequest
 from tokenspeed_server.anthropic.translate import to_chat, tools_of
+from tokenspeed_server.api_body import parse_body
 from tokenspeed_server.formats import Usage
 from tokenspeed_server.generation import ParsedRequest, prepare
 from tokenspeed_server.generation_response import GenerationResponse
 from tokenspeed_server.openapi import describe_body, describe_errors, describe_generation
 from tokenspeed_server.prompts import known_parts
-from tokenspeed_server.protocol import parse_body
 from tokenspeed_server.service import Service
 
 router = APIRouter()

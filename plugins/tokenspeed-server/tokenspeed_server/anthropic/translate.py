@@ -19,7 +19,8 @@ from tokenspeed_server.anthropic.protocol import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from tokenspeed_server.protocol import ChatRequest, validate
+from tokenspeed_server.api_body import validate
+from tokenspeed_server.protocol import ChatRequest
 
 # Variables of chat templates that switch thinking on and off: Qwen and GLM; DeepSeek and Kimi.
 THINKING_SWITCHES = ("enable_thinking", "thinking")

@@ -7,8 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, TypeAdapter
 
+from tokenspeed_server.api_body import ApiBody
 from tokenspeed_server.body_part import BodyPart
-from tokenspeed_server.protocol import MAX_TOOLS, ApiBody, Identifier, Name
+from tokenspeed_server.protocol import MAX_TOOLS, Identifier, Name
 from tokenspeed_server.structured import JsonObjectFormat, TextFormat
 
 MAX_ITEMS = 16384

@@ -15,13 +15,13 @@ from starlette.datastructures import Headers
 from tokenspeed_core.commands.serving import BadRequestError, Tokenizer
 from tokenspeed_server.access import current_tenant
 from tokenspeed_server.admission import admitted, get_service
+from tokenspeed_server.api_body import parse_body
 from tokenspeed_server.errors import ApiError
 from tokenspeed_server.formats import Usage
 from tokenspeed_server.generation import ParsedRequest, prepare
 from tokenspeed_server.generation_response import GenerationResponse
 from tokenspeed_server.openapi import describe_errors, describe_generation
 from tokenspeed_server.prompts import known_parts
-from tokenspeed_server.protocol import parse_body
 from tokenspeed_server.responses_api.format import ResponsesFormat
 from tokenspeed_server.responses_api.protocol import (
     Item,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tokenspeed_server.protocol import ChatRequest, validate
+from tokenspeed_server.api_body import validate
+from tokenspeed_server.protocol import ChatRequest
 from tokenspeed_server.responses_api.protocol import (
     AllowedTools,
     ChosenFunction,
