@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from tokenspeed_core.plugins import Catalog, Entry, Preflight, Selection, Status
-from tokenspeed_core.plugins.kinds import KINDS, Kind, kind_of
+from tokenspeed_core.plugins.kinds import Kind, kind_of
 from tokenspeed_core.plugins.selection import DEFAULTS, VARIABLE, normalise
 
 __all__ = [
     "DEFAULTS",
-    "KINDS",
     "VARIABLE",
     "Catalog",
     "Entry",

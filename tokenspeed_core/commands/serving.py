@@ -15,7 +15,6 @@ from tokenspeed_core.engine.factory import (
 )
 from tokenspeed_core.engine.logits_processors import LogitsProcessorTable
 from tokenspeed_core.engine.messages import (
-    Drain,
     Grammar,
     Heartbeat,
     PromptLogprobs,
@@ -53,7 +52,6 @@ from tokenspeed_core.errors import (
     RequestFailedError,
     TokenSpeedError,
     describe_error,
-    suggest,
 )
 from tokenspeed_core.executor.nodes import run_node
 from tokenspeed_core.kv_cache.hashing import HashChain
@@ -74,7 +72,6 @@ __all__ = [
     "Defaults",
     "Delivery",
     "Detokenizer",
-    "Drain",
     "EchoClient",
     "EngineClient",
     "EngineDeadError",
@@ -118,7 +115,6 @@ __all__ = [
     "resolve_checkpoint",
     "run_node",
     "start_subprocess",
-    "suggest",
     "tokenizer_folder",
     "without_text",
     "Heartbeat",
