@@ -215,13 +215,15 @@ def test_attention_precompiles_every_variant_of_a_step(
 ) -> None:
     monkeypatch.setattr("tokenspeed_kernels.triton.attention.backend.FALLBACK_MULTIPROCESSORS", 132)
     problem = AttentionProblem(phase, num_heads, 8, 128, "bfloat16", kv_dtype, 16, 0.1, window)
-    limits = AttentionLimits(65, 2048, 8192, 512)
+    limits = AttentionLimits(65, 2048, 8192, 512, max_drafts=8)
     backend = attention(problem, limits, CPU)
     settle()
     precompiled = compiler.names()
     k_cache, v_cache = torch.zeros(4, 6, 2, 16, 8, 128).to(getattr(torch, kv_dtype))[:, 2].unbind(1)
     chunks = [[1500], [40], [1] * 16 + [5]] if phase == "prefill" else []
     rows = [[1] * num_rows for num_rows in (1, 2, 8, 20, 33, 48, 64)]
+    if phase == "decode":
+        rows += [[5], [9], *([9] * num_rows for num_rows in (2, 16, 64))]
     forms = [
         (*bound, overlaps)
         for bound in ((True, 8192), (True, 4000), (False, 4096))

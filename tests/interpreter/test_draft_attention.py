@@ -17,8 +17,9 @@ CPU = torch.device("cpu")
 NUM_PADDING = 3  # query tokens after the last row
 
 
-@pytest.mark.parametrize(("num_heads", "rows_of_tile"), [(2, 16), (8, 64)])
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(
+    ("num_heads", "rows_of_tile", "window"), [(2, 16, None), (8, 64, None), (8, 64, 20)]
+)
 def test_rows_with_drafts_share_one_tile_each(
     num_heads: int, rows_of_tile: int, window: int | None
 ) -> None:
@@ -43,3 +44,14 @@ def test_rows_with_drafts_share_one_tile_each(
     out = torch.full(q.shape, float("nan"))
     run(kernel, replace(fixture, q=q), out)
     compare("drafts", problem, out[:count], fixture.expected)
+
+
+@pytest.mark.parametrize(("dtype", "rows_of_tile"), [("bfloat16", 128), ("float32", 64)])
+def test_wide_groups_have_larger_tiles(dtype: str, rows_of_tile: int) -> None:
+    problem = AttentionProblem("decode", 8, 1, 64, dtype, dtype, 16, 0.125, None)
+    fixture = make_fixture(problem, Rows((9,), (64,)), CPU, seed=0)
+    kernel = TritonAttention(problem, limits_of(fixture), CPU)
+    kernel.prepare(fixture.step)
+    assert kernel._launch is not None
+    assert kernel._launch.tiling.block_m == rows_of_tile
+    assert kernel._launch.one_tile == (dtype == "bfloat16")

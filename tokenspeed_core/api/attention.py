@@ -45,6 +45,7 @@ class AttentionLimits:
     max_num_tokens: int
     max_model_len: int
     max_num_blocks: int  # entries of a row of the block table
+    max_drafts: int = 0  # draft tokens of a decode row
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -59,6 +59,7 @@ class Assembly:
             max_num_tokens=limits.max_num_tokens + limits.max_num_seqs + 1,
             max_model_len=limits.max_model_len,
             max_num_blocks=max_num_blocks(limits.max_model_len, self.block_size),
+            max_drafts=limits.max_drafts,
         )
 
 

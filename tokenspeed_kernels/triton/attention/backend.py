@@ -19,7 +19,6 @@ from tokenspeed_kernels.triton.attention.cascade import MERGED_PARTS, SharedLaun
 from tokenspeed_kernels.triton.attention.kernel import LOG2_E, attend, soft_cap
 from tokenspeed_kernels.triton.pdl import supports_pdl
 
-MIN_SPLIT = 64  # minimum number of keys per split when there are too few rows to fill the device
 # Minimum number of keys per split when there are many rows, so that only much longer rows are split.
 LONG_SPLIT = 4096
 # Programs per multiprocessor from which small tiles are fastest, without and with a shared prefix.
@@ -28,19 +27,26 @@ FULL = 2  # programs per multiprocessor that keep it busy
 WANTED = 4  # programs per multiprocessor that splitting aims at
 NUM_SLOTS = {"decode": 65536, "prefill": 16384}  # rows of tiles over all splits, by phase
 SMALL_STEP = 1024  # up to this many tokens, prompts get small tiles, so that there are enough tiles
-MAX_DECODE_ROWS = 64  # rows of a decode tile; a row with more query tokens counts as a prompt
+# Rows of a decode tile, and of wide ones; a row with more query tokens counts as a prompt.
+MAX_DECODE_ROWS, MAX_WIDE_ROWS = 128, 64
 FALLBACK_MULTIPROCESSORS = 8  # under the interpreter, which has no device
-MERGED_HEADS = 4  # query heads that a program merges at once
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Rows of a tile (query tokens times query heads of a KV head), keys per iteration, warps, pipeline stages."""
+    """Sizes of a program.
+
+    A tile has `block_m` rows (query tokens times query heads of a KV head) and `block_n` keys per iteration. With too
+    few rows to fill the device, keys are split into parts of at least `min_split`. A program merges the parts of
+    `num_merged` rows at once.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    min_split: int = 64
+    num_merged: int = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +96,18 @@ class TritonAttention:
         self._decode = decode_tiling or (Tiling(16, 32, 2, 2) if wide else Tiling(16, 64, 2, 3))
         self._crowd = decode_tiling or (Tiling(16, 32, 2, 2) if wide else Tiling(16, 32, 1, 3))
         self._beside = decode_tiling or (Tiling(16, 32, 2, 2) if wide else Tiling(16, 32, 2, 3))
-        self._drafts = decode_tiling or (Tiling(16, 32, 4, 2) if wide else Tiling(16, 64, 4, 3))
+        # With draft tokens, more rows are merged, so fewer parts.
+        self._drafts = decode_tiling or (
+            Tiling(16, 32, 4, 2, 128, 8) if wide else Tiling(16, 64, 4, 3, 128, 8)
+        )
         self._prefill = prefill_tiling or (Tiling(64, 32, 4, 2) if wide else Tiling(128, 128, 8, 3))
         self._small = prefill_tiling or (Tiling(64, 32, 4, 2) if wide else Tiling(64, 64, 4, 2))
         self._pdl = supports_pdl()
         self.num_multiprocessors = _num_multiprocessors(device)
         self._max_model_len = limits.max_model_len
-        self._max_decode_rows = (
-            MAX_DECODE_ROWS if problem.phase == "decode" else self._decode_rows(1)
-        )
+        self._max_decode_rows = self._decode_rows(1)
+        if problem.phase == "decode":
+            self._max_decode_rows = MAX_WIDE_ROWS if wide else MAX_DECODE_ROWS
         num_slots = NUM_SLOTS[problem.phase]
         self._partial = torch.empty((num_slots, self._block_d), dtype=torch.float32, device=device)
         self._lse = torch.empty(num_slots, dtype=torch.float32, device=device)
@@ -148,7 +157,7 @@ class TritonAttention:
             self._options.shared_prefix and step.shares_prefix and step.max_num_query == 1 and room
         )
         shared = self.shared.launch(step.num_rows) if may_share else None
-        tiling = self._drafts
+        tiling = self._drafts_tiling(block_m)
         if block_m == self._decode.block_m:
             tiling = self._decode_tiling(programs, step, is_shared=shared is not None)
         tiling = replace(tiling, block_m=block_m)
@@ -156,7 +165,7 @@ class TritonAttention:
             # No more splits than the longest row needs: an empty split takes time too.
             min_split, splits = LONG_SPLIT, -(-step.max_seq_len // LONG_SPLIT)
         else:
-            min_split, splits = MIN_SPLIT, WANTED * self.num_multiprocessors // programs
+            min_split, splits = tiling.min_split, WANTED * self.num_multiprocessors // programs
         max_splits = min(
             MAX_SPLITS, -(-self._max_model_len // min_split), room, self._options.max_splits
         )
@@ -171,6 +180,10 @@ class TritonAttention:
         if is_shared or crowd < CROWD:
             return self._decode
         return self._beside if step.overlaps_prefill else self._crowd
+
+    def _drafts_tiling(self, block_m: int) -> Tiling:
+        """Return the tiling for rows with several query tokens. More than 64 rows of a tile need eight warps."""
+        return replace(self._drafts, num_warps=8) if block_m > 64 else self._drafts
 
     def _prefill_launch(self, step: AttentionStep) -> _Launch:
         tiling = self._small if step.num_tokens <= SMALL_STEP else self._prefill
@@ -234,7 +247,7 @@ class TritonAttention:
             SHARED=launch.shared is not None,
             SHARED_BLOCK_N=SHARED_BLOCK_N,
             PDL=self._pdl,
-            MEMBERS=MERGED_HEADS,
+            MEMBERS=tiling.num_merged,
             PARTS=MERGED_PARTS,
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
@@ -271,7 +284,7 @@ def _attend_to_blanks(
     )
     some = sorted({min(num_rows, max_rows) for num_rows in (1, 2, 4, 8, 16, 17, *edges, max_rows)})
     sinks = precompile.blank("float32", num_heads) if problem.has_sinks else None
-    steps = _num_queries(problem.phase, some, limits.max_num_tokens)
+    steps = _num_queries(problem.phase, some, limits)
     for counts, (shares, longest), overlaps_prefill in product(steps, bounds, (False, True)):
         starts, num_rows = tuple(accumulate(counts, initial=0)), len(counts)
         q = precompile.blank(problem.dtype, starts[-1], num_heads + 2 * num_kv_heads, size)[
@@ -295,13 +308,19 @@ def _attend_to_blanks(
         backend.forward(q, k_cache, v_cache, q.new_empty(q.shape), sinks)
 
 
-def _num_queries(phase: str, some: Sequence[int], max_num_tokens: int) -> Iterator[list[int]]:
+def _num_queries(phase: str, some: Sequence[int], limits: AttentionLimits) -> Iterator[list[int]]:
     """Yield the query tokens per row of steps that need different variants."""
-    for num_rows in some:
-        yield [1] * num_rows
+    num_queries = [1]
+    if phase == "decode":
+        # Powers of two reach all tiles.
+        num_queries += [1 + drafts for drafts in (1, 2, 4, 8, 16, 32) if drafts < limits.max_drafts]
+        num_queries += [1 + limits.max_drafts] if limits.max_drafts else []
+    for num_query, num_rows in product(num_queries, some):
+        yield [num_query] * num_rows
     if phase == "prefill":
         yield from (
-            [min(num_tokens, max_num_tokens)] for num_tokens in (SMALL_STEP, max_num_tokens)
+            [min(num_tokens, limits.max_num_tokens)]
+            for num_tokens in (SMALL_STEP, limits.max_num_tokens)
         )
 
 
