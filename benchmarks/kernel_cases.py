@@ -247,7 +247,7 @@ def _rows(device: torch.device, num: int) -> Iterator[Case]:
         (num // BLOCK_SIZE + 1, 2, BLOCK_SIZE, K, D), dtype=torch.bfloat16, device=device
     )
     slots = torch.randperm(num, device=device)
-    cache = {"num_kv_heads": K, "head_size": D, "block_size": BLOCK_SIZE, "kv_dtype": "bfloat16"}
+    cache = {"num_kv_heads": K, "block_size": BLOCK_SIZE, "kv_dtype": "bfloat16"}
     place = [q, k, v, arena[:, 0], arena[:, 1], slots]
     both = {**heads, **cache}
     placed = num * ((2 * H + 4 * K) * D * BF16 + D * 4)
@@ -262,7 +262,11 @@ def _rows(device: torch.device, num: int) -> Iterator[Case]:
         placed,
     )
     yield _case(
-        "write_kv", f"{num}", cache, [k, v, arena[:, 0], arena[:, 1], slots], 4 * num * K * D * BF16
+        "write_kv",
+        f"{num}",
+        {**cache, "head_size": D, "value_head_size": None},
+        [k, v, arena[:, 0], arena[:, 1], slots],
+        4 * num * K * D * BF16,
     )
 
 

@@ -163,7 +163,7 @@ TORCH_MOE = (
     _torch("moe_biased_experts_mxfp4", "biased_experts:moe_biased_experts_mxfp4", frozenset()),
 )
 TORCH_CACHE = (
-    _torch("write_kv", "cache:write_kv", frozenset()),
+    _torch("write_kv", "cache:write_kv", frozenset({"value_head_size"})),
     _torch("advance_rows", "cache:advance_rows"),
     _torch("map_tokens", "cache:map_tokens"),
     _torch("gather_tokens", "cache:gather_tokens"),
@@ -171,7 +171,8 @@ TORCH_CACHE = (
     _cpu("map_tokens", "step:map_tokens", _GRAPH_SAFE),
     _torch("mla_write", "mla:mla_write", frozenset()),
 )
-_SCORES = frozenset({"window", "chunked", "soft_cap", "sinks"})
+_VALUES = frozenset({"value_head_size"})
+_SCORES = frozenset({"window", "chunked", "soft_cap", "sinks"}) | _VALUES
 TORCH_ATTENTION = (
     _torch("attention", "attention:attention", _SCORES),
     _torch("mla_decode", "mla:mla_decode"),
@@ -374,15 +375,23 @@ TRITON_MOE = (
 TRITON_CACHE = (
     _triton("mla_write", "mla.write:mla_write"),
     _triton("mla_write", "mla.write:mla_write", capability=_FP8_CAPABILITY, kv_dtypes=_FP8),
-    _triton("write_kv", "attention.write_kv:write_kv"),
-    _triton("write_kv", "attention.write_kv:write_kv", capability=_FP8_CAPABILITY, kv_dtypes=_FP8),
+    *(
+        _triton(
+            "write_kv",
+            "attention.write_kv:write_kv",
+            _BATCH_INVARIANT | _VALUES,
+            capability=capability,
+            kv_dtypes=kv_dtypes,
+        )
+        for capability, kv_dtypes in (((8, 0), _FLOATS), (_FP8_CAPABILITY, _FP8))
+    ),
     _triton("advance_rows", "step:advance_rows", _GRAPH_SAFE),
     _triton("map_tokens", "step:map_tokens", _GRAPH_SAFE),
     _triton("gather_tokens", "drafts:gather_tokens", _GRAPH_SAFE),
     _triton("rope_write_kv", "rope.rope_write_kv:rope_write_kv"),
     _triton("qk_norm_rope_write_kv", "rope.rope_write_kv:qk_norm_rope_write_kv"),
 )
-_HEAD_SIZES = (AxisLimit("head_size", 1, 256),)
+_HEAD_SIZES = (AxisLimit("head_size", 1, 256), AxisLimit("value_head_size", 1, 256))
 _ATTENTION_OPTIONS = "tokenspeed_kernels.options:AttentionOptions"
 TRITON_ATTENTION = (
     _triton(

@@ -86,6 +86,7 @@ class DenseBuild:
         is_chunked: bool = False,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
+        value_head_size: int | None = None,
         group: str = "full",
         rotation: Rotation | None = None,
     ) -> AttentionCall:

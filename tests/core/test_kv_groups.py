@@ -14,6 +14,7 @@ from tokenspeed_core.api.cache_groups import (
     CachePart,
     FullAttention,
     SlidingWindow,
+    local_cache_group,
     values_per_token,
 )
 from tokenspeed_core.checkpoint.resolve import check_cache_groups
@@ -36,6 +37,20 @@ def test_layers_keep_keys_and_values() -> None:
     assert values_per_token(full) == 3 * 2 * 2 * 64
     window = SlidingWindow("w", num_layers=3, num_kv_heads=2, head_size=64, window=128)
     assert values_per_token(window) == values_per_token(full)
+
+
+@given(st.integers(1, 4), st.sampled_from([1, 2, 4, 8]), st.integers(1, 300), st.integers(1, 300))
+def test_values_may_have_another_size_than_keys(
+    num_layers: int, num_kv_heads: int, head_size: int, value_size: int
+) -> None:
+    full = FullAttention("f", num_layers, num_kv_heads, head_size, value_size)
+    window = SlidingWindow("w", num_layers, num_kv_heads, head_size, 128, value_size)
+    for group in (full, window):
+        assert [part.shape[1] for part in group.parts] == [head_size, value_size]
+        assert values_per_token(group) == num_layers * num_kv_heads * (head_size + value_size)
+        for num_processes in (1, 2, 4, 8, 16):
+            local = values_per_token(local_cache_group(group, num_processes))
+            assert local == values_per_token(group) // min(num_processes, num_kv_heads)
 
 
 @dataclass(frozen=True)

@@ -262,6 +262,7 @@ def test_undeclared_features_are_refused() -> None:
         "chunked": {"window": 128, "is_chunked": True},
         "soft_cap": {"soft_cap": 50.0},
         "sinks": {"has_sinks": True},
+        "value_head_size": {"value_head_size": 32},
     }
     for feature, changes in needing.items():
         with pytest.raises(SelectionError, match=f"the feature {feature} is not supported"):
@@ -340,7 +341,14 @@ def test_wrong_problem_names_missing_and_unknown_axes() -> None:
         Selector((REFERENCE,), CPU).select("ydeerg", LOGITS)
 
 
-AXES = {**LOGITS, "num_kv_heads": 2, "head_size": 64, "block_size": 16, "kv_dtype": "float32"}
+AXES = {
+    **LOGITS,
+    "num_kv_heads": 2,
+    "head_size": 64,
+    "value_head_size": None,
+    "block_size": 16,
+    "kv_dtype": "float32",
+}
 FUSED = OpContract(
     "greedy_write",
     "sampling",

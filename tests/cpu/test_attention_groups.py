@@ -9,6 +9,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tokenspeed_core.api.cache_groups import (
     CacheGroupSpec,
@@ -50,6 +52,7 @@ def attend(build: ModelBuild, layer: int, **changes: Any) -> None:
         ({"window": 33}, ("window 33", "32")),
         ({"window": 32, "num_kv_heads": 4}, ("k [4, 16]", "k [2, 16]")),
         ({"window": 32, "head_size": 32}, ("k [2, 32]", "k [2, 16]")),
+        ({"window": 32, "value_head_size": 8}, ("v [2, 8]", "v [2, 16]")),
         ({"window": 32, "group": "other"}, ("'other'", "window")),
     ],
 )
@@ -122,3 +125,36 @@ def test_layers_own_the_bytes_of_their_blocks() -> None:
         assert at * 4 == group.block_bytes
         assert torch.equal(arena.view(torch.float32).view_as(owners), owners)
         arena.zero_()
+
+
+HEADS = st.tuples(st.integers(1, 3), st.integers(1, 40), st.integers(1, 40))  # K, D, V
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(HEADS, min_size=1, max_size=3), st.integers(1, 3), st.sampled_from([8, 16]))
+def test_keys_and_values_of_unequal_size_fill_their_blocks(
+    shapes: list[tuple[int, int, int]], num_layers: int, block_size: int
+) -> None:
+    groups = [
+        FullAttention(f"full_{index}", num_layers, heads, size, value_size)
+        for index, (heads, size, value_size) in enumerate(shapes)
+    ]
+    layout = PageLayout.of(groups, block_size, 2)
+    arena = torch.zeros((2, layout.page_bytes), dtype=torch.uint8)
+    for group, placed, (heads, size, value_size) in zip(groups, layout.groups, shapes, strict=True):
+        per_token = num_layers * heads * (size + value_size)
+        assert placed.block_bytes == block_size * per_token * 2
+        layers = [
+            Mock(group=AttentionGroup(group), index=index, caches=()) for index in range(num_layers)
+        ]
+        bind_arena(layers, arena, layout, torch.int16)
+        caches = [cache for layer in layers for cache in layer.caches]
+        wanted = [(block_size, heads, each) for each in (size, value_size)] * num_layers
+        assert [cache.shape[1:] for cache in caches] == wanted
+        arena.zero_()
+        for number, cache in enumerate(caches, start=1):
+            cache.fill_(number)
+        # No two overlap, and together they are all bytes of their blocks.
+        assert all((cache == number).all() for number, cache in enumerate(caches, start=1))
+        num_blocks = caches[0].shape[0]
+        assert int((arena.view(torch.int16) != 0).sum()) == num_blocks * block_size * per_token

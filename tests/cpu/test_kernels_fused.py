@@ -17,6 +17,7 @@ PROBLEM = {
     "num_heads": 4,
     "num_kv_heads": 2,
     "head_size": 16,
+    "value_head_size": None,
     "rotary_size": 8,
     "block_size": 4,
     "dtype": "float32",

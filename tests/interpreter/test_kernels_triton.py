@@ -149,6 +149,8 @@ def test_gemv_kernel_adds_a_bias(op: str, dtype: str) -> None:
         (2, 2, 16, 64, "float16", "float16", {"soft_cap": 1.0, "has_sinks": True}),
         (4, 2, 24, 16, "float16", "float8_e4m3fn", {"window": 20}),
         (4, 2, 16, 8, "float16", "float16", {"window": 12, "is_chunked": True}),
+        (4, 2, 48, 16, "float32", "float32", {"value_head_size": 20}),
+        (2, 1, 16, 8, "float16", "float8_e4m3fn", {"value_head_size": 32, "has_sinks": True}),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )

@@ -21,6 +21,7 @@ class AttentionProblem:
     token; for backends with `takes_drafts`, rows of a captured step may have several). With a `soft_cap` c, scores s become c * tanh(s / c)
     before the softmax. If it `is_chunked`, `window` is the length of chunks, counted from position 0: a query attends to
     the positions of its chunk up to its own. With sinks, each query head has a learned score without a value, which joins the softmax.
+    Keys have `head_size` elements per head, and values `value_head_size` (None: as many).
     """
 
     phase: str
@@ -35,6 +36,12 @@ class AttentionProblem:
     soft_cap: float | None = None
     has_sinks: bool = False
     is_chunked: bool = False
+    value_head_size: int | None = None
+
+    @property
+    def out_size(self) -> int:
+        """Elements per head of a value, and of the result."""
+        return self.value_head_size or self.head_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +95,8 @@ class AttentionKernel(Protocol):
     def forward(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """Attend. q, out [T, H, D]; k_cache, v_cache [B, block_size, K, D] (strided on B). Writes `out`.
+        """Attend. q [T, H, D], out [T, H, V]; k_cache [B, block_size, K, D] and v_cache [B, block_size, K, V], strided
+        on B. V is the problem's `out_size`. Writes `out`.
 
         The two parts of a mixed step write different rows of `out` and may run concurrently. In a captured graph,
         it must not allocate memory outside the graph's pool. A backend with the feature `sinks` also takes the keyword

@@ -53,25 +53,30 @@ def values_per_token(group: CacheGroupSpec) -> int:
     return group.num_layers * sum(prod(part.shape) for part in group.parts)
 
 
-def keys_and_values(num_kv_heads: int, head_size: int) -> tuple[CachePart, ...]:
-    """Return the parts `k` and `v`, which ordinary attention layers keep."""
-    shape = (num_kv_heads, head_size)
-    return CachePart("k", shape), CachePart("v", shape)
+def keys_and_values(
+    num_kv_heads: int, head_size: int, value_head_size: int | None = None
+) -> tuple[CachePart, ...]:
+    """Return the parts `k` and `v`, which ordinary attention layers keep. Values have `head_size` elements if None."""
+    return (
+        CachePart("k", (num_kv_heads, head_size)),
+        CachePart("v", (num_kv_heads, value_head_size or head_size)),
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class FullAttention:
-    """Keys and values of every token."""
+    """Keys and values of every token. Values have `value_head_size` elements per head, `head_size` if None."""
 
     name: str
     num_layers: int
     num_kv_heads: int
     head_size: int
+    value_head_size: int | None = None
 
     @property
     def parts(self) -> tuple[CachePart, ...]:
         """Keys and values."""
-        return keys_and_values(self.num_kv_heads, self.head_size)
+        return keys_and_values(self.num_kv_heads, self.head_size, self.value_head_size)
 
     @property
     def window(self) -> None:
@@ -84,18 +89,22 @@ class FullAttention:
 
 @dataclass(frozen=True, slots=True)
 class SlidingWindow:
-    """Keys and values of the last `window` tokens, including the query's own."""
+    """Keys and values of the last `window` tokens, including the query's own.
+
+    Values have `value_head_size` elements per head, `head_size` if None.
+    """
 
     name: str
     num_layers: int
     num_kv_heads: int
     head_size: int
     window: int
+    value_head_size: int | None = None
 
     @property
     def parts(self) -> tuple[CachePart, ...]:
         """Keys and values."""
-        return keys_and_values(self.num_kv_heads, self.head_size)
+        return keys_and_values(self.num_kv_heads, self.head_size, self.value_head_size)
 
     def first_needed(self, length: int) -> int:
         """Return the first token in the window of a query at position `length`."""

@@ -18,7 +18,15 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 PHASES = ("prefill", "decode")
-FEATURES = ("window", "chunked", "soft_cap", "sinks", "graph_safe", "batch_invariant")
+FEATURES = (
+    "window",
+    "chunked",
+    "soft_cap",
+    "sinks",
+    "value_head_size",
+    "graph_safe",
+    "batch_invariant",
+)
 """`window`: sliding-window attention. `chunked`: attention within chunks. `soft_cap`: attention with capped scores. `sinks`: attention with sinks.
 `graph_safe`: a captured call can replay on new data of the same shapes. `batch_invariant`: a row's bits do not depend
 on other rows."""

@@ -224,13 +224,15 @@ class BuildContext(Protocol):
         is_chunked: bool = False,
         soft_cap: float | None = None,
         sinks: torch.Tensor | None = None,
+        value_head_size: int | None = None,
         group: str = "full",
         rotation: Rotation | None = None,
     ) -> AttentionCall:
         """Register a layer's attention in a cache group of the model's `ModelInfo` and return its call.
 
         With `is_chunked`, the window is the length of chunks (see `AttentionProblem`), and the group a `SlidingWindow`.
-        The window, heads, head size and number of layers must match the group. `sinks` (float32 [H]) is a parameter
+        The window, heads, head sizes and number of layers must match the group. Values have `value_head_size` elements
+        per head (None: `head_size`). `sinks` (float32 [H]) is a parameter
         whose memory attention reads in each step. With a `rotation`, one kernel may rotate and write the cache; without,
         q and k are used unchanged.
         """

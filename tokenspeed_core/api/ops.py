@@ -99,7 +99,8 @@ class OpReference:
 _SAMPLING = {"vocab_size": "entries of a row of logits, V"}
 _KV = {
     "num_kv_heads": "key heads K",
-    "head_size": "elements of a head, D",
+    "head_size": "elements of a key head, D",
+    "value_head_size": "elements of a value head, V; None: D",
     "block_size": "tokens of a block",
     "kv_dtype": "dtype of the cache",
 }
@@ -108,7 +109,7 @@ _CONTRACTS = (
     OpContract(
         "write_kv",
         "cache",
-        "(k [T, K, D], v [T, K, D], k_cache [B, block_size, K, D], v_cache, slots int64 [T]) -> None; a slot "
+        "(k [T, K, D], v [T, K, V], k_cache [B, block_size, K, D], v_cache, slots int64 [T]) -> None; a slot "
         "is block * block_size + offset, and -1 is skipped; values beyond kv_dtype become its largest; caches are "
         "strided on B",
         _KV,

@@ -15,6 +15,7 @@ _FEATURE_AXES = {
     "chunked": "is_chunked",
     "soft_cap": "soft_cap",
     "sinks": "has_sinks",
+    "value_head_size": "value_head_size",
 }
 
 
@@ -54,7 +55,8 @@ def problem_refusals(
             what = f"{axis} {problem[axis]} is not supported (supported: {supported})"
             yield Reason(what, _axis_hint(axis, problem["dtype"], allowed))
     for limit in capability.limits:
-        if limit.axis in problem and (refusal := limit.refusal(problem[limit.axis])):
+        value = problem.get(limit.axis)
+        if value is not None and (refusal := limit.refusal(value)):
             yield Reason(refusal)
     axes = _FEATURE_AXES.items()
     needed = needs | {feature for feature, axis in axes if problem.get(axis) not in (None, False)}

@@ -98,6 +98,7 @@ class AttentionLayer:
     soft_cap: float | None = None
     sinks: Tensor | None = None  # float32 [H], a parameter of the model
     is_chunked: bool = False
+    value_head_size: int | None = None  # None: head_size
     choices: dict[str, Choice] = field(default_factory=dict)  # by phase
     # By phase: (q, k_cache, v_cache, out)
     forwards: dict[str, Callable[..., None]] = field(default_factory=dict)
@@ -111,9 +112,12 @@ class AttentionLayer:
         self.forwards[phase] = forward if self.sinks is None else partial(forward, sinks=self.sinks)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *rotation: Any) -> Tensor:
-        """Rotate q and k, write k, v [T, K, D] into the cache, then attend; q and the result are [T, H, D]."""
+        """Rotate q [T, H, D] and k [T, K, D], write k and v [T, K, V] into the cache, then attend.
+
+        Returns [T, H, V].
+        """
         self.write_kv(q, k, v, *self.caches, self.group.kv_slots, *rotation)
-        out = q.new_empty(q.shape)
+        out = q.new_empty((*q.shape[:2], v.shape[2]))
         self.group.attend(lambda batch: self._attend(batch, q, out))
         return out if self.kv_scale.value == 1.0 else out.mul_(self.kv_scale.value)
 

@@ -158,6 +158,7 @@ class ModelBuild:
         is_chunked: bool = False,
         soft_cap: float | None = None,
         sinks: torch.Tensor | None = None,
+        value_head_size: int | None = None,
         group: str = "full",
         rotation: Rotation | None = None,
     ) -> AttentionLayer:
@@ -165,7 +166,7 @@ class ModelBuild:
 
         Raises CheckpointError if the layer does not match the cache group that the family's `describe` declared.
         """
-        parts = keys_and_values(num_kv_heads, head_size)
+        parts = keys_and_values(num_kv_heads, head_size, value_head_size)
         index = self._next_index(layer, group, parts, window)
         call = AttentionLayer(
             self.groups[group],
@@ -181,6 +182,7 @@ class ModelBuild:
             soft_cap,
             sinks,
             is_chunked,
+            None if value_head_size == head_size else value_head_size,
         )
         self.layers.append(call)
         return call
@@ -256,6 +258,7 @@ class ModelBuild:
             soft_cap=layer.soft_cap,
             has_sinks=layer.sinks is not None,
             is_chunked=layer.is_chunked,
+            value_head_size=layer.value_head_size,
         )
 
     def select_attention(self, block_size: int) -> None:
@@ -285,14 +288,18 @@ class ModelBuild:
         ]
 
     def _write_kv(self, layer: AttentionLayer, axes: Problem) -> Callable[..., None]:
-        """Return the function that rotates and writes the cache: one fused kernel if it fits and there is no scale."""
+        """Return the function that rotates and writes the cache.
+
+        It is one fused kernel if one fits, there is no scale, and values have as many elements as keys.
+        """
         ops: tuple[str, ...] = ("write_kv",)
         if layer.rotation is not None:
             ops, axes = (
                 (layer.rotation.op, *ops),
                 {**axes, "rotary_size": layer.rotation.rotary_size},
             )
-        chains = (ops,) if layer.kv_scale == UNSCALED else tuple((op,) for op in ops)
+        may_fuse = layer.kv_scale == UNSCALED and layer.value_head_size is None
+        chains = (ops,) if may_fuse else tuple((op,) for op in ops)
         choices = [
             each
             for chain in chains

@@ -98,7 +98,7 @@ class TorchAttention:
         out: Tensor,
         sinks: Tensor | None = None,
     ) -> None:
-        """Attend batch by batch. Padding rows get zeros. q, out [T, H, D]; caches [B, block_size, K, D]."""
+        """Attend batch by batch. Padding rows get zeros. q [T, H, D], out [T, H, V]; caches [B, block_size, K, D or V]."""
         for tokens in self._idle:
             out[tokens] = 0.0
         for batch in self._batches:
@@ -217,7 +217,7 @@ class TorchAttention:
         attended = self._attend(
             q.view(shape), k.transpose(1, 2), v.transpose(1, 2), batch.mask, sinks, causal=False
         )
-        out.view(shape).copy_(attended)
+        out.view(attended.shape).copy_(attended)
 
     def _attend_row(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, batch: _Batch, sinks: Tensor | None
@@ -242,7 +242,7 @@ class TorchAttention:
         *,
         causal: bool,
     ) -> Tensor:
-        """Attend. q [N, M, Q, D], k and v [N, M, L, D]; `mask` and `sinks` broadcast to the scores [N, M, Q, L]."""
+        """Attend. q [N, M, Q, D], k [N, M, L, D], v [N, M, L, V]; `mask` and `sinks` broadcast to the scores [N, M, Q, L]."""
         problem = self._problem
         if self._is_plain:
             return functional.scaled_dot_product_attention(

@@ -8,11 +8,12 @@ import sys
 from typing import Any
 
 import pytest
-from tiny_models import SMALL
+from tiny_models import LATENT, SMALL
 from tokenspeed_models_transformers.describe import describe
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tokenspeed_core.api import FullAttention, SlidingWindow
+from tokenspeed_core.api.cache_groups import values_per_token
 
 
 def config_of(model_type: str, **changes: Any) -> dict[str, Any]:
@@ -39,6 +40,14 @@ def test_layers_with_windows_have_their_own_group() -> None:
     )
 
 
+def test_values_smaller_than_keys_take_less_memory() -> None:
+    groups = describe(config_of("minicpm3", **LATENT)).cache_groups
+    (group,) = groups
+    assert isinstance(group, FullAttention)
+    assert (group.num_kv_heads, group.head_size, group.value_head_size) == (4, 12, 8)
+    assert values_per_token(group) == group.num_layers * 4 * (12 + 8)
+
+
 def test_process_without_torch_asks_a_subprocess() -> None:
     config = config_of("starcoder2", sliding_window=9)
     code = (
@@ -57,6 +66,7 @@ def test_process_without_torch_asks_a_subprocess() -> None:
         ("bart", {}, "it has an encoder"),
         ("bert", {}, "not causal"),
         ("bloom", {}, "mask"),
+        ("hrm_text", {"prefix_lm": True}, "prefix_lm is true"),
         ("mamba", {}, "layers of the type linear_attention"),
         ("llama", {"dtype": "float64"}, "dtype is 'float64'"),
     ],

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedModel
 
 from tokenspeed_core.api import AttentionCall, BuildContext, Rotation
@@ -27,7 +26,6 @@ class PagedAttention:
     def __init__(self, call: AttentionCall, recorded: RecordedAttention) -> None:
         self.recorded = recorded
         self.attend = call
-        self._padding = recorded.head_size - recorded.value_size
         self._is_checked = False
 
     def __call__(
@@ -42,10 +40,7 @@ class PagedAttention:
         """Attend for a module. q, k, v are [1, heads, T, size]; returns [1, T, H, value size]."""
         if not self._is_checked:
             self._check(module, q, k, v, mask, arguments)
-        if self._padding:
-            v = functional.pad(v, (0, self._padding))
-        out = self.attend(*(_by_token(each) for each in (q, k, v)))
-        return out[..., : self.recorded.value_size].contiguous().unsqueeze(0)
+        return self.attend(*(_by_token(each) for each in (q, k, v))).unsqueeze(0)
 
     def _check(
         self,
@@ -116,7 +111,8 @@ def bind_attention(
             window=each.window,
             soft_cap=each.soft_cap,
             sinks=sinks,
-            group=group_name((each.num_kv_heads, each.head_size, each.window)),
+            value_head_size=each.value_size,
+            group=group_name((each.num_kv_heads, each.head_size, each.value_size, each.window)),
             rotation=rotations.get(each.module),
         )
         if each.module in rotations:

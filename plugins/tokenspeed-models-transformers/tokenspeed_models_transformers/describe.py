@@ -15,8 +15,8 @@ from typing import Any
 
 from tokenspeed_core.api import CacheGroupSpec, FullAttention, ModelInfo, SlidingWindow
 
-Layer = tuple[int, int, int | None]
-"""KV heads, head size and window of an attention layer."""
+Layer = tuple[int, int, int, int | None]
+"""KV heads, the sizes of a key and a value head, and the window of an attention layer."""
 
 
 def describe(config: Mapping[str, Any]) -> ModelInfo:
@@ -37,21 +37,24 @@ def describe(config: Mapping[str, Any]) -> ModelInfo:
 
 def group_name(layer: Layer) -> str:
     """Return the name of the cache group of a layer."""
-    num_kv_heads, head_size, window = layer
+    num_kv_heads, head_size, value_size, window = layer
     kind = "full" if window is None else f"window_{window}"
-    return f"{kind}_{num_kv_heads}x{head_size}"
+    values = "" if value_size == head_size else f"_values_{value_size}"
+    return f"{kind}_{num_kv_heads}x{head_size}{values}"
 
 
 def cache_groups(layers: Iterable[Layer]) -> tuple[CacheGroupSpec, ...]:
     """Return one group for all layers of the same shape and window."""
     groups: list[CacheGroupSpec] = []
     for layer, num_layers in Counter(layers).items():
-        num_kv_heads, head_size, window = layer
-        name = group_name(layer)
+        num_kv_heads, head_size, size, window = layer
+        name, value_size = group_name(layer), None if size == head_size else size
         if window is None:
-            groups.append(FullAttention(name, num_layers, num_kv_heads, head_size))
+            groups.append(FullAttention(name, num_layers, num_kv_heads, head_size, value_size))
         else:
-            groups.append(SlidingWindow(name, num_layers, num_kv_heads, head_size, window))
+            groups.append(
+                SlidingWindow(name, num_layers, num_kv_heads, head_size, window, value_size)
+            )
     return tuple(groups)
 
 

@@ -70,9 +70,25 @@ def attention_problems(spec: KernelSpec) -> Iterator[AttentionProblem]:
     chunks = (False, False, False, True) if "chunked" in capability.features else (False,)
     caps = (None, 1.0, 1.0, None) if "soft_cap" in capability.features else (None,)
     sinks = (False, False, True, True) if "sinks" in capability.features else (False,)
+    values = (None, 48, None, 24) if "value_head_size" in capability.features else (None,)
     for phase in capability.phases or ("prefill", "decode"):
         for index in range(
-            max(map(len, (sizes, blocks, groups, capability.dtypes, windows, chunks, caps, sinks)))
+            max(
+                map(
+                    len,
+                    (
+                        sizes,
+                        blocks,
+                        groups,
+                        capability.dtypes,
+                        windows,
+                        chunks,
+                        caps,
+                        sinks,
+                        values,
+                    ),
+                )
+            )
         ):
             num_heads, num_kv_heads = groups[index % len(groups)]
             dtype = capability.dtypes[index % len(capability.dtypes)]
@@ -91,6 +107,7 @@ def attention_problems(spec: KernelSpec) -> Iterator[AttentionProblem]:
                     soft_cap=caps[index % len(caps)],
                     has_sinks=sinks[index % len(sinks)],
                     is_chunked=chunks[index % len(chunks)],
+                    value_head_size=values[index % len(values)],
                 )
 
 
@@ -129,7 +146,7 @@ def attends(
             "q": fixture.q,
             "k_cache": fixture.k_cache,
             "v_cache": fixture.v_cache,
-            "out": _unwritten(fixture.q),
+            "out": _unwritten(fixture),
             "sinks": fixture.sinks,
             **{
                 name: getattr(fixture.step, name)
@@ -178,7 +195,7 @@ def serves_layers_and_steps(
         )
     for step in (*steps, *steps):
         kernel.prepare(step[0][0].step)
-        found = [_unwritten(layer.q) for layer, _ in step]
+        found = [_unwritten(layer) for layer, _ in step]
         for out, (layer, _) in zip(found, step, strict=True):
             run(kernel, layer, out)
         for out, (_, alone) in zip(found, step, strict=True):
@@ -187,7 +204,7 @@ def serves_layers_and_steps(
 
 def attend(kernel: AttentionKernel, fixture: Fixture) -> Tensor:
     """Prepare and run one layer into an output of NaN; return the output."""
-    out = _unwritten(fixture.q)
+    out = _unwritten(fixture)
     kernel.prepare(fixture.step)
     run(kernel, fixture, out)
     return out
@@ -238,11 +255,12 @@ def never_waits(factory: AttentionFactory, problem: AttentionProblem, device: to
     kernel = factory(problem, limits_of(fixture), device)
     kernel.prepare(fixture.step)
     with nothing_waits(str(problem)):
-        run(kernel, fixture, _unwritten(fixture.q))
+        run(kernel, fixture, _unwritten(fixture))
 
 
-def _unwritten(q: Tensor) -> Tensor:
-    return torch.full_like(q, float("nan"), memory_format=torch.contiguous_format)
+def _unwritten(fixture: Fixture) -> Tensor:
+    q, out_size = fixture.q, fixture.v_cache.shape[3]
+    return q.new_full((*q.shape[:2], out_size), float("nan"))
 
 
 def compare(case: str, problem: AttentionProblem, found: Tensor, expected: Tensor) -> None:

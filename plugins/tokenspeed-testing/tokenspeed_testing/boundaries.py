@@ -23,6 +23,7 @@ _ATTENTION: dict[str, tuple[int, ...]] = {
 _GROUPS = ((1, 1), (5, 5), (32, 1), (48, 16), (64, 8))
 _WINDOWS = (1, LARGEST)
 _SOFT_CAPS = (0.125, 50.0)
+_VALUE_SIZES = (1, 72, 256)
 _EIGHT_BITS = "float8_e4m3fn"  # the KV cache dtype of --kv-cache-dtype fp8_e4m3
 
 
@@ -71,4 +72,5 @@ def _changes(
         yield from ({"num_heads": queries, "num_kv_heads": keys} for queries, keys in _GROUPS)
         yield from ({"window": window} for window in _WINDOWS)
         yield from ({"soft_cap": soft_cap} for soft_cap in _SOFT_CAPS)
+        yield from ({"value_head_size": size} for size in _VALUE_SIZES)
         yield {"scale": inside["scale"] / 2}  # families choose other scales

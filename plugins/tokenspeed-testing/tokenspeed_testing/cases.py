@@ -23,6 +23,7 @@ _PLAIN: dict[str, Any] = {
     "is_chunked": False,
     "soft_cap": None,
     "has_sinks": False,
+    "value_head_size": None,
 }
 # The problems that need a feature of attention.
 _FEATURES: dict[str, dict[str, Any]] = {
@@ -30,6 +31,7 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "chunked": {"window": 20, "is_chunked": True},
     "soft_cap": {"soft_cap": 1.0},
     "sinks": {"has_sinks": True},
+    "value_head_size": {"value_head_size": 48},
 }
 
 

@@ -15,6 +15,7 @@ from tokenspeed_core.api.attention import (
     AttentionProblem,
     AttentionStep,
 )
+from tokenspeed_testing.inputs import split_blocks
 
 NUM_LAYERS = 2  # of the arena: a block holds all layers, so caches are strided
 
@@ -33,7 +34,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fixture:
-    """A step with its tensors, and the expected output (float32 [T, H, D])."""
+    """A step with its tensors, and the expected output (float32 [T, H, V])."""
 
     step: AttentionStep
     q: Tensor
@@ -68,11 +69,10 @@ def make_fixture(
     dtype, kv_dtype = getattr(torch, problem.dtype), getattr(torch, problem.kv_dtype)
     num_used = num_rows * num_blocks + 1
     pool = first_block + num_used
-    arena = torch.full(
-        (pool, NUM_LAYERS, 2, size, problem.num_kv_heads, problem.head_size),
-        float("nan"),
-        dtype=kv_dtype,
-    )
+    shape = size, problem.num_kv_heads, problem.head_size, problem.out_size
+    num_values = size * problem.num_kv_heads * (problem.head_size + problem.out_size)
+    arena = torch.full((pool, NUM_LAYERS, num_values), float("nan"), dtype=kv_dtype)
+    caches = split_blocks(arena[:, NUM_LAYERS - 1], *shape)
     table = torch.full((num_rows, num_blocks), -1, dtype=torch.int32)
     order = iter((first_block + torch.randperm(num_used, generator=generator)).tolist())
     for row, length in enumerate(rows.seq_lens):
@@ -81,11 +81,10 @@ def make_fixture(
                 table[row, index] = table[0, index]
                 continue
             table[row, index] = block = next(order)
-            filled = arena[block, NUM_LAYERS - 1, :, : min(size, length - first)]
-            random = torch.randn(filled.shape, generator=generator)
-            if first + size >= length:
-                random[1] += last_value
-            filled.copy_(random)
+            is_last = first + size >= length
+            for cache, added in zip(caches, (0.0, last_value if is_last else 0.0), strict=True):
+                filled = cache[block, : min(size, length - first)]
+                filled.copy_(torch.randn(filled.shape, generator=generator) + added)
     starts = (0, *accumulate(rows.num_queries))
     # q is a slice of a wider tensor, as a joint projection of q, k and v returns it
     wide = torch.randn(
@@ -93,12 +92,11 @@ def make_fixture(
         generator=generator,
     )
     wide = (wide * query_scale).to(dtype)
-    caches = arena[:, NUM_LAYERS - 1, 0], arena[:, NUM_LAYERS - 1, 1]
     # Scores are about as large, so a sink takes a noticeable share of the softmax.
     sinks = torch.randn(problem.num_heads, generator=generator) + 2 if problem.has_sinks else None
     q = wide[:, : problem.num_heads]
     expected = formula(q, *caches, sinks, starts, rows.seq_lens, table, problem)
-    moved = arena.to(device)
+    moved = split_blocks(arena.to(device)[:, NUM_LAYERS - 1], *shape)
     step = AttentionStep(
         num_rows=num_rows,
         num_tokens=starts[-1],
@@ -113,8 +111,7 @@ def make_fixture(
     return Fixture(
         step,
         wide.to(device)[:, : problem.num_heads],
-        moved[:, NUM_LAYERS - 1, 0],
-        moved[:, NUM_LAYERS - 1, 1],
+        *moved,
         expected.to(device),
         None if sinks is None else sinks.to(device),
     )
@@ -149,7 +146,7 @@ def formula(
     problem: AttentionProblem,
 ) -> Tensor:
     """Compute attention in float32 by its definition, row by row; rows of length 0 are left NaN."""
-    out = torch.full(q.shape, float("nan"))
+    out = torch.full((*q.shape[:2], problem.out_size), float("nan"))
     num_groups = problem.num_heads // problem.num_kv_heads
     for row, (start, stop) in enumerate(pairwise(starts)):
         length = seq_lens[row]

@@ -17,28 +17,44 @@ from tokenspeed_core.api.ops import Problem
 def write_kv(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """Make k and v [T, K, D], caches of one of two layers, and distinct KV slots; every fifth is
+    """Make k [T, K, D] and v [T, K, V], caches of one of two layers, and distinct KV slots; every fifth is
     -1.
     """
     heads, size, block = problem["num_kv_heads"], problem["head_size"], problem["block_size"]
+    value_head_size = problem.get("value_head_size") or size  # fused ops have no such axis
     num_blocks = num // block + 3
     dtype = getattr(torch, problem["kv_dtype"])
-    arena = torch.zeros((num_blocks, 2, 2, block, heads, size), dtype=dtype, device=at)
+    num_values = block * heads * (size + value_head_size)
+    arena = torch.zeros((num_blocks, 2, num_values), dtype=dtype, device=at)
+    k_cache, v_cache = split_blocks(arena[:, 1], block, heads, size, value_head_size)
     slots = torch.randperm(num_blocks * block, generator=seed)[:num]
     slots[::5] = -1
-    wide = random((num, 3 * heads, size), problem, at, seed)
-    k, v = (
-        (wide[:, :heads], wide[:, heads : 2 * heads])
-        if strided
-        else (wide[:, :heads].contiguous(), wide[:, heads : 2 * heads].contiguous())
-    )
+    widths = [heads * size, heads * value_head_size, heads * size]
+    wide = random((num, sum(widths)), problem, at, seed)
+    parts = torch.split(wide, widths, dim=1)
+    k, v = parts[0].view(num, heads, size), parts[1].view(num, heads, value_head_size)
+    if not strided:
+        k, v = k.contiguous(), v.contiguous()
     return {
         "k": k,
         "v": v,
-        "k_cache": arena[:, 1, 0],
-        "v_cache": arena[:, 1, 1],
+        "k_cache": k_cache,
+        "v_cache": v_cache,
         "slots": slots.to(at),
     }
+
+
+def split_blocks(
+    blocks: Tensor, block_size: int, num_heads: int, head_size: int, value_head_size: int
+) -> tuple[Tensor, Tensor]:
+    """Return the keys [B, block_size, K, D] and values [B, block_size, K, V] in one layer's blocks
+    [B, values].
+    """
+    num_keys = block_size * num_heads * head_size
+    return (
+        blocks[:, :num_keys].view(-1, block_size, num_heads, head_size),
+        blocks[:, num_keys:].view(-1, block_size, num_heads, value_head_size),
+    )
 
 
 def greedy(

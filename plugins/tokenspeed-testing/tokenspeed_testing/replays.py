@@ -146,7 +146,7 @@ class _Step:
         middle, device = size.num_decodes, buffers.q.device
         self._chunk_start = torch.zeros(size.num_chunks + 1, dtype=torch.int32, device=device)
         self._out = [
-            torch.zeros_like(buffers.q[: size.num_tokens], memory_format=torch.contiguous_format)
+            buffers.q.new_zeros((size.num_tokens, buffers.q.shape[1], buffers.v_cache.shape[3]))
             for _ in range(NUM_CALLS)
         ]
         self._parts: list[tuple[AttentionKernel, AttentionStep, slice]] = []

@@ -16,8 +16,9 @@ NUM_ROWS = (0, 1, 7, 33)
 _VOCABULARIES = ({"vocab_size": 300}, {"vocab_size": 5000})
 _SHAPES: dict[str, tuple[dict[str, Any], ...]] = {
     "write_kv": (
-        {"num_kv_heads": 3, "head_size": 24, "block_size": 8},
-        {"num_kv_heads": 8, "head_size": 128, "block_size": 16},
+        {"num_kv_heads": 3, "head_size": 24, "value_head_size": None, "block_size": 8},
+        {"num_kv_heads": 8, "head_size": 128, "value_head_size": None, "block_size": 16},
+        {"num_kv_heads": 2, "head_size": 48, "value_head_size": 20, "block_size": 8},
     ),
     "greedy": _VOCABULARIES,
     "sample": _VOCABULARIES,

@@ -17,6 +17,7 @@ from tokenspeed_kernels.triton import precompile
 from tokenspeed_kernels.triton.attention.cascade import BLOCK_N as SHARED_BLOCK_N
 from tokenspeed_kernels.triton.attention.cascade import MERGED_PARTS, SharedLaunch, SharedPrefix
 from tokenspeed_kernels.triton.attention.kernel import LOG2_E, attend, soft_cap
+from tokenspeed_kernels.triton.attention.write_kv import blank_caches
 from tokenspeed_kernels.triton.pdl import supports_pdl
 
 # Minimum number of keys per split when there are many rows, so that only much longer rows are split.
@@ -91,8 +92,10 @@ class TritonAttention:
             )
         self._problem, self._options = problem, options
         self._num_groups = problem.num_heads // problem.num_kv_heads
-        self._block_d = max(16, triton.next_power_of_2(problem.head_size))
-        wide = problem.dtype == "float32" or self._block_d > 128
+        self._block_d, self._block_v = (
+            max(16, triton.next_power_of_2(size)) for size in (problem.head_size, problem.out_size)
+        )
+        wide = problem.dtype == "float32" or max(self._block_d, self._block_v) > 128
         self._decode = decode_tiling or (Tiling(16, 32, 2, 2) if wide else Tiling(16, 64, 2, 3))
         self._crowd = decode_tiling or (Tiling(16, 32, 2, 2) if wide else Tiling(16, 32, 1, 3))
         self._beside = decode_tiling or (Tiling(16, 32, 2, 2) if wide else Tiling(16, 32, 2, 3))
@@ -109,11 +112,11 @@ class TritonAttention:
         if problem.phase == "decode":
             self._max_decode_rows = MAX_WIDE_ROWS if wide else MAX_DECODE_ROWS
         num_slots = NUM_SLOTS[problem.phase]
-        self._partial = torch.empty((num_slots, self._block_d), dtype=torch.float32, device=device)
+        self._partial = torch.empty((num_slots, self._block_v), dtype=torch.float32, device=device)
         self._lse = torch.empty(num_slots, dtype=torch.float32, device=device)
         num_counts = limits.max_num_rows * problem.num_kv_heads * (MERGED_PARTS + 1)
         self._arrived = torch.zeros(num_counts, dtype=torch.int32, device=device)
-        self.shared = SharedPrefix(problem, limits, device, self._block_d)
+        self.shared = SharedPrefix(problem, limits, device, self._block_d, self._block_v)
         self._first_layer: int | None = None  # the address of its keys
         self._launch: _Launch | None = None
         self._step: AttentionStep | None = None
@@ -133,9 +136,9 @@ class TritonAttention:
         out: Tensor,
         sinks: Tensor | None = None,
     ) -> None:
-        """Attend. q, out [T, H, D]; caches [B, block_size, K, D], strided on B, both alike; sinks float32 [H]."""
-        assert k_cache.stride() == v_cache.stride(), (
-            "k_cache and v_cache must have the same strides"
+        """Attend. q [T, H, D], out [T, H, V]; caches [B, block_size, K, D or V], strided on B alike; sinks float32 [H]."""
+        assert k_cache.stride(0) == v_cache.stride(0), (
+            "blocks of keys and values must be interleaved"
         )
         assert self._step is not None and self._launch is not None, "forward before prepare"
         if self._first_layer is None:
@@ -231,10 +234,13 @@ class TritonAttention:
             out.stride(0),
             out.stride(1),
             *k_cache.stride()[:3],
+            *v_cache.stride()[1:3],
             step.block_table.stride(0),
             G=self._num_groups,
             D=problem.head_size,
             BLOCK_D=self._block_d,
+            V=problem.out_size,
+            BLOCK_V=self._block_v,
             BLOCK_SIZE=problem.block_size,
             BLOCK_M=tiling.block_m,
             BLOCK_N=tiling.block_n,
@@ -272,9 +278,9 @@ def _attend_to_blanks(
 ) -> None:
     """Precompile every variant that a step can launch."""
     num_heads, num_kv_heads, size = problem.num_heads, problem.num_kv_heads, problem.head_size
-    k_cache, v_cache = precompile.blank(
-        problem.kv_dtype, 2, 2, problem.block_size, num_kv_heads, size
-    ).unbind(1)
+    k_cache, v_cache = blank_caches(
+        problem.kv_dtype, problem.block_size, num_kv_heads, size, problem.out_size
+    )
     max_rows = min(limits.max_num_rows, limits.max_num_tokens)
     short = min(LONG_SPLIT, limits.max_model_len)
     bounds = ((True, limits.max_model_len), (False, short))
@@ -305,7 +311,8 @@ def _attend_to_blanks(
                 overlaps_prefill,
             )
         )
-        backend.forward(q, k_cache, v_cache, q.new_empty(q.shape), sinks)
+        out = q.new_empty((*q.shape[:2], problem.out_size))
+        backend.forward(q, k_cache, v_cache, out, sinks)
 
 
 def _num_queries(phase: str, some: Sequence[int], limits: AttentionLimits) -> Iterator[list[int]]:

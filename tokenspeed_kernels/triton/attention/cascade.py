@@ -53,17 +53,22 @@ class SharedPrefix:
     """Finds the shared keys of a step's decode rows and attends to them.
 
     `found` int32 [2]: the number of shared keys, a multiple of BLOCK_N, and the index of a row that has them.
-    `partial` float32 [S * H * splits, D] and `lse` float32 [S * H * splits]: each query head's partial results.
+    `partial` float32 [S * H * splits, V] and `lse` float32 [S * H * splits]: each query head's partial results.
     """
 
     def __init__(
-        self, problem: AttentionProblem, limits: AttentionLimits, device: torch.device, block_d: int
+        self,
+        problem: AttentionProblem,
+        limits: AttentionLimits,
+        device: torch.device,
+        block_d: int,
+        block_v: int,
     ) -> None:
         """Allocate buffers for the largest launch within `limits`."""
-        self._problem, self._block_d = problem, block_d
+        self._problem, self._block_d, self._block_v = problem, block_d, block_v
         self._num_groups = problem.num_heads // problem.num_kv_heads
         self._pdl = supports_pdl()
-        wide = problem.dtype == "float32" or block_d > 128
+        wide = problem.dtype == "float32" or max(block_d, block_v) > 128
         self._max_block_m = max(
             MAX_BLOCK_M // 2 if wide else MAX_BLOCK_M, triton.next_power_of_2(self._num_groups)
         )
@@ -79,7 +84,7 @@ class SharedPrefix:
             max(num_heads, min(MERGED_PARTS * num_heads, MAX_SLOTS)) if self._is_possible else 1
         )
         self.found = torch.zeros(2, dtype=torch.int32, device=device)
-        self.partial = torch.empty((num_slots, block_d), dtype=torch.float32, device=device)
+        self.partial = torch.empty((num_slots, block_v), dtype=torch.float32, device=device)
         self.lse = torch.empty(num_slots, dtype=torch.float32, device=device)
 
     def launch(self, num_rows: int) -> SharedLaunch | None:
@@ -131,11 +136,14 @@ class SharedPrefix:
             q.stride(0),
             q.stride(1),
             *k_cache.stride()[:3],
+            *v_cache.stride()[1:3],
             step.block_table.stride(0),
             G=self._num_groups,
             K=problem.num_kv_heads,
             D=problem.head_size,
             BLOCK_D=self._block_d,
+            V=problem.out_size,
+            BLOCK_V=self._block_v,
             BLOCK_SIZE=problem.block_size,
             BLOCK_M=launch.block_m,
             BLOCK_N=BLOCK_N,
@@ -231,11 +239,15 @@ def attend_shared(
     stride_b,
     stride_s,
     stride_h,
+    v_stride_s,
+    v_stride_h,
     table_stride,
     G: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -276,7 +288,7 @@ def attend_shared(
                 other=0.0,
             )
             q = _fit_keys(q, k_ptr.dtype.element_ty)
-            acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+            acc = tl.zeros([BLOCK_M, BLOCK_V], dtype=tl.float32)
             highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
             total = tl.zeros([BLOCK_M], dtype=tl.float32)
             acc, highest, total = _attend_keys(
@@ -288,14 +300,17 @@ def attend_shared(
                 start,
                 stop,
                 k_ptr + kv_head * stride_h,
-                v_ptr + kv_head * stride_h,
+                v_ptr + kv_head * (stride_h if V == D else v_stride_h),
                 table_ptr + lead.to(tl.int64) * table_stride,
                 stride_b,
                 stride_s,
+                v_stride_s,
                 0,
                 log2_scale,
                 D,
                 BLOCK_D,
+                V,
+                BLOCK_V,
                 BLOCK_SIZE,
                 BLOCK_N,
                 False,
@@ -305,6 +320,7 @@ def attend_shared(
                 PRECISION,
             )
             acc = acc / total[:, None]
-            mask = used[:, None] & (column < D)[None, :]
-            tl.store(partial_ptr + slot[:, None] * BLOCK_D + column[None, :], acc, mask=mask)
+            v_column = tl.arange(0, BLOCK_V)
+            mask = used[:, None] & (v_column < V)[None, :]
+            tl.store(partial_ptr + slot[:, None] * BLOCK_V + v_column[None, :], acc, mask=mask)
             tl.store(lse_ptr + slot, highest + tl.log2(total), mask=used)

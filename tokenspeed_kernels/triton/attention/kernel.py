@@ -54,10 +54,13 @@ def _attend_keys(
     table,
     stride_b,
     stride_s,
+    v_stride_s,
     window,
     log2_scale,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
@@ -71,6 +74,7 @@ def _attend_keys(
     SOFT_CAP is the bound of scores in base 2, or None.
     """
     column = tl.arange(0, BLOCK_D)
+    v_column = tl.arange(0, BLOCK_V)
     factor = log2_scale
     if SOFT_CAP is not None:
         factor = 1.0
@@ -80,12 +84,17 @@ def _attend_keys(
             inside = key < stop
             block = tl.load(table + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
             mask = inside[:, None] & (column < D)[None, :]
+            v_mask = inside[:, None] & (v_column < V)[None, :]
         else:
             block = tl.load(table + key // BLOCK_SIZE).to(tl.int64)
             mask = (column < D)[None, :] & (key >= 0)[:, None]
+            v_mask = (v_column < V)[None, :] & (key >= 0)[:, None]
         offset = block * stride_b + (key % BLOCK_SIZE) * stride_s
+        v_offset = offset
+        if V != D:
+            v_offset = block * stride_b + (key % BLOCK_SIZE) * v_stride_s
         k_ptrs = k_base + offset
-        v_ptrs = v_base + offset
+        v_ptrs = v_base + v_offset
         if MASKED or D < BLOCK_D:
             k = tl.load(k_ptrs[:, None] + column[None, :], mask=mask, other=0.0)
         else:
@@ -106,10 +115,10 @@ def _attend_keys(
         p = tl.exp2(scores * factor - base[:, None])
         keep = tl.exp2(highest - base)
         total = total * keep + tl.sum(p, axis=1)
-        if MASKED or D < BLOCK_D:
-            v = tl.load(v_ptrs[:, None] + column[None, :], mask=mask, other=0.0)
+        if MASKED or V < BLOCK_V:
+            v = tl.load(v_ptrs[:, None] + v_column[None, :], mask=v_mask, other=0.0)
         else:
-            v = tl.load(v_ptrs[:, None] + column[None, :])
+            v = tl.load(v_ptrs[:, None] + v_column[None, :])
         acc = acc * keep[:, None]
         acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
         highest = new_highest
@@ -150,12 +159,12 @@ def _merge_parts(
     stride,
     num_parts,
     place,
-    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     PARTS: tl.constexpr,
 ):
     """Merge up to PARTS partial results of some query heads, stored at origin + place + part * stride.
 
-    Returns the merged values [heads, BLOCK_D] and their log-sum-exps [heads].
+    Returns the merged values [heads, BLOCK_V] and their log-sum-exps [heads].
     """
     part = tl.arange(0, PARTS)
     is_one = part < num_parts
@@ -166,8 +175,8 @@ def _merge_parts(
     )
     cells = (
         partial_ptr
-        + origin * BLOCK_D
-        + (cell[:, :, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, None, :])
+        + origin * BLOCK_V
+        + (cell[:, :, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, None, :])
     )
     partial = tl.load(cells, mask=is_one[:, None, None], other=0.0, cache_modifier=".cg")
     highest = tl.max(lse, axis=0)
@@ -186,7 +195,7 @@ def _merge_group(
     num_parts,
     num_members,
     BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     MEMBERS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
@@ -194,14 +203,14 @@ def _merge_group(
     for first in range(0, num_members, MEMBERS):
         member = tl.minimum(first + tl.arange(0, MEMBERS), num_members - 1)
         acc, lse = _merge_parts(
-            partial_ptr, lse_ptr, origin, BLOCK_M, num_parts, member, BLOCK_D, PARTS
+            partial_ptr, lse_ptr, origin, BLOCK_M, num_parts, member, BLOCK_V, PARTS
         )
         tl.debug_barrier()  # all threads must have read the buffer before it is overwritten
         cells = (
             partial_ptr
-            + origin * BLOCK_D
-            + member[:, None] * BLOCK_D
-            + tl.arange(0, BLOCK_D)[None, :]
+            + origin * BLOCK_V
+            + member[:, None] * BLOCK_V
+            + tl.arange(0, BLOCK_V)[None, :]
         )
         tl.store(cells, acc)
         tl.store(lse_ptr + origin + member, lse)
@@ -226,18 +235,18 @@ def _merge(
     out_stride_t,
     out_stride_h,
     G: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     MEMBERS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
     """Merge a tile's partial results and those of `num_shared` splits of the shared keys, and store the output."""
-    column = tl.arange(0, BLOCK_D)
+    column = tl.arange(0, BLOCK_V)
     for first in range(0, num_members, MEMBERS):
         member = tl.minimum(first + tl.arange(0, MEMBERS), num_members - 1)
         head = kv_head * G + member % G
         acc, lse = _merge_parts(
-            partial_ptr, lse_ptr, origin, stride, num_parts, member, BLOCK_D, PARTS
+            partial_ptr, lse_ptr, origin, stride, num_parts, member, BLOCK_V, PARTS
         )
         if num_shared > 0:
             shared_origin = (
@@ -250,7 +259,7 @@ def _merge(
                 1,
                 num_shared,
                 member * num_shared_splits,
-                BLOCK_D,
+                BLOCK_V,
                 PARTS,
             )
             highest = tl.maximum(lse, shared_lse)
@@ -260,7 +269,7 @@ def _merge(
             acc = acc / (weight + shared_weight)[:, None]
         token = (start_token + member // G).to(tl.int64)
         out_ptrs = (out_ptr + token * out_stride_t + head * out_stride_h)[:, None] + column[None, :]
-        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(column < D)[None, :])
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(column < V)[None, :])
 
 
 _VARYING = ["num_rows", "num_splits", "num_shared_splits", "min_split", "window"]
@@ -296,10 +305,14 @@ def attend(
     stride_b,
     stride_s,
     stride_h,
+    v_stride_s,
+    v_stride_h,
     table_stride,
     G: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -318,7 +331,7 @@ def attend(
     """Attend to the paged keys of each row. Grid (tiles, KV heads, splits).
 
     ONE_TILE: each row is one tile. Otherwise a tile searches for its row: the tiles of row i start at
-    query_start[i] // TOKENS + i, and the few surplus tiles return at once. k and v have the same strides.
+    query_start[i] // TOKENS + i, and the few surplus tiles return at once. the caches have the same stride between blocks.
 
     SPLIT (requires ONE_TILE): a row's keys are split into up to `num_splits` parts of at least `min_split` keys. If there
     are several parts, each program writes its result to its own slice of `partial` and `lse` and counts itself in
@@ -382,6 +395,7 @@ def attend(
         used = (member < TOKENS * G) & (query < num_queries)
         position = seq_len - num_queries + query
         column = tl.arange(0, BLOCK_D)
+        v_column = tl.arange(0, BLOCK_V)
         q_mask = used[:, None] & (column < D)[None, :]
         token = (start_token + query).to(tl.int64)
         q_ptrs = q_ptr + token * q_stride_t + head * q_stride_h
@@ -393,7 +407,7 @@ def attend(
             whole = tl.minimum(stop, seq_len - num_queries + first_query + 1) - start
             unmasked = start + tl.maximum(whole, 0) // BLOCK_N * BLOCK_N
 
-        acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_V], dtype=tl.float32)
         highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         total = tl.zeros([BLOCK_M], dtype=tl.float32)
         if sinks_ptr is not None:
@@ -401,7 +415,7 @@ def attend(
             highest = tl.where(split == 0, sink, highest)
             total = tl.where(split == 0, 1.0, total)
         k_base = k_ptr + kv_head * stride_h
-        v_base = v_ptr + kv_head * stride_h
+        v_base = v_ptr + kv_head * (stride_h if V == D else v_stride_h)
         table = table_ptr + row.to(tl.int64) * table_stride
         if not HAS_WINDOW:
             acc, highest, total = _attend_keys(
@@ -417,10 +431,13 @@ def attend(
                 table,
                 stride_b,
                 stride_s,
+                v_stride_s,
                 window,
                 log2_scale,
                 D,
                 BLOCK_D,
+                V,
+                BLOCK_V,
                 BLOCK_SIZE,
                 BLOCK_N,
                 False,
@@ -442,10 +459,13 @@ def attend(
             table,
             stride_b,
             stride_s,
+            v_stride_s,
             window,
             log2_scale,
             D,
             BLOCK_D,
+            V,
+            BLOCK_V,
             BLOCK_SIZE,
             BLOCK_N,
             True,
@@ -458,14 +478,16 @@ def attend(
         if is_whole:
             out_ptrs = out_ptr + token * out_stride_t + head * out_stride_h
             tl.store(
-                out_ptrs[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=q_mask
+                out_ptrs[:, None] + v_column[None, :],
+                acc.to(out_ptr.dtype.element_ty),
+                mask=used[:, None] & (v_column < V)[None, :],
             )
         elif SPLIT:
             pair = tl.program_id(0) * tl.num_programs(1) + kv_head
             origin = pair.to(tl.int64) * num_splits * BLOCK_M
             slot = origin + split * BLOCK_M + member
             tl.store(
-                partial_ptr + slot[:, None] * BLOCK_D + column[None, :], acc, mask=used[:, None]
+                partial_ptr + slot[:, None] * BLOCK_V + v_column[None, :], acc, mask=used[:, None]
             )
             lse = tl.where(total == 0.0, float("-inf"), highest + tl.log2(total))
             tl.store(lse_ptr + slot, lse, mask=used)
@@ -486,7 +508,7 @@ def attend(
                         count,
                         num_queries * G,
                         BLOCK_M,
-                        BLOCK_D,
+                        BLOCK_V,
                         MEMBERS,
                         PARTS,
                     )
@@ -521,8 +543,8 @@ def attend(
                         out_stride_t,
                         out_stride_h,
                         G,
-                        D,
-                        BLOCK_D,
+                        V,
+                        BLOCK_V,
                         MEMBERS,
                         PARTS,
                     )
