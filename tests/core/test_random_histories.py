@@ -15,6 +15,8 @@ from tokenspeed_testing.requests import request
 
 from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.api.step import StepPlan
+from tokenspeed_core.kv_cache import manager
+from tokenspeed_core.scheduler import scheduler
 
 pytestmark = pytest.mark.slow
 
@@ -146,10 +148,12 @@ TestAnyHistory.settings = settings(
 
 
 @pytest.mark.parametrize("seed", with_release(range(0, 24, 4), range(24, 80, 4)))
-def test_long_random_histories(seed: int) -> None:
+def test_long_random_histories(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hypothesis prefers short histories, so these are long and short of blocks."""
     for each in range(seed, seed + 4):
         rng = random.Random(each)
+        monkeypatch.setattr(manager, "MAX_ENTRIES_AT_ONCE", rng.choice([0, 3, 4096]))
+        monkeypatch.setattr(scheduler, "MAX_BLOCKS_PER_STEP", rng.choice([1, 5, 16_384]))
         groups = GROUPS[rng.choice(sorted(GROUPS))]
         world = World(
             groups=groups,

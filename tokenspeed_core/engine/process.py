@@ -45,6 +45,7 @@ from tokenspeed_core.executor import Ranks
 from tokenspeed_core.plugins.hooks import Hooks
 
 HEARTBEAT_SECONDS = 1.0
+MAX_MESSAGES = 128  # of an API worker between two steps; a submitted prompt takes about 50 us
 STUCK_SECONDS = 3.0  # for the main thread to end after a rank failed
 log = logging.getLogger("tokenspeed.engine")
 
@@ -108,7 +109,7 @@ class EngineLoop:
         return max(0, int((self._heartbeat_at + HEARTBEAT_SECONDS - time.monotonic()) * 1e3) + 1)
 
     def _receive(self, socket: Socket) -> None:
-        while True:
+        for _ in range(MAX_MESSAGES):
             try:
                 message = to_engine.unpack(socket.recv(zmq.DONTWAIT))
             except zmq.Again:

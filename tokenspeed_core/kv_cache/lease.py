@@ -33,6 +33,18 @@ class BlockLease:
         self.tables = []
         self.spare = []
 
+    @property
+    def num_entries(self) -> int:
+        """Entries of all tables."""
+        return len(self.tables) * len(self.tables[0]) if self.tables else 0
+
+    def take(self) -> BlockLease:
+        """Return a lease of the same blocks; this one is spent. Raises LeaseSpentError if it is already."""
+        self.check()
+        taken = BlockLease(self.tables, self.spare, self.capacity, self.num_hashed_tokens)
+        self.spend()
+        return taken
+
     def check(self) -> None:
         """Raise LeaseSpentError if the lease is spent."""
         if self._is_spent:

@@ -7,6 +7,7 @@ The manager does not decide which sequence runs. `match` and `num_pages_needed` 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ from tokenspeed_core.kv_cache.page_layout import (
 )
 from tokenspeed_core.kv_cache.pool import PageCounts, PagePool
 
+MAX_ENTRIES_AT_ONCE = 4096  # of a lease that is released at once; each takes about 0.5 us
 _NEVER_FULL = 2**31 - 1  # tokens per hash when prefix caching is off: no block is ever hashed
 
 
@@ -98,6 +100,7 @@ class KVManager:
         self._index: list[dict[bytes, int]] = [{} for _ in groups]
         self._digests: list[dict[int, bytes]] = [{} for _ in groups]  # of the blocks in the index
         self._hashed_by_step: dict[int, list[_Hashed]] = {}
+        self._unreleased: deque[BlockLease] = deque()  # of ended sequences
         self._planned_step = 0
         self.events: KVEventLog | None = None  # None: not collected
 
@@ -304,6 +307,31 @@ class KVManager:
         lease.check()
         self.pool.release(self._pages_of(lease))
         lease.spend()
+
+    def end(self, lease: BlockLease) -> None:
+        """Release the blocks of a lease, now if they are few, else in `release_ended`.
+
+        Sequences that share a long prompt may end in the same step. Their pages are held until then.
+        """
+        if lease.num_entries <= MAX_ENTRIES_AT_ONCE:
+            self.release(lease)
+        else:
+            self._unreleased.append(lease.take())
+
+    @property
+    def num_unreleased(self) -> int:
+        """Leases that `release_ended` has to release."""
+        return len(self._unreleased)
+
+    def release_ended(self, max_blocks: int, min_available: int) -> None:
+        """Release leases with `max_blocks` blocks, and more while fewer than `min_available` pages are available."""
+        num_blocks = 0
+        while self._unreleased and (
+            num_blocks < max_blocks or self.pool.num_available < min_available
+        ):
+            lease = self._unreleased.popleft()
+            num_blocks += lease.num_entries
+            self.release(lease)
 
     def _pages_of(self, lease: BlockLease) -> list[int]:
         """Return the page of each block of a lease, those of its last tokens first.

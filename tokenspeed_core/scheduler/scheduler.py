@@ -38,6 +38,10 @@ from tokenspeed_core.scheduler.step_plan_builder import StepPlanBuilder
 from tokenspeed_core.scheduler.views import candidate_of, num_promised_pages, view_of_running
 from tokenspeed_core.scheduler.waiting_queue import QueueEntry, WaitingQueue
 
+# Blocks of prefix hits that a step admits, and blocks of ended sequences that it releases. Each takes about a
+# microsecond, so that the sequences of a long prompt do not delay the others.
+MAX_BLOCKS_PER_STEP = 16_384
+
 
 @dataclass(frozen=True, slots=True)
 class _Refused:
@@ -78,8 +82,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a sequence is live or a step is in flight."""
-        return bool(len(self.sequences) or self.in_flight)
+        """Whether a sequence is live, a step is in flight, or blocks of ended sequences are to be released."""
+        return bool(len(self.sequences) or self.in_flight or self.kv.num_unreleased)
 
     def use_drafts(self, drafts: DraftSource) -> None:
         """Give decode rows draft tokens from now on."""
@@ -179,6 +183,8 @@ class Scheduler:
         """
         builder = StepPlanBuilder(self._next_step, self.columns, self.kv.num_groups)
         self.kv.begin(builder.step_id)
+        if self.kv.num_unreleased:
+            self._release_ended()
         budget = self.limits.token_budget
         if max_prefill_tokens is None or not self.limits.is_chunking:
             max_prefill_tokens = budget
@@ -197,6 +203,18 @@ class Scheduler:
         if self.num_preemptions == num_preemptions:
             self._check_progress()
         return None
+
+    def _release_ended(self) -> None:
+        """Release blocks of ended sequences: some, or as many as the next step may need."""
+        limits, min_available = self.limits, 0
+        if self.sequences.num_running:
+            num_blocks = 2 * limits.max_num_seqs + limits.max_num_tokens // self.kv.block_size
+            min_available = num_blocks * self.kv.num_groups
+        elif self.sequences.num_waiting:
+            min_available = (
+                self.kv.pool.num_pages
+            )  # nothing runs, so the first one must be admitted
+        self.kv.release_ended(MAX_BLOCKS_PER_STEP, min_available)
 
     def _check_progress(self) -> None:
         """Raise EngineDeadError if sequences are live and nothing is in flight."""
@@ -301,7 +319,8 @@ class Scheduler:
     def _plan_admissions(self, builder: StepPlanBuilder, budget: int) -> None:
         """Admit waiting sequences in the policy's order, with `budget` tokens for their first chunks."""
         skipped: list[QueueEntry] = []
-        while budget > 0 and self.sequences.has_free_slot:
+        num_hit_blocks = 0
+        while budget > 0 and self.sequences.has_free_slot and num_hit_blocks < MAX_BLOCKS_PER_STEP:
             state = self._first_waiting()
             if state is None:
                 break
@@ -309,8 +328,10 @@ class Scheduler:
                 skipped.append(self._queue.pop())  # a token of it is still in flight
                 continue
             num_tokens = builder.num_tokens
-            if not self._admit(builder, state, budget):
+            num_cached = self._admit(builder, state, budget)
+            if num_cached is None:
                 break
+            num_hit_blocks += self.kv.num_groups * num_cached // self.kv.block_size
             # Without a planned token the admission still counts, so that the loop ends.
             budget -= max(1, builder.num_tokens - num_tokens)
         for entry in skipped:
@@ -325,12 +346,17 @@ class Scheduler:
             self._queue.pop()
         return None
 
-    def _admit(self, builder: StepPlanBuilder, state: Waiting | Preempted, budget: int) -> bool:
-        """Give the first waiting sequence a slot, blocks and a chunk, if the policy admits it."""
+    def _admit(
+        self, builder: StepPlanBuilder, state: Waiting | Preempted, budget: int
+    ) -> int | None:
+        """Give the first waiting sequence a slot, blocks and a chunk, if the policy admits it.
+
+        Returns the number of tokens of its prefix hit, None if the sequence waits on.
+        """
         sequence, kv = state.sequence, self.kv
         room = self._room(builder, budget)
         if self._is_still_refused(sequence, room):
-            return False
+            return None
         sequence.chain.extend(sequence.tokens)
         match = kv.match(sequence.chain, sequence.max_cached)
         if not kv.can_hold(match, sequence.max_len):
@@ -339,7 +365,7 @@ class Scheduler:
         num_tokens = min(self._policy.admit(candidate, room), room.token_budget)
         if num_tokens <= 0:
             self._refused = _Refused(sequence.sequence_id, candidate)
-            return False
+            return None
         self._refused = None
         self._queue.pop(is_turn=True)
         if isinstance(state, Waiting):
@@ -348,7 +374,7 @@ class Scheduler:
         slot = self.sequences.admit(state, blocks, match.num_tokens)
         builder.add_sequence(slot, sequence, blocks)
         self._plan_chunk(builder, slot, num_tokens)
-        return True
+        return match.num_tokens
 
     def _is_still_refused(self, sequence: Sequence, room: Room) -> bool:
         """Whether the policy again refuses a sequence that it refused before, given the same prefix hit.

@@ -125,7 +125,10 @@ class SequenceTable:
                 self.on_release(transition.released.slot)
             self._columns.vacate(transition.released.slot, sequence)
             self._free_slots.append(transition.released.slot)
-            self._kv.release(transition.released.blocks)
+            if isinstance(event, End):
+                self._kv.end(transition.released.blocks)
+            else:
+                self._kv.release(transition.released.blocks)
         was_waiting = isinstance(state, Waiting | Preempted)
         is_waiting = isinstance(transition.state, Waiting | Preempted)
         self.num_waiting_tokens += (is_waiting - was_waiting) * sequence.num_prompt
