@@ -32,7 +32,7 @@ from tokenspeed_demo.score import CHECKPOINT
 from tokenspeed_server.formats import Answer, ChatFormat, Usage
 from tokenspeed_server.lifecycle import WorkerConfig, serve
 from tokenspeed_server.listen import listen, url
-from tokenspeed_server.logprobs import TokenLogprob
+from tokenspeed_server.logprobs import AnswerLogprobs
 from tokenspeed_server.service import ModelText, Options
 from tokenspeed_server.supervisor import Supervisor
 
@@ -183,13 +183,11 @@ async def logprobs_gaps() -> dict[str, Any]:
     """Return the gaps of an event loop while a thread writes a body with log-probabilities."""
     tokenizer, rng = load_tokenizer(CHECKPOINT), random.Random(7)
     num_tokens, width = NUM_LOGPROBS
-    entries = [
-        TokenLogprob(
-            rng.randrange(500), -1.5, [(rng.randrange(500), -2.5) for _ in range(width)], 0
-        )
-        for _ in range(num_tokens)
-    ]
-    answer = Answer(text="x", deltas=["x"], finish_reason="length", logprobs=entries)
+    found = AnswerLogprobs()
+    for _ in range(num_tokens):
+        top = [(rng.randrange(500), -2.5) for _ in range(width)]
+        found.append(rng.randrange(500), -1.5, top, 0)
+    answer = Answer(text="x", deltas=["x"], finish_reason="length", logprobs=found)
     pieces = ChatFormat("canned", tokenizer, wants_usage=False).pieces(
         [answer], Usage(), True, False
     )

@@ -18,6 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import httpx
@@ -61,6 +62,36 @@ def bodies(size: int) -> Iterator[tuple[str, str, bytes]]:
     yield "token ids", completions, json.dumps({"prompt": [5] * (size // 3)}).encode()
     yield "control tokens", chat, body(messages=[{**USER, "content": "<|im_end|>" * (size // 10)}])
     yield "under the limits", chat, body(metadata={f"k{i}": [i] for i in range(40_000)})
+    yield "blank lines", chat, body(messages=[{**USER, "content": "\n" * (size // 2)}])
+    yield "many messages", chat, body(messages=[USER] * 4000)
+    yield "long arguments", chat, body(messages=[USER, _call("[" * (size // 2)), USER])
+    schema = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(20_000)}}
+    response_format = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    yield "wide schema", chat, body(response_format=response_format)
+    yield "regex", completions, json.dumps({"prompt": "a", "guided_regex": "a?" * 9000}).encode()
+    yield "many stops", completions, json.dumps({"prompt": "a", "stop": ["a" * 999] * 64}).encode()
+    yield "prompts", completions, json.dumps({"prompt": ["word " * 4000] * 32}).encode()
+    yield "prompts of ids", completions, json.dumps({"prompt": [[5] * 4096] * 32}).encode()
+    yield "echoed ids", completions, json.dumps({"prompt": [5] * 9000, "echo": True}).encode()
+    yield "lone surrogates", completions, b'{"prompt": "' + b"\\ud800" * (size // 8) + b'"}'
+    yield "digits", completions, b'{"prompt": "a", "seed": ' + b"9" * size + b"}"
+    strings = {"prompt": "a b" * (size // 3), "return_token_strs": True}
+    yield "token strings", "/tokenize", json.dumps(strings).encode()
+    yield "tokenized words", "/tokenize", json.dumps({"prompt": "\u4e00 " * (size // 7)}).encode()
+    yield "detokenized ids", "/detokenize", json.dumps({"tokens": [5] * (size // 9)}).encode()
+    long_input = [{"role": "user", "content": "word " * (size // 5)}]
+    yield "responses", "/v1/responses", json.dumps({"input": long_input}).encode()
+    yield "wrong input", "/v1/responses", json.dumps({"input": [1] * (size // 3)}).encode()
+    anthropic = {"max_tokens": 1, "messages": [{**USER, "content": [1] * (size // 3)}]}
+    yield "wrong blocks", "/v1/messages", json.dumps(anthropic).encode()
+    counted = {"messages": [{**USER, "content": "word " * (size // 5)}]}
+    yield "counted tokens", "/v1/messages/count_tokens", json.dumps(counted).encode()
+
+
+def _call(arguments: str) -> dict[str, Any]:
+    function = {"name": "f", "arguments": arguments}
+    call = {"id": "1", "type": "function", "function": function}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
 @dataclass
@@ -102,8 +133,52 @@ class Client:
 
     async def logprobs(self) -> None:
         """Ask for a long answer with many log-probabilities."""
-        fields = {"prompt": "a", "n": 16, "max_tokens": 400, "logprobs": 20, "ignore_eos": True}
+        fields = {"prompt": "a", "n": 128, "max_tokens": 300, "logprobs": 20, "ignore_eos": True}
         await self.post("/v1/completions", json.dumps(fields).encode())
+
+    async def prompt_logprobs(self) -> None:
+        """Ask for the log-probabilities of a long prompt."""
+        fields = {"prompt": [5] * 9000, "max_tokens": 1, "echo": True, "logprobs": 20}
+        await self.post("/v1/completions", json.dumps(fields).encode())
+
+    async def many_sequences(self) -> None:
+        """Ask for two answers of 128 sequences each."""
+        fields = {"prompt": "a", "n": 128, "max_tokens": 100, "ignore_eos": True}
+        body = json.dumps(fields).encode()
+        await asyncio.gather(*(self.post("/v1/completions", body) for _ in range(2)))
+
+    async def unread_stream(self) -> None:
+        """Ask for a stream of many sequences, and read none of it."""
+        fields = {"prompt": "a", "n": 64, "max_tokens": 300, "logprobs": 20, "stream": True}
+        body = json.dumps({**fields, "ignore_eos": True}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
+        with suppress(OSError):
+            _, writer = await asyncio.open_connection(self.host, self.port, limit=1)
+            writer.write(head % len(body) + body)
+            await asyncio.sleep(1.0)
+            writer.close()
+
+
+Attack = Callable[[Client], Awaitable[None]]
+
+
+def attacks(size: int) -> dict[str, Attack]:
+    """Return all attacks by name; those by one large request have bodies of about `size` bytes."""
+    found: dict[str, Attack] = {
+        name: lambda client, path=path, body=body: client.post(path, body)  # type: ignore[misc]
+        for name, path, body in bodies(size)
+    }
+    for method in (
+        Client.tiny_chunks,
+        Client.many_headers,
+        Client.half_requests,
+        Client.logprobs,
+        Client.prompt_logprobs,
+        Client.many_sequences,
+        Client.unread_stream,
+    ):
+        found[method.__name__.replace("_", " ")] = method
+    return found
 
 
 def read_streams(url: str, longest: Any) -> None:
@@ -134,19 +209,17 @@ async def longest_gap(longest: Any, attack: Callable[[], Awaitable[None]], secon
     return float(longest.value)
 
 
-async def measure(
-    longest: Any, attacks: dict[str, Callable[[], Awaitable[None]]], arguments: argparse.Namespace
-) -> list[str]:
+async def measure(longest: Any, client: Client, arguments: argparse.Namespace) -> list[str]:
     """Run the attacks one after the other; return those that delay the stream too much."""
     quiet = await longest_gap(longest, lambda: asyncio.sleep(QUIET_SECONDS), 0.0)
     if not quiet:
         raise SystemExit("the server sends no stream")
     print(f"{1e3 * quiet:7.1f} ms  without an attack")
     failed = []
-    for name, attack in attacks.items():
+    for name, attack in attacks(int(arguments.megabytes * 1e6)).items():
         if arguments.only and arguments.only not in name:
             continue
-        gap = await longest_gap(longest, attack, arguments.seconds)
+        gap = await longest_gap(longest, partial(attack, client), arguments.seconds)
         is_bad = 1e3 * (gap - quiet) > arguments.max_ms
         failed += [name] if is_bad else []
         print(f"{1e3 * gap:7.1f} ms  {name}{'  TOO LONG' if is_bad else ''}", flush=True)
@@ -162,23 +235,12 @@ async def main(words: list[str] | None = None) -> int:
         base_url=arguments.url, headers=headers, timeout=60, trust_env=False
     ) as http:
         client = Client(http, url.host, url.port or 80)
-        attacks: dict[str, Callable[[], Awaitable[None]]] = {
-            name: lambda path=path, body=body: client.post(path, body)  # type: ignore[misc]
-            for name, path, body in bodies(int(arguments.megabytes * 1e6))
-        }
-        for method in (
-            client.tiny_chunks,
-            client.many_headers,
-            client.half_requests,
-            client.logprobs,
-        ):
-            attacks[method.__name__.replace("_", " ")] = method
         longest = multiprocessing.Value("d", 0.0)
         reader = multiprocessing.Process(target=read_streams, args=(arguments.url, longest))
         reader.start()
         try:
             await asyncio.sleep(QUIET_SECONDS)
-            failed = await measure(longest, attacks, arguments)
+            failed = await measure(longest, client, arguments)
         finally:
             reader.kill()
     return 1 if failed else 0

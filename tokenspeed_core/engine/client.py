@@ -32,7 +32,7 @@ from tokenspeed_core.errors import RequestFailedError
 
 # Heartbeats come every second, so the health of a stuck engine fails within ten.
 STALL_SECONDS = 8.0
-MESSAGES_PER_TURN = 64
+TURN_SECONDS = 0.005  # that messages may take before other events of the loop
 # A plain integer: operations on zmq's enum take microseconds.
 _POLLIN = int(zmq.POLLIN)
 
@@ -199,16 +199,17 @@ class EngineClient:
         return not self._socket.closed and bool(int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN)
 
     def _read(self) -> None:
-        for _ in range(MESSAGES_PER_TURN):
-            if not self._has_message():
-                return
+        end = time.monotonic() + TURN_SECONDS
+        while self._has_message():
             try:
                 message = to_api.unpack(self._socket.recv(zmq.DONTWAIT))
             except WireError as error:
                 log.error("unreadable message from the engine: %s", error)
                 continue
             self._dispatch(message)
-        self._loop.call_soon(self._read)
+            if time.monotonic() > end:
+                self._loop.call_soon(self._read)
+                return
 
     def _dispatch(self, message: Outputs | Rejected | Heartbeat | Ready | Failed) -> None:
         match message:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ from typing import Any
 
 import httpx
 import tokenizers
+from stall_meter import StallMeter
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenspeed_server.lifecycle import WorkerConfig, serve
 from tokenspeed_server.listen import listen, url
@@ -77,6 +79,7 @@ class Setup:
     certificate: str | None = None  # a file with a certificate and its key
     has_metrics: bool = False
     num_engines: int = 1
+    stalls: str | None = None  # the file of a StallMeter
 
 
 @dataclass
@@ -151,6 +154,7 @@ def running(
     certificate: str | None = None,
     has_metrics: bool = False,
     num_engines: int = 1,
+    stalls: Path | None = None,
     waits: bool = True,
 ) -> Iterator[Running]:
     """Run a server until the block ends."""
@@ -166,6 +170,7 @@ def running(
         certificate,
         has_metrics,
         num_engines,
+        None if stalls is None else str(stalls),
     )
     with open(f"{log}.stderr", "w", encoding="utf-8") as stderr:
         process = subprocess.Popen(
@@ -204,7 +209,11 @@ def launch(
             raise CheckpointError("no tokenizer")
         return text
 
+    tasks = []
+
     def ready(text: ModelText) -> None:
+        if setup.stalls is not None:
+            tasks.append(asyncio.create_task(StallMeter(Path(setup.stalls)).run()))
         print("ready", flush=True)
 
     options = Options(**{"model_name": "fake", "request_log_level": 0, **setup.options})

@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenspeed_core.commands.serving import Tokenizer, current_request_id
 from tokenspeed_server.errors import ApiError
-from tokenspeed_server.logprobs import LogprobWriter, ScoredPrompt, TokenLogprob
+from tokenspeed_server.logprobs import AnswerLogprobs, LogprobWriter, ScoredPrompt
 from tokenspeed_server.parser_chain import Delta, message
 
 DONE = b"data: [DONE]\n\n"
@@ -48,7 +48,7 @@ class Answer:
     deltas: Sequence[Delta] = ()
     finish_reason: str = ""
     stop_string: str | None = None  # the stop string that ended it
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: AnswerLogprobs | None = None
     token_ids: list[int] = field(default_factory=list)
     prompt: ScoredPrompt | None = None  # its log-probabilities, if they are wanted
 
@@ -94,7 +94,7 @@ class ResponseFormat(ABC):
         yield self.body(answers, usage, wants_logprobs, wants_ids)
 
     @abstractmethod
-    def logprobs(self, entries: Sequence[TokenLogprob]) -> Any:
+    def logprobs(self, found: AnswerLogprobs) -> Any:
         """Return tokens' log-probabilities as `event` gets them, None if the format has none."""
 
 
@@ -202,14 +202,16 @@ class CompletionFormat(OpenAIFormat):
     def content(self, answer: Answer) -> dict[str, Any]:
         return {"text": answer.text}
 
-    def logprobs(self, entries: Sequence[TokenLogprob]) -> str:
-        return "".join(self._writer.completion(entries))
+    def logprobs(self, found: AnswerLogprobs) -> str:
+        return "".join(self._writer.completion(found))
 
     def all_logprobs(self, answer: Answer) -> Iterator[str]:
-        entries = answer.logprobs
+        found = answer.logprobs or AnswerLogprobs()
         if answer.prompt is not None and answer.prompt.is_echoed:
-            entries = [*answer.prompt.echoed(self._tokenizer), *entries]
-        return self._writer.completion(entries)
+            echoed = answer.prompt.echoed(self._tokenizer)
+            echoed.extend(found)
+            found = echoed
+        return self._writer.completion(found)
 
     def choice_extra(self, answer: Answer) -> Iterator[str]:
         return self._prompt_logprobs(answer.prompt)
@@ -246,11 +248,11 @@ class ChatFormat(OpenAIFormat):
     def content(self, answer: Answer) -> dict[str, Any]:
         return {"message": message(answer.deltas)}
 
-    def logprobs(self, entries: Sequence[TokenLogprob]) -> str:
-        return "".join(self._writer.chat(entries))
+    def logprobs(self, found: AnswerLogprobs) -> str:
+        return "".join(self._writer.chat(found))
 
     def all_logprobs(self, answer: Answer) -> Iterator[str]:
-        return self._writer.chat(answer.logprobs)
+        return self._writer.chat(answer.logprobs or AnswerLogprobs())
 
     def body_extra(self, answers: Sequence[Answer]) -> Iterator[str]:
         return self._prompt_logprobs(answers[0].prompt)
@@ -284,8 +286,8 @@ class RunningUsageFormat(ResponseFormat):
     ) -> bytes:
         return self._inner.body(answers, usage, wants_logprobs, wants_ids)
 
-    def logprobs(self, entries: Sequence[TokenLogprob]) -> Any:
-        return self._inner.logprobs(entries)
+    def logprobs(self, found: AnswerLogprobs) -> Any:
+        return self._inner.logprobs(found)
 
     def _filled(self, events: bytes) -> bytes:
         # Text cannot contain the end of an event: JSON has no raw newlines.

@@ -5,10 +5,12 @@ Whole answers with log-probabilities are written in a thread (`generation_respon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from json.encoder import encode_basestring_ascii as quote
+from math import isnan, nan
 
 from tokenspeed_core.api.step import I32
 from tokenspeed_core.commands.serving import PromptLogprobs, Tokenizer
@@ -17,17 +19,59 @@ ITEMS_PER_PIECE = 128
 MIN_LOGPROB = -9999.0  # OpenAI's value for minus infinity, which JSON lacks
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """A token's log-probability, the top alternatives, and the token's offset in the text.
+class AnswerLogprobs:
+    """The log-probabilities of an answer's tokens, as columns, with any number of alternatives for each token.
 
-    `value` is None for the first token of a prompt.
+    An answer of any length is a few objects. The garbage collector stops all threads while it visits objects, and to
+    free as many as there are alternatives takes as long.
     """
 
-    token_id: int
-    value: float | None
-    top: Sequence[tuple[int, float]]  # ids and values, most probable first
-    text_offset: int
+    __slots__ = ("_ends", "_top_ids", "_top_values", "offsets", "token_ids", "values")
+
+    def __init__(self) -> None:
+        """Start without tokens."""
+        self.token_ids = array("i")
+        self.values = array("d")  # NaN for the first token of a prompt, which has none
+        self.offsets = array("q")  # of the tokens in the text, in characters
+        self._top_ids = array("i")
+        self._top_values = array("d")
+        self._ends = array("q")  # of the alternatives of each token
+
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        return len(self.token_ids)
+
+    def append(
+        self, token_id: int, value: float, top: Iterable[tuple[int, float]], offset: int
+    ) -> None:
+        """Add a token with its alternatives, most probable first."""
+        self.token_ids.append(token_id)
+        self.values.append(value)
+        self.offsets.append(offset)
+        for other, likely in top:
+            self._top_ids.append(other)
+            self._top_values.append(max(MIN_LOGPROB, likely))
+        self._ends.append(len(self._top_ids))
+
+    def extend(self, others: AnswerLogprobs) -> None:
+        """Add the tokens of others."""
+        shift = len(self._top_ids)
+        self._ends.extend(end + shift for end in others._ends)
+        for mine, theirs in (
+            (self.token_ids, others.token_ids),
+            (self.values, others.values),
+            (self.offsets, others.offsets),
+            (self._top_ids, others._top_ids),
+            (self._top_values, others._top_values),
+        ):
+            mine.extend(theirs)  # type: ignore[arg-type]
+
+    def tops(self) -> Iterator[list[tuple[int, float]]]:
+        """Yield the alternatives of each token: ids and values, most probable first."""
+        start = 0
+        for end in self._ends:
+            yield list(zip(self._top_ids[start:end], self._top_values[start:end], strict=True))
+            start = end
 
 
 @dataclass(slots=True, eq=False)
@@ -60,8 +104,8 @@ class ScoredPrompt:
                 ]
                 yield max(MIN_LOGPROB, value), rank, top
 
-    def echoed(self, tokenizer: Tokenizer | None) -> list[TokenLogprob]:
-        """Return the entries of the echoed prompt; the first has no value."""
+    def echoed(self, tokenizer: Tokenizer | None) -> AnswerLogprobs:
+        """Return the log-probabilities of the echoed prompt; the first has no value."""
         token_ids = self.token_ids.tolist()
         offsets = [0] * len(token_ids)
         if tokenizer is not None:
@@ -70,11 +114,12 @@ class ScoredPrompt:
             for position, token_id in enumerate(token_ids):
                 offsets[position] = length
                 length += len(detokenizer.push((token_id,)))
-        entries = [TokenLogprob(token_ids[0], None, (), 0)]
+        found = AnswerLogprobs()
+        found.append(token_ids[0], nan, (), 0)
         rows = self.rows(self.num_echoed_top)
         for token_id, offset, (value, _, top) in zip(token_ids[1:], offsets[1:], rows, strict=True):
-            entries.append(TokenLogprob(token_id, value, top, offset))
-        return entries
+            found.append(token_id, value, top, offset)
+        return found
 
 
 class _Fragments(dict[int, str]):
@@ -98,23 +143,23 @@ class LogprobWriter:
         self._names = _Fragments(lambda token_id: quote(self._texts[token_id]))
         self._heads = _Fragments(self._head)
 
-    def completion(self, entries: Sequence[TokenLogprob]) -> Iterator[str]:
+    def completion(self, found: AnswerLogprobs) -> Iterator[str]:
         """Yield the `logprobs` of a completion: four lists with an entry per token."""
         names = self._names
         yield '{"tokens": ['
-        yield from _joined(names[entry.token_id] for entry in entries)
+        yield from _joined(map(names.__getitem__, found.token_ids))
         yield '], "token_logprobs": ['
-        yield from _joined(_number(entry.value) for entry in entries)
+        yield from _joined(map(_number, found.values))
         yield '], "top_logprobs": ['
-        yield from _joined(map(self._top, entries))
+        yield from _joined(map(self._top, found.token_ids, found.values, found.tops()))
         yield '], "text_offset": ['
-        yield from _joined(str(entry.text_offset) for entry in entries)
+        yield from _joined(map(str, found.offsets))
         yield "]}"
 
-    def chat(self, entries: Sequence[TokenLogprob]) -> Iterator[str]:
+    def chat(self, found: AnswerLogprobs) -> Iterator[str]:
         """Yield the `logprobs` of a chat."""
         yield '{"content": ['
-        yield from _joined(map(self._chat_entry, entries))
+        yield from _joined(map(self._chat_entry, found.token_ids, found.values, found.tops()))
         yield '], "refusal": null}'
 
     def prompt(self, prompt: ScoredPrompt) -> Iterator[str]:
@@ -123,9 +168,9 @@ class LogprobWriter:
         yield from _joined(chain(("null",), self._prompt_entries(prompt)))
         yield "]"
 
-    def _chat_entry(self, entry: TokenLogprob) -> str:
-        top = ", ".join([f"{self._heads[each]}{value!r}}}" for each, value in entry.top])
-        return f'{self._heads[entry.token_id]}{_number(entry.value)}, "top_logprobs": [{top}]}}'
+    def _chat_entry(self, token_id: int, value: float, top: list[tuple[int, float]]) -> str:
+        tops = ", ".join([f"{self._heads[each]}{likely!r}}}" for each, likely in top])
+        return f'{self._heads[token_id]}{_number(value)}, "top_logprobs": [{tops}]}}'
 
     def _prompt_entries(self, prompt: ScoredPrompt) -> Iterator[str]:
         token_ids = prompt.token_ids[1:].tolist()
@@ -139,15 +184,15 @@ class LogprobWriter:
             ]
             yield f"{{{', '.join(fields)}}}"
 
-    def _top(self, entry: TokenLogprob) -> str:
+    def _top(self, token_id: int, value: float, top: list[tuple[int, float]]) -> str:
         """Return a map from texts to values. Of tokens with the same text, the most probable counts."""
-        if entry.value is None:
+        if isnan(value):
             return "null"
-        top: dict[str, float] = {}
-        for token_id, value in entry.top:
-            top.setdefault(self._names[token_id], value)
-        top.setdefault(self._names[entry.token_id], entry.value)
-        return f"{{{', '.join([f'{name}: {value!r}' for name, value in top.items()])}}}"
+        found: dict[str, float] = {}
+        for other, likely in top:
+            found.setdefault(self._names[other], likely)
+        found.setdefault(self._names[token_id], value)
+        return f"{{{', '.join([f'{name}: {likely!r}' for name, likely in found.items()])}}}"
 
     def _piece(self, token_id: int) -> bytes:
         return b"" if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
@@ -166,5 +211,5 @@ def _joined(items: Iterable[str]) -> Iterator[str]:
         separator = ", "
 
 
-def _number(value: float | None) -> str:
-    return "null" if value is None else repr(value)
+def _number(value: float) -> str:
+    return "null" if isnan(value) else repr(value)

@@ -18,7 +18,7 @@ from tokenspeed_core.commands.serving import (
 )
 from tokenspeed_server.errors import ApiError
 from tokenspeed_server.formats import Answer, ResponseFormat, Usage
-from tokenspeed_server.logprobs import MIN_LOGPROB, ScoredPrompt, TokenLogprob
+from tokenspeed_server.logprobs import MIN_LOGPROB, AnswerLogprobs, ScoredPrompt
 from tokenspeed_server.parser_chain import Delta, ParserChain
 
 _NO_EXTRA: Mapping[str, object] = {}
@@ -147,7 +147,7 @@ class Choice:
     num_waiting: int  # tokens since the last event; starts so that the first token is sent at once
     num_echoed: int = 0  # characters of the prompt before the text
     _text: list[str] = field(default_factory=list)
-    _logprobs: list[TokenLogprob] = field(default_factory=list)
+    _logprobs: AnswerLogprobs | None = None
     _token_ids: list[int] = field(default_factory=list)
     _last_token_at: float = 0.0  # on the monotonic clock, in seconds; 0 before the first token
 
@@ -240,7 +240,7 @@ class Choice:
         extra: dict[str, object] = {}
         if self._logprobs:
             extra["logprobs"] = reply.format.logprobs(self._logprobs)
-            self._logprobs = []
+            self._logprobs = None
         if self._token_ids:
             extra["token_ids"] = self._token_ids
             self._token_ids = []
@@ -280,16 +280,13 @@ class Choice:
         """Feed token by token, since the offset of each in the text is reported."""
         assembler, text = self.assembler, []
         width = self.reply.options.num_logprobs
+        found = self._logprobs = self._logprobs or AnswerLogprobs()
         for position, token_id in enumerate(token_ids):
             offset = self.num_echoed + assembler.num_chars
             is_last = position == len(token_ids) - 1
             text.append(assembler.feed((token_id,), finish if is_last else FinishReason.NOT))
-            top = [
-                (other, max(MIN_LOGPROB, value)) for other, value in columns.top[position][:width]
-            ]
-            self._logprobs.append(
-                TokenLogprob(token_id, max(MIN_LOGPROB, columns.chosen[position]), top, offset)
-            )
+            value = max(MIN_LOGPROB, columns.chosen[position])
+            found.append(token_id, value, columns.top[position][:width], offset)
             if assembler.finish_reason is not None:
                 break
         if not token_ids:

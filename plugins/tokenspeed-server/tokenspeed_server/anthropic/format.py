@@ -11,7 +11,7 @@ from typing import Any
 from tokenspeed_server.anthropic.errors import error_body
 from tokenspeed_server.errors import ApiError
 from tokenspeed_server.formats import Answer, ResponseFormat, Usage
-from tokenspeed_server.logprobs import TokenLogprob
+from tokenspeed_server.logprobs import AnswerLogprobs
 from tokenspeed_server.parser_chain import Delta
 from tokenspeed_server.reply_parts import Block, Kind, Part, begins_block, blocks_of, parts_of
 
@@ -62,7 +62,7 @@ class MessagesFormat(ResponseFormat):
         content = [self._content(block) for block in blocks_of(answers[0].deltas)]
         return json.dumps(self._message(content, *_stop(answers[0]), _usage(usage))).encode()
 
-    def logprobs(self, entries: Sequence[TokenLogprob]) -> None:
+    def logprobs(self, found: AnswerLogprobs) -> None:
         raise NotImplementedError("this API has no log-probabilities")
 
     def _message(

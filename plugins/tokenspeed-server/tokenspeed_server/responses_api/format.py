@@ -13,7 +13,7 @@ from typing import Any
 from tokenspeed_core.commands.serving import Tokenizer
 from tokenspeed_server.errors import ApiError
 from tokenspeed_server.formats import Answer, ChatFormat, ResponseFormat, Usage
-from tokenspeed_server.logprobs import TokenLogprob
+from tokenspeed_server.logprobs import AnswerLogprobs
 from tokenspeed_server.parser_chain import Delta
 from tokenspeed_server.reply_parts import Kind, Part, begins_block, parts_of
 from tokenspeed_server.responses_api.protocol import ResponsesRequest
@@ -131,8 +131,8 @@ class ResponsesFormat(ResponseFormat):
         self._on_end(body)
         return body
 
-    def logprobs(self, entries: Sequence[TokenLogprob]) -> str:
-        return self._chat.logprobs(entries)
+    def logprobs(self, found: AnswerLogprobs) -> str:
+        return self._chat.logprobs(found)
 
     def _finish(self, answer: Answer) -> tuple[bytes, str]:
         """Complete the response; return the last events of its items, and its status."""
