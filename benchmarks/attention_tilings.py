@@ -2,7 +2,8 @@
 
     python benchmarks/attention_tilings.py [--cases drafts decode prefill]
 
-"drafts" are decode rows that verify draft tokens, in steps like captured ones. Needs a CUDA device. Prints the tilings of each case from fastest to slowest.
+"drafts" are decode rows that verify draft tokens, in steps like captured ones. Needs a CUDA device. Prints the
+tilings of each case from fastest to slowest.
 """
 
 from __future__ import annotations

@@ -46,7 +46,10 @@ class Product:
 
 
 def products(shape: str) -> tuple[Product, ...]:
-    """Return the linear layers of a decoder layer in order. The input of o is a slice of qkv instead of attention's output."""
+    """Return the linear layers of a decoder layer in order.
+
+    The input of o is a slice of qkv instead of attention's output.
+    """
     config = SHAPES[shape]
     hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]

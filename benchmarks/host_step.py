@@ -1,7 +1,7 @@
 """The host's time for a decode step: plan, launch, apply and the packed message, with a runner that does nothing.
 
-Rows cross block boundaries at different steps, as they do when requests arrive at different times. `floor_us` is the time
-of packing the message alone, a lower bound for the step; `target_us` is the budget. Example:
+Rows cross block boundaries at different steps, as they do when requests arrive at different times. `floor_us` is the
+time of packing the message alone, a lower bound for the step; `target_us` is the budget. Example:
 
     python benchmarks/host_step.py
     python benchmarks/host_step.py --rows 256 --profile

@@ -3,10 +3,10 @@
 
     python benchmarks/linear_w4a16.py [--rows 1 16 64 256 4096] [--sweep] [--int8]
 
-Shapes are those of Qwen3-8B, with groups of 128. Measured as in `linear_fp8_tilings.py`, after a check against float64.
-The floor is the time to read the weight and its scales once at the bandwidth of `--bandwidth`. `converted` converts the
-weight and calls cuBLAS, whatever the number of rows; `asymmetric` has zero points. `--sweep` prints the best tilings for
-few rows, `--int8` times `linear_int8` instead.
+Shapes are those of Qwen3-8B, with groups of 128. Measured as in `linear_fp8_tilings.py`, after a check against
+float64. The floor is the time to read the weight and its scales once at the bandwidth of `--bandwidth`. `converted`
+converts the weight and calls cuBLAS, whatever the number of rows; `asymmetric` has zero points. `--sweep` prints the
+best tilings for few rows, `--int8` times `linear_int8` instead.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     python benchmarks/structured_output.py --shape qwen3-0.6b --rows 64          # on a GPU, with dummy weights
     python benchmarks/structured_output.py --host --rows 64                      # on any CPU, without a model
 
-The vocabulary is made up: as large as the model's, of words, digits, bytes and the pieces of JSON that tokenizers have.
-There are two JSON schemas with outputs that do not end: `call` has the arguments of a usual tool call, `hard` has bounded
-strings and patterns, whose masks take longer. Every sequence has the same schema, and its own tokens only if they are
-drawn (`--draws`, and always with `--host`). Target: less than 5 % at 64 sequences on an H200.
+The vocabulary is made up: as large as the model's, of words, digits, bytes and the pieces of JSON that tokenizers
+have. There are two JSON schemas with outputs that do not end: `call` has the arguments of a usual tool call, `hard`
+has bounded strings and patterns, whose masks take longer. Every sequence has the same schema, and its own tokens only
+if they are drawn (`--draws`, and always with `--host`). Target: less than 5 % at 64 sequences on an H200.
 
 The timeline of a step: the forward of step N+1 is launched, and runs as soon as the sampling of step N is over. Then
 the tokens of step N arrive; the host reads them into the grammars, fills the masks of step N+1 and launches its

@@ -1,7 +1,7 @@
 """Compares a native family with the same model run through transformers, on dummy weights.
 
-Prints a line of JSON for each path and number of rows, then the ratio of the times. Each path runs in a separate process.
-Needs `tokenspeed-models-transformers`. Example:
+Prints a line of JSON for each path and number of rows, then the ratio of the times. Each path runs in a separate
+process. Needs `tokenspeed-models-transformers`. Example:
 
     python benchmarks/transformers_path.py qwen3-8b --rows 1,64
 """

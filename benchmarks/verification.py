@@ -3,10 +3,11 @@
     python benchmarks/verification.py                  # qwen3-8b on a GPU, less than 240 seconds
     python benchmarks/verification.py --shape small    # anywhere
 
-First the outputs of a small float32 model must be equal with and without draft tokens. Then each line of output is JSON:
-`step_ms` is the median time of a step of some rows with `drafts` draft tokens each (two or more steps in flight, by CUDA
-events), `floor_ms` the bytes that it must read (weights once, keys and values of each row once) over `--bandwidth`, and
-`ratio` its time over that of a step without draft tokens. The last lines are ms per token of one user in `LLM`.
+First the outputs of a small float32 model must be equal with and without draft tokens. Then each line of output is
+JSON: `step_ms` is the median time of a step of some rows with `drafts` draft tokens each (two or more steps in
+flight, by CUDA events), `floor_ms` the bytes that it must read (weights once, keys and values of each row once) over
+`--bandwidth`, and `ratio` its time over that of a step without draft tokens. The last lines are ms per token of one
+user in `LLM`.
 """
 
 from __future__ import annotations

@@ -104,8 +104,8 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
     ) -> AsyncIterator[RequestOutput]:
         """Generate from a text or `{"prompt_token_ids": [...]}`; yield outputs as tokens come.
 
-        As with vLLM, each output has all text and tokens so far; with `delta`, only those since the previous output. The
-        last output is `finished`. Leaving the loop, or cancelling the task, aborts the request.
+        As with vLLM, each output has all text and tokens so far; with `delta`, only those since the previous output.
+        The last output is `finished`. Leaving the loop, or cancelling the task, aborts the request.
 
         Raises BadRequestError for an invalid prompt or parameter or a `request_id` in use, RequestFailedError if
         the engine rejects or cannot finish the request, and EngineDeadError if it died.

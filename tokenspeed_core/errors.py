@@ -34,7 +34,8 @@ class CapacityError(TokenSpeedError):
 class RequestFailedError(TokenSpeedError):
     """The engine rejected a request or could not finish it, or a part of the server is unavailable.
 
-    `reason` is "engine_dead", "stopped" (by the user), "unavailable", "internal", or the reason of a `Rejected` message.
+    `reason` is "engine_dead", "stopped" (by the user), "unavailable", "internal", or the reason of a `Rejected`
+    message.
     """
 
     def __init__(self, reason: str, message: str) -> None:

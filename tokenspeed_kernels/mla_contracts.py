@@ -1,7 +1,7 @@
 """Contracts of the ops of multi-head latent attention (MLA, DeepSeek-V2, arXiv:2405.04434). Imports no tensor library.
 
-A token's cache entry is its latent (L values) and its rotated key part (R values), which all heads share. A head's key is
-the latent's expansion (N values), then the rotated part; its value is another expansion (V values).
+A token's cache entry is its latent (L values) and its rotated key part (R values), which all heads share. A head's
+key is the latent's expansion (N values), then the rotated part; its value is another expansion (V values).
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ class RoutingConfig:
     def __post_init__(self) -> None:
         if self.num_experts % self.num_groups or self.top_groups > self.num_groups:
             raise ValueError(
-                f"config.json: a token cannot use {self.top_groups} of {self.num_groups} groups of "
-                f"{self.num_experts} experts. Groups must be equal in size, and a token cannot use more groups than there are."
+                f"config.json: a token cannot use {self.top_groups} of {self.num_groups} groups of {self.num_experts} "
+                "experts. Groups must be equal in size, and a token cannot use more groups than there are."
             )
         num_allowed = self.num_experts // self.num_groups * self.top_groups
         if self.top_k > num_allowed:

@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 class AttentionProblem:
     """One layer's attention, known when the model is built.
 
-    `phase` is "prefill" (rows of any number of query tokens, including mixed steps) or "decode" (every row has one query
-    token; for backends with `takes_drafts`, rows of a captured step may have several). With a `soft_cap` c, scores s become c * tanh(s / c)
-    before the softmax. If it `is_chunked`, `window` is the length of chunks, counted from position 0: a query attends to
-    the positions of its chunk up to its own. With sinks, each query head has a learned score without a value, which joins the softmax.
-    Keys have `head_size` elements per head, and values `value_head_size` (None: as many).
+    `phase` is "prefill" (rows of any number of query tokens, including mixed steps) or "decode" (every row has one
+    query token; for backends with `takes_drafts`, rows of a captured step may have several). With a `soft_cap` c,
+    scores s become c * tanh(s / c) before the softmax. If it `is_chunked`, `window` is the length of chunks, counted
+    from position 0: a query attends to the positions of its chunk up to its own. With sinks, each query head has a
+    learned score without a value, which joins the softmax. Keys have `head_size` elements per head, and values
+    `value_head_size` (None: as many).
     """
 
     phase: str

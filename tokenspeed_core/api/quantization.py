@@ -40,9 +40,9 @@ class StoredTensor:
 class Packing:
     """The tensors of a weight [out, in] in a checkpoint, and the operands of the ops that use it.
 
-    An operand with an "out" axis has it first, and stacked projections are concatenated on it. Other operands are shared
-    by the projections: of floats the largest value is used, and integers must be equal. The experts of a layer also share
-    the input operands. The op of experts takes the input operands of a weight before its operands.
+    An operand with an "out" axis has it first, and stacked projections are concatenated on it. Other operands are
+    shared by the projections: of floats the largest value is used, and integers must be equal. The experts of a layer
+    also share the input operands. The op of experts takes the input operands of a weight before its operands.
     """
 
     stored: tuple[StoredTensor, ...]
@@ -61,10 +61,11 @@ class QuantizationScheme:
 
     With a `packing`, weights come from a quantized checkpoint, and the fields about values and scales are not used.
 
-    With `has_tensor_scales`, weights and activations also have per-tensor scales, float32 [1]. Those of activations must
-    be in the checkpoint, so the scheme cannot quantize on load. They are extra arguments: `quantize` takes the scale of
-    activations last, and `linear` takes the product of both scales before the bias. The op of experts takes the scale of
-    activations before each weight, and the per-tensor scales of the experts' weights, [E], after the weight's scales.
+    With `has_tensor_scales`, weights and activations also have per-tensor scales, float32 [1]. Those of activations
+    must be in the checkpoint, so the scheme cannot quantize on load. They are extra arguments: `quantize` takes the
+    scale of activations last, and `linear` takes the product of both scales before the bias. The op of experts takes
+    the scale of activations before each weight, and the per-tensor scales of the experts' weights, [E], after the
+    weight's scales.
     """
 
     name: str  # as plans show it, such as "fp8"

@@ -216,7 +216,10 @@ class ParallelSettings(Settings):
         return sizes
 
     def _given_world_size(self) -> int | None:
-        """Return the number of processes that the settings give, if any. Raises ValueError if they contradict each other."""
+        """Return the number of processes that the settings give, if any.
+
+        Raises ValueError if they contradict each other.
+        """
         product = None if self.nprocs_per_node is None else self.nnodes * self.nprocs_per_node
         if self.world_size is not None and product not in (None, self.world_size):
             raise ValueError(

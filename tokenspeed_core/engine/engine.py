@@ -98,7 +98,10 @@ class Engine:
         return scheduler.counters.snapshot(scheduler.kv, scheduler.num_preemptions)
 
     def submit(self, request: Submit) -> Rejected | None:
-        """Queue a request, or return why it is rejected. A request with a grammar may be rejected later (`take_rejected`)."""
+        """Queue a request, or return why it is rejected.
+
+        A request with a grammar may be rejected later (`take_rejected`).
+        """
         if request.grammar is None:
             return self.scheduler.submit(request)
         if self._grammars is None:
@@ -122,7 +125,8 @@ class Engine:
     def step(self) -> list[Outputs]:
         """Plan and launch the next step; collect the oldest one if `depth` steps are in flight.
 
-        If the drafter needs the newest tokens, all steps in flight are collected first. Raises EngineDeadError, and PluginError if a policy plugin fails.
+        If the drafter needs the newest tokens, all steps in flight are collected first. Raises EngineDeadError, and
+        PluginError if a policy plugin fails.
         """
         outputs: list[Outputs] = []
         in_flight = self.scheduler.in_flight

@@ -24,7 +24,10 @@ EXIT_SECONDS = 10.0  # that a drained engine has to exit
 
 
 def engine_program(config: Config, catalog: Catalog, replica: int = 0) -> Program:
-    """Return the program of engine `replica`. Its model is a path; it gets no settings of the server, such as API keys."""
+    """Return the program of engine `replica`.
+
+    Its model is a path; it gets no settings of the server, such as API keys.
+    """
     data = {
         "replica": replica,
         "config": config.for_engine().to_wire(),

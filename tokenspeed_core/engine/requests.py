@@ -107,8 +107,8 @@ def check_text_fits(
 ) -> None:
     """Raise BadRequestError for a text that cannot fit the context.
 
-    Of a long text, only the beginning is encoded if that shows that the text does not fit. Without a
-    tokenizer, only the number of characters is checked. A text that passes may still have too many tokens: `build_submit` counts
+    Of a long text, only the beginning is encoded if that shows that the text does not fit. Without a tokenizer, only
+    the number of characters is checked. A text that passes may still have too many tokens: `build_submit` counts
     them.
     """
     longest, num_chars = limits.longest, len(text)

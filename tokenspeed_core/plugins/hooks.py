@@ -113,7 +113,10 @@ class Hooks:
 
     @contextmanager
     def _isolated(self, name: str, hook: str, *, is_start: bool = False) -> Iterator[None]:
-        """Log an exception and disable the plugin's hooks. Raises PluginError instead if a required plugin fails at start."""
+        """Log an exception and disable the plugin's hooks.
+
+        Raises PluginError instead if a required plugin fails at start.
+        """
         try:
             yield
         except (Exception, SystemExit) as error:

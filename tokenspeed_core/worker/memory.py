@@ -43,7 +43,10 @@ class PoolLimits:
         return self.layout.num_pages(max(1, num_tokens))
 
     def pages_of_bytes(self, num_bytes: int, flag: str) -> int:
-        """Return how many pages fit into `num_bytes`, in addition to the padding page. Raises CapacityError if none does."""
+        """Return how many pages fit into `num_bytes`, in addition to the padding page.
+
+        Raises CapacityError if none does.
+        """
         pages = num_bytes // self.page_bytes - 1
         if pages < 1:
             raise CapacityError(

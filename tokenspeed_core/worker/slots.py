@@ -125,8 +125,8 @@ _NO_VALUES: I32 = np.zeros(0, np.int32)
 class SlotState:
     """The state of all slots on a device, and typed views of its columns and tables. All views share memory.
 
-    Padding rows use the last slot. Its length stays 0, and its tables contain only blocks of the padding page, which are
-    never read.
+    Padding rows use the last slot. Its length stays 0, and its tables contain only blocks of the padding page, which
+    are never read.
     """
 
     def __init__(self, layout: SlotLayout, device: torch.device) -> None:

@@ -98,7 +98,10 @@ class TorchAttention:
         out: Tensor,
         sinks: Tensor | None = None,
     ) -> None:
-        """Attend batch by batch. Padding rows get zeros. q [T, H, D], out [T, H, V]; caches [B, block_size, K, D or V]."""
+        """Attend batch by batch.
+
+        Padding rows get zeros. q [T, H, D], out [T, H, V]; caches [B, block_size, K, D or V].
+        """
         for tokens in self._idle:
             out[tokens] = 0.0
         for batch in self._batches:

@@ -45,7 +45,8 @@ def note_tokens(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor, T
 def verify_drafts(problem: Problem) -> Callable[..., None]:
     """Return `verify(ids, token_ids, tokens, first, num_drafts, slots, ends, last_token, seq_len, num_new, max_drafts)`.
 
-    Accepts draft tokens while they equal the chosen ones, and sets the slots' last tokens and lengths (see the contract).
+    Accepts draft tokens while they equal the chosen ones, and sets the slots' last tokens and lengths (see the
+    contract).
     """
     del problem
     return _verify

@@ -1,8 +1,8 @@
 """Linear layers with 4-bit weights and unquantized activations: integers (W4A16), or floats (MXFP4).
 
-AWQ, GPTQ and compressed-tensors checkpoints are repacked into one layout: [O, I / 2] bytes, where byte 16 r + j of a row
-holds column 32 r + j in its low bits and column 32 r + 16 + j in its high bits. A tile of bytes then splits into two
-tiles of columns without a shuffle, and both read x in runs of 16. MXFP4 has the same layout of E2M1 codes.
+AWQ, GPTQ and compressed-tensors checkpoints are repacked into one layout: [O, I / 2] bytes, where byte 16 r + j of a
+row holds column 32 r + j in its low bits and column 32 r + 16 + j in its high bits. A tile of bytes then splits into
+two tiles of columns without a shuffle, and both read x in runs of 16. MXFP4 has the same layout of E2M1 codes.
 """
 
 from __future__ import annotations

@@ -18,12 +18,13 @@ from tokenspeed_models.weights import Shard, WeightSlot, size_flag
 class Attention:
     """Projects queries, keys and values in one GEMM, rotates, attends and projects the result.
 
-    `cos_sin` is a table of `rotary_table`, shared by layers; it rotates as many values of each head as it has columns,
-    adjacent ones together if the rotation `is_interleaved`. Subclasses that do not rotate pass None.
-    `scale` multiplies the scores (None: 1 / sqrt(head_size)), and `soft_cap` bounds them. `qk_norm` normalises queries and keys before the
-    rotation. `window` is the number of tokens that a query sees, itself included; with `is_chunked` it is the length of chunks. `stacked_name` is the checkpoint's
-    name of queries, keys and values if it stores them as one tensor. In a layer without a norm before its blocks
-    `has_norm` is False. With `has_sinks` each query head has a learned score that joins its softmax.
+    `cos_sin` is a table of `rotary_table`, shared by layers; it rotates as many values of each head as it has
+    columns, adjacent ones together if the rotation `is_interleaved`. Subclasses that do not rotate pass None. `scale`
+    multiplies the scores (None: 1 / sqrt(head_size)), and `soft_cap` bounds them. `qk_norm` normalises queries and
+    keys before the rotation. `window` is the number of tokens that a query sees, itself included; with `is_chunked`
+    it is the length of chunks. `stacked_name` is the checkpoint's name of queries, keys and values if it stores them
+    as one tensor. In a layer without a norm before its blocks `has_norm` is False. With `has_sinks` each query head
+    has a learned score that joins its softmax.
 
     The numbers of heads are those of all processes of the group "attn". Raises ValueError if they cannot be divided.
     """

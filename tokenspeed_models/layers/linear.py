@@ -77,8 +77,8 @@ class Linear:
             return
         if scheme.linear is None:
             raise ValueError(
-                f"quantization {scheme.name} supports only experts, but config.json selects it for {projections[0].name}. "
-                "Use another checkpoint of the model."
+                f"quantization {scheme.name} supports only experts, but config.json selects it for "
+                f"{projections[0].name}. Use another checkpoint of the model."
             )
         if scheme.packing is not None:
             packed = PackedWeight(build, scheme, out_size, in_size)

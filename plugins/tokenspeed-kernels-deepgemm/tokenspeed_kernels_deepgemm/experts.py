@@ -1,7 +1,8 @@
 """Experts with block-wise FP8 weights: two grouped GEMMs of DeepGEMM (Zhao et al., 2025).
 
-Pairs of a token and an expert get rows, so that each tile of ROWS_PER_TILE rows belongs to one expert. The number of tiles
-is an upper bound that depends on shapes alone, so CUDA graphs may replay it; the library skips tiles without rows.
+Pairs of a token and an expert get rows, so that each tile of ROWS_PER_TILE rows belongs to one expert. The number of
+tiles is an upper bound that depends on shapes alone, so CUDA graphs may replay it; the library skips tiles without
+rows.
 """
 
 from __future__ import annotations

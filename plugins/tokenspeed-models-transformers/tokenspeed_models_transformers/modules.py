@@ -1,7 +1,8 @@
 """Replaces the computation of modules by TokenSpeed's kernels, where both compute the same.
 
-A module keeps its class and its name; only its `forward` is replaced. Its parameters stay too, unless it is quantized.
-Linear layers are known by their class. For all others, a copy of the module with small random weights runs on the CPU, and is compared with a formula.
+A module keeps its class and its name; only its `forward` is replaced. Its parameters stay too, unless it is
+quantized. Linear layers are known by their class. For all others, a copy of the module with small random weights runs
+on the CPU, and is compared with a formula.
 """
 
 from __future__ import annotations

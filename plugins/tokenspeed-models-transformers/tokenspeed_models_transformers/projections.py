@@ -35,7 +35,8 @@ _NAMES = ("q_proj", "k_proj", "v_proj", "o_proj")
 class RotaryLayout:
     """How a model stores cosines and sines, and which elements of a head it rotates together.
 
-    Each angle occurs twice: in both halves, or in adjacent places (`is_adjacent`). `interleaved` is as in the op `rope`.
+    Each angle occurs twice: in both halves, or in adjacent places (`is_adjacent`). `interleaved` is as in the op
+    `rope`.
     """
 
     is_adjacent: bool

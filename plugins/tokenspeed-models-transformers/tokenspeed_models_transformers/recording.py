@@ -1,7 +1,7 @@
 """What a model of transformers passes to its attention function, found by running it on the meta device.
 
-A forward on the meta device computes shapes only. It takes well under a second for a model of any size, and fails if the
-model's control flow depends on values, which a CUDA graph could not capture either.
+A forward on the meta device computes shapes only. It takes well under a second for a model of any size, and fails if
+the model's control flow depends on values, which a CUDA graph could not capture either.
 """
 
 from __future__ import annotations

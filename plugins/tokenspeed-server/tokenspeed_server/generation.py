@@ -93,7 +93,8 @@ def prepare(
 ) -> ParsedRequest:
     """Check and tokenise a request of any API. `tools` are in OpenAI's chat format.
 
-    The response names the fields in `ignored`. Errors of the engine name fields by `renamed`. Raises BadRequestError and ApiError.
+    The response names the fields in `ignored`. Errors of the engine name fields by `renamed`. Raises BadRequestError
+    and ApiError.
     """
     _check(body, service.options)
     params = body.sampling_params()

@@ -233,10 +233,10 @@ def _multiply(
 ):
     """Compute y [T, N]. Grid (tiles of N, splits of K, tiles of T).
 
-    Sums of a group of columns are scaled before they are added in float32. With SPLITS > 1 each split writes its sums to
-    `partial`; the last one to arrive adds them, always in the same order, and resets the tile's count.
-    PREFETCHED: tiles of the weight, which no kernel writes, prefetched to L2 while the previous kernel is still running
-    (see `pdl`). 0: launched without PDL.
+    Sums of a group of columns are scaled before they are added in float32. With SPLITS > 1 each split writes its sums
+    to `partial`; the last one to arrive adds them, always in the same order, and resets the tile's count. PREFETCHED:
+    tiles of the weight, which no kernel writes, prefetched to L2 while the previous kernel is still running (see
+    `pdl`). 0: launched without PDL.
     """
     tile, split, row_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)

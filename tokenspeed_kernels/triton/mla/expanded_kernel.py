@@ -169,8 +169,8 @@ def attend(
 ):
     """Attend to the step's own tokens and write out [T, H, V] and lse float32 [T, H] (HAS_LSE).
 
-    With CONTEXT, attend to the expanded entries [window_start, window_stop) of the tokens before the step's own, and merge
-    the result into out and lse. Grid (tiles, H).
+    With CONTEXT, attend to the expanded entries [window_start, window_stop) of the tokens before the step's own, and
+    merge the result into out and lse. Grid (tiles, H).
     """
     # Later tiles see more keys. Start with those.
     wanted = tl.num_programs(0) - 1 - tl.program_id(0)

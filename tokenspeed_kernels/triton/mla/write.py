@@ -43,7 +43,10 @@ def _write(
     INTERLEAVED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Rotate HEADS query heads of a token in place, or write its entry. Grid (T, tiles of heads + 1). PDL: see `pdl`."""
+    """Rotate HEADS query heads of a token in place, or write its entry.
+
+    Grid (T, tiles of heads + 1). PDL: see `pdl`.
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

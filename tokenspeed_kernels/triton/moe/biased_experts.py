@@ -228,7 +228,10 @@ def _gate_up(
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """hidden [pairs, N] = the clamped SwiGLU of x @ gate and x @ up, in sorted order. Grid (tiles of N, tiles of pairs)."""
+    """hidden [pairs, N] = the clamped SwiGLU of x @ gate and x @ up, in sorted order.
+
+    Grid (tiles of N, tiles of pairs).
+    """
     expert, first, end = find_tile(counts_ptr, tl.program_id(1), E, BLOCK_E, BLOCK_M)
     if expert < E:
         place = first + tl.arange(0, BLOCK_M)
@@ -274,7 +277,10 @@ def _down(
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """scaled [pairs, N] = weight * (hidden @ down + bias), in the order of tokens. Grid (tiles of N, tiles of pairs)."""
+    """scaled [pairs, N] = weight * (hidden @ down + bias), in the order of tokens.
+
+    Grid (tiles of N, tiles of pairs).
+    """
     expert, first, end = find_tile(counts_ptr, tl.program_id(1), E, BLOCK_E, BLOCK_M)
     if expert < E:
         place = first + tl.arange(0, BLOCK_M)

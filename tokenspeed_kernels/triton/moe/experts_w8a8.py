@@ -1,8 +1,8 @@
 """FP8 (e4m3) and INT8 mixture of experts: grouped GEMMs over tokens sorted by expert.
 
 Weights have per-channel scales, and activations per-token or static ones; or scales are block-wise: 1 x 128 for
-activations and 128 x 128 for weights. As in `gemm_fp8`, the weight is the wide side of a tile and an expert's few tokens
-the narrow one. The hidden state is quantized by a separate launch, because its scales depend on many features.
+activations and 128 x 128 for weights. As in `gemm_fp8`, the weight is the wide side of a tile and an expert's few
+tokens the narrow one. The hidden state is quantized by a separate launch, because its scales depend on many features.
 """
 
 from __future__ import annotations
@@ -329,7 +329,10 @@ class _Experts:
         gate_up: tuple[Tensor, Tensor, Quantize],
         down: tuple[Tensor, Tensor, Quantize],
     ) -> Tensor:
-        """Return y [T, N] for x, routing weights and ids. A weight has its scales and the quantization of its inputs."""
+        """Return y [T, N] for x, routing weights and ids.
+
+        A weight has its scales and the quantization of its inputs.
+        """
         x, weights, ids = routed
         num_pairs, num_experts = ids.numel(), self._num_experts
         size, inner = self.size, self.inner

@@ -47,7 +47,11 @@ def _quantize(
     GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Quantize rows. Grid (T, tiles of AT_ONCE groups). GATED: rows are 2N long, and silu(first half) * second half is quantized."""
+    """Quantize rows.
+
+    Grid (T, tiles of AT_ONCE groups). GATED: rows are 2N long, and silu(first half) * second half is
+    quantized.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

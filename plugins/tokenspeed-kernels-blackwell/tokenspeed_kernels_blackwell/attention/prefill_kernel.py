@@ -99,7 +99,10 @@ def attend(
     BLOCK_M: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """Grid (tiles, KV heads). Surplus tiles return at once. Keys and values are descriptors of [B, K, block_size, D]."""
+    """Grid (tiles, KV heads).
+
+    Surplus tiles return at once. Keys and values are descriptors of [B, K, block_size, D].
+    """
     TOKENS: tl.constexpr = BLOCK_M // G
     kv_head = tl.program_id(1)
     # Later tiles see more keys. Start with those.
