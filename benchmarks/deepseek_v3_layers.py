@@ -5,7 +5,7 @@
 
 First compares attention (MLA) and experts (MoE) of a reduced shape with the reference kernels. Then prints µs per layer
 of the published shape with random weights, medians of 7: decodes of 1, 16 and 128 tokens after CONTEXT tokens each, and
-a prefill of 8192. A CUDA graph holds the layers one after another, each with weights and a cache of its own, so that no
+a prefill of 8192. A CUDA graph holds the layers one after another, each with separate weights and a separate cache, so that no
 weight is in the L2 cache. A block starts with its norm and adds the residual.
 
 Bytes are those of weights, of cache entries, and of the experts that serve a token, each counted once. Operations are

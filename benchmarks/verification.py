@@ -1,4 +1,4 @@
-"""Time steps that verify draft tokens beside plain steps, and one user with a drafter that is right with 70 % probability.
+"""Time steps that verify draft tokens, plain steps, and one user with a drafter that is right with 70 % probability.
 
     python benchmarks/verification.py                  # qwen3-8b on a GPU, less than 240 seconds
     python benchmarks/verification.py --shape small    # anywhere

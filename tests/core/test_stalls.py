@@ -1,4 +1,4 @@
-"""No request keeps the engine's thread for more than 50 ms at once, in CPU time, beside a running sequence."""
+"""No request keeps the engine's thread for more than 50 ms at once, in CPU time, while a sequence runs."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, stalls: Path) -> Iterator[R
 async def longest_stall(
     server: Running, meter: StallMeter, attack: Callable[[Any], Awaitable[None]]
 ) -> float:
-    """Return the longest stall of the server, in CPU seconds, in the best round of an attack beside a stream."""
+    """Return the longest stall of the server, in CPU seconds, in the best round of an attack during a stream."""
     headers = {"content-type": "application/json"}
     found: list[float] = []
     async with httpx.AsyncClient(
