@@ -86,6 +86,7 @@ def make_engine(
     depth: int = 1,
     caching: bool = True,
     draft_depth: DraftDepth | None = None,
+    with_prompts: bool = True,
     **limits: Any,
 ) -> Engine:
     """Return an engine on an empty runner. Without a `drafter`, the draft model of the runner drafts if it may."""
@@ -110,7 +111,8 @@ def make_engine(
                 changed,
                 scheduler.columns,
                 scheduler.sequences,
-            )
+            ),
+            with_prompts=with_prompts,
         )
     elif max_drafts and resolved.draft_model is not None:
         scheduler.use_drafts(

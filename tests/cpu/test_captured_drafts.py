@@ -12,6 +12,7 @@ from host_graphs import capture
 from test_speculation import VOCAB, check, known, requests
 from tokenspeed_testing.requests import request
 
+from tokenspeed_core.api.step import StepPlan
 from tokenspeed_core.worker.buckets import draft_sizes
 from tokenspeed_core.worker.local import LocalRunner
 from tokenspeed_core.worker.staged import BucketSize
@@ -58,6 +59,35 @@ def test_captured_drafts_change_no_output(
     assert len({size for size in used if size.num_draft_tokens}) >= 3
     padding = runner._state.layout.padding_slot
     assert runner._state.seq_len[padding] == 0
+
+
+@pytest.mark.parametrize("with_prompts", [False, True])
+def test_drafts_can_be_kept_out_of_steps_with_prompts(
+    runner: LocalRunner, expected: dict[int, Reply], with_prompts: bool
+) -> None:
+    mixed = 0
+    with pytest.MonkeyPatch.context() as patch:
+        forward = runner.forward
+
+        def note(plan: StepPlan) -> None:
+            nonlocal mixed
+            mixed += bool(plan.num_draft_tokens and plan.num_rows > plan.num_decodes)
+            forward(plan)
+
+        patch.setattr(runner, "forward", note)
+        drafter = Guesser(VOCAB, 0.3)
+        drafter.known = known(expected)
+        engine = make_engine(
+            runner,
+            drafter,
+            max_drafts=MAX_DRAFTS,
+            depth=2,
+            chunk_size=16,
+            with_prompts=with_prompts,
+        )
+        check(finish(engine, requests()), expected)
+    assert bool(mixed) == with_prompts
+    assert engine.scheduler.counters.snapshot(engine.scheduler.kv, 0).num_saved_steps
 
 
 def test_largest_bucket_may_have_no_padding_tokens(

@@ -86,8 +86,8 @@ def find_drafter(
     return DrafterChoice(entry, spec, wanted.max_drafts, wanted.options, model)
 
 
-def use_drafter(scheduler: Scheduler, choice: DrafterChoice) -> None:
-    """Make a drafter, and give the scheduler's rows its draft tokens. Raises PluginError."""
+def use_drafter(scheduler: Scheduler, choice: DrafterChoice, *, with_prompts: bool) -> None:
+    """Make a drafter, and give the scheduler's rows its draft tokens; see `Scheduler.use_drafts`. Raises PluginError."""
     limits = scheduler.limits
     depth = AdaptiveDepth(limits.max_num_seqs, choice.max_drafts)
     drafts: DraftSource
@@ -99,7 +99,7 @@ def use_drafter(scheduler: Scheduler, choice: DrafterChoice) -> None:
         drafts = HostDrafts(
             drafter, str(choice.entry), depth, limits, scheduler.columns, scheduler.sequences
         )
-    scheduler.use_drafts(drafts)
+    scheduler.use_drafts(drafts, with_prompts=with_prompts)
 
 
 def _make(choice: DrafterChoice, spec: DrafterSpec, scheduler: Scheduler) -> Drafter:

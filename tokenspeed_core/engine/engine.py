@@ -132,15 +132,12 @@ class Engine:
         in_flight = self.scheduler.in_flight
         if self._grammars is not None and self._grammars.is_compiling:
             self._grammars.poll(0.0 if self.scheduler.has_work else IDLE_SECONDS)
-        drafts = self.scheduler.drafts
-        # Lengths after a step with draft tokens are upper bounds, and an eager step needs exact ones.
-        if (
-            drafts is not None
-            and in_flight
-            and (in_flight[-1].plan.num_draft_tokens or drafts.needs_results)
-        ):
-            while in_flight:
-                outputs.append(self.collect())
+        if self.scheduler.drafts is not None and in_flight:
+            drafts = self.scheduler.drafts_of_next_step
+            # Lengths after a step with draft tokens are upper bounds, and an eager step needs exact ones.
+            if in_flight[-1].plan.num_draft_tokens or (drafts and drafts.needs_results):
+                while in_flight:
+                    outputs.append(self.collect())
         has_decodes = self.scheduler.columns.has_decodes
         started_at = perf_counter()
         builder = self.scheduler.plan(

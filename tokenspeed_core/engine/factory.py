@@ -271,7 +271,9 @@ def _start(
         raise EngineDeadError(no_finite_logits(runner.kernel_plan))
     scheduler.counters = EngineCounters()  # without the warm-up
     if resolved.drafter is not None:
-        use_drafter(scheduler, resolved.drafter)
+        # Captured steps hold draft tokens or prompts.
+        is_captured = not (is_cpu or config.enforce_eager or resolved.drafter.model)
+        use_drafter(scheduler, resolved.drafter, with_prompts=not is_captured)
     grammars = None if backend is None else Grammars(scheduler, backend, mask=runner.mask_buffer())
     if backend is not None and not is_batch:
         backend.compiler()  # indexing a large vocabulary would stall the steps later

@@ -73,6 +73,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.counters = EngineCounters()
         self.drafts: DraftSource | None = None  # gives decode rows draft tokens to verify
+        self._drafts_with_prompts = True
         self._policy = policy
         self._queue = WaitingQueue(policy)
         self._refused: _Refused | None = None
@@ -85,10 +86,23 @@ class Scheduler:
         """Whether a sequence is live, a step is in flight, or blocks of ended sequences are to be released."""
         return bool(len(self.sequences) or self.in_flight or self.kv.num_unreleased)
 
-    def use_drafts(self, drafts: DraftSource) -> None:
-        """Give decode rows draft tokens from now on."""
+    def use_drafts(self, drafts: DraftSource, *, with_prompts: bool = True) -> None:
+        """Give decode rows draft tokens from now on; unless `with_prompts`, not in steps that compute prompts."""
         self.drafts = drafts
         self.sequences.on_release = drafts.end
+        self._drafts_with_prompts = with_prompts
+
+    @property
+    def drafts_of_next_step(self) -> DraftSource | None:
+        """The source of draft tokens, if the next step may have some."""
+        if self.drafts is None or self._drafts_with_prompts or not self._has_prompts():
+            return self.drafts
+        return None
+
+    def _has_prompts(self) -> bool:
+        """Return whether the next step probably computes prompts."""
+        may_admit = self.sequences.has_free_slot and self._refused is None
+        return bool(len(self.columns.prefilling()) or (may_admit and self.sequences.num_waiting))
 
     # -- requests -------------------------------------------------------------------------------------
 
@@ -228,7 +242,7 @@ class Scheduler:
 
     def _plan_running(self, builder: StepPlanBuilder, max_prefill_tokens: int) -> None:
         """Plan decodes and chunks of the running sequences, and preempt the policy's victims."""
-        view = view_of_running(self.columns, self.kv, self.sequences, self.drafts)
+        view = view_of_running(self.columns, self.kv, self.sequences, self.drafts_of_next_step)
         counts = self.kv.counts()
         limits = Limits(
             self.limits.token_budget,
