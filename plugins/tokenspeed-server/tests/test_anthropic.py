@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 from scripted import ScriptedEngine, http, leave_early, run, scripted
+
+if TYPE_CHECKING:  # Each pytest process would spend two seconds on this import.
+    import anthropic
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 TOOLS: Any = [
@@ -31,6 +33,8 @@ ASK: Any = {
 async def serving(
     *replies: str, **options: Any
 ) -> AsyncIterator[tuple[anthropic.AsyncAnthropic, ScriptedEngine]]:
+    import anthropic
+
     with scripted(*replies, **options) as (app, engine):
         async with anthropic.AsyncAnthropic(
             api_key="secret", base_url="http://test", http_client=http(app), max_retries=0
@@ -354,6 +358,8 @@ def test_unknown_fields_are_named_in_a_header() -> None:
     ],
 )
 def test_wrong_requests_get_errors_in_anthropics_shape(change: Any) -> None:
+    import anthropic
+
     async def test() -> None:
         async with serving() as (client, engine):
             with pytest.raises(anthropic.BadRequestError) as caught:
@@ -378,6 +384,8 @@ def test_models_are_listed_for_anthropics_client() -> None:
 
 
 def test_wrong_key_and_model_have_their_own_errors() -> None:
+    import anthropic
+
     async def test() -> None:
         async with serving(api_key="secret") as (client, _):
             await client.messages.create(**ASK)

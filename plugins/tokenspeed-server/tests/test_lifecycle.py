@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -105,7 +106,9 @@ def test_folder_of_sockets_is_private(tmp_path: Path) -> None:
         make_private_folder(tmp_path / "missing")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.release)]
+)
 def test_signal_drains(tmp_path: Path, number: signal.Signals) -> None:
     held = tmp_path / "held"
     held.touch()
@@ -153,7 +156,7 @@ def test_signal_during_the_start_ends_the_server(tmp_path: Path) -> None:
         assert ended(server) == 0
 
 
-@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("streams", [True, pytest.param(False, marks=pytest.mark.release)])
 def test_engine_death_fails_requests_and_ends_the_server(tmp_path: Path, streams: bool) -> None:
     with running(tmp_path, engine=SLOW) as server:
         thread, answers = in_background(server, {**LONG, "stream": streams})
@@ -220,36 +223,35 @@ def in_background_to(server: Running, prompt: list[int]) -> tuple[threading.Thre
     return thread, done
 
 
+def num_submitted(server: Running) -> int:
+    """Return the number of requests that the engine got."""
+    return sum(note.startswith("submit") for note in server.notes())
+
+
 async def leave(server: Running, path: str, body: dict[str, Any]) -> None:
     """Close the connection of a request that the engine has."""
     async with httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=60) as client:
+        expected = num_submitted(server) + 1
         request = asyncio.create_task(client.post(path, json=body))
-        await asyncio.to_thread(server.wait_for, "submit")
+        await asyncio.to_thread(
+            wait_until, lambda: num_submitted(server) == expected, 60, "submitted"
+        )
         request.cancel()
         with pytest.raises(asyncio.CancelledError):
             await request
 
 
-@pytest.mark.parametrize(
-    ("path", "streams"),
-    [
-        ("completions", False),
-        ("chat/completions", True),
-        pytest.param("completions", True, marks=pytest.mark.release),
-        pytest.param("chat/completions", False, marks=pytest.mark.release),
-    ],
-)
-def test_disconnect_aborts_the_request(tmp_path: Path, path: str, streams: bool) -> None:
-    body: dict[str, Any] = {"max_tokens": 400, "stream": streams, "n": 2}
-    body |= (
-        {"prompt": "hi"}
-        if path == "completions"
-        else {"messages": [{"role": "user", "content": "hi"}]}
-    )
+def test_disconnect_aborts_the_request(tmp_path: Path) -> None:
+    prompts = {
+        "/v1/completions": {"prompt": "hi"},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+    }
     with running(tmp_path, engine=SLOW) as server:
-        asyncio.run(leave(server, f"/v1/{path}", body))
-        server.wait_for("abort 1", 60)
-        server.wait_for("abort 2", 60)
+        for (path, prompt), streams in product(prompts.items(), (False, True)):
+            body = {"max_tokens": 400, "stream": streams, "n": 2, **prompt}
+            asyncio.run(leave(server, path, body))
+        for sequence in range(1, 9):
+            server.wait_for(f"abort {sequence}", 60)
 
 
 def test_many_disconnects_leave_no_sequence(tmp_path: Path) -> None:
@@ -276,10 +278,9 @@ def test_many_disconnects_leave_no_sequence(tmp_path: Path) -> None:
 
     # A sequence that is not aborted would run for 400 s.
     with running(tmp_path, engine={"step_seconds": 1.0}) as server:
-        seconds, num_submitted = 0.3, 0
-        while num_submitted <= 20:  # a slow machine gets few requests before their clients leave
+        seconds = 0.3
+        while num_submitted(server) <= 20:  # a slow machine gets few before their clients leave
             assert sum(asyncio.run(ask_all(server.url, seconds))) > 70
-            num_submitted = sum(line.startswith("submit") for line in server.notes())
             seconds *= 2
         server.process.terminate()
         assert ended(server, 60) == 0
