@@ -7,6 +7,7 @@ distributions are the folders that have a `pyproject.toml`; no list names them.
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import hashlib
 import os
@@ -31,10 +32,14 @@ UV = VENV / "bin" / "uv"
 CORE = "tokenspeed_core"
 KIT = "tokenspeed-testing"  # tests import it
 CORES = os.cpu_count() or 1
-# Processes of pytest, each of which may import torch; one more than cores, for tests that wait for servers.
-WORKERS = min(4, CORES + 1)
+# Processes of pytest, each of which may import torch; more than cores, for tests that wait for servers.
+WORKERS = min(4, CORES + 2)
 CLIENTS: dict[str, Any] = nox.project.load_toml(ROOT / "tests" / "clients" / "environments.toml")
 GROUPS = ("build", "test", "oracle", "docs", "lint")
+# Third-party modules that most tests import.
+IMPORTED = ("anthropic", "openai", "ray", "torch", "transformers.modeling_utils")
+# Without cached bytecode, each process would compile the tests and all packages again.
+UNSET = ("PYTHONDONTWRITEBYTECODE",)
 # Settings of pip, and the variables of uv for the same.
 PIP_SETTINGS = {
     "index-url": "UV_DEFAULT_INDEX",
@@ -116,18 +121,17 @@ def setup(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Style, types, and import directions."""
+    """Style and import directions."""
     python = ready(session)
     run(session, python, "-m", "ruff", "check", ".")
     run(session, python, "-m", "ruff", "format", "--check", ".")
     run(session, python, "-m", "codespell_lib", "--quiet-level", "2")
     run(session, python, "tools/check_imports.py")
-    run(session, python, "tools/check_types.py")
 
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Types alone."""
+    """Types, which the tests check too."""
     run(session, ready(session), "tools/check_types.py")
 
 
@@ -139,9 +143,14 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Tests of the core, on the CPU, and of the plugins."""
-    # Many start processes and end them at any moment. The summary lists what passed only the second time.
-    pytest(session, ready(session), "--reruns", "1", "-raR", *SUITE)
+    """Tests of the core, on the CPU, and of the plugins; types in the meantime."""
+    python = ready(session)
+    if session.posargs:
+        pytest(session, python, *SUITE)
+        return
+    with meanwhile(session, python, "tools/check_types.py"):
+        # Many start processes and end them at any moment. The summary lists what passed only the second time.
+        pytest(session, python, "--reruns", "1", "-raR", *SUITE)
 
 
 @nox.session
@@ -258,7 +267,10 @@ def ready(session: nox.Session) -> str:
     if not UV.is_file():
         pip(session, "install", "-q", "uv")
     install(session, *packages)
-    install(session, "--no-deps", "--no-build-isolation", *editable)
+    # uv compiles no bytecode. One process does it here for what most tests import, before several
+    # processes of pytest do the same work at once.
+    with meanwhile(session, PYTHON, "-c", f"import {', '.join(IMPORTED)}"):
+        install(session, "--no-deps", "--no-build-isolation", *editable)
     stamp.write_text(digest)
     return PYTHON
 
@@ -339,11 +351,9 @@ def pytest(
 
     With arguments of the developer's (`nox -s tests -- -k name`) it is one process, as a debugger needs it.
     """
-    ours = {name: None for name in os.environ if name.startswith("TOKENSPEED_")}
+    ours = {name: None for name in os.environ if name.startswith("TOKENSPEED_") or name in UNSET}
     # One thread each, and waiting threads sleep: the processes share the cores.
     threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-    # Without cached bytecode, each process compiles the tests and our packages again.
-    ours["PYTHONDONTWRITEBYTECODE"] = None
     is_one = num_workers == 1 or session.posargs
     spread = ["-n", str(num_workers), "--dist", dist, "--no-loadscope-reorder"]
     run(
@@ -385,6 +395,26 @@ def uv_settings() -> dict[str, str]:
 def pip(session: nox.Session, *arguments: str) -> None:
     """Run .venv's pip."""
     run(session, PYTHON, "-m", "pip", "--disable-pip-version-check", *arguments)
+
+
+@contextlib.contextmanager
+def meanwhile(session: nox.Session, *command: str) -> Iterator[None]:
+    """Run a program during a block and print its output afterwards. Its failure fails the session."""
+    environ = {name: value for name, value in os.environ.items() if name not in UNSET}
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environ, stdout=output, stderr=subprocess.STDOUT
+        )
+        try:
+            yield
+            process.wait()
+        finally:
+            process.kill()  # if the block failed, or was interrupted
+            process.wait()
+            output.seek(0)
+            print(f"nox > {' '.join(command)}\n{output.read()}", end="", flush=True)
+    if process.returncode:
+        session.error(f"{' '.join(command)} failed")
 
 
 def run(session: nox.Session, *command: str, silent: bool = False, **variables: str | None) -> None:
