@@ -56,7 +56,7 @@ def test_mxfp8_quantization_matches_the_reference_bitwise(size: int) -> None:
 
 
 def test_mxfp8_scale_is_exact_at_powers_of_two() -> None:
-    edges = 448.0 * torch.exp2(torch.arange(-134, 120).double()).float()
+    edges = 448.0 * torch.exp2(torch.arange(-134, 120, 11).double()).float()
     near = torch.stack(
         [edges, torch.nextafter(edges, 2 * edges), torch.nextafter(edges, 0 * edges), edges / 1.75]
     )
@@ -111,10 +111,13 @@ def test_e2m1_ties_round_to_even() -> None:
     assert torch.equal(found_scale.float(), scale.float()) and torch.equal(found, codes)
 
 
-def test_mxfp8_experts_conform(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "num_rows", [(0, ROWS[3]), pytest.param(ROWS, marks=pytest.mark.release)], ids=["few", "all"]
+)
+def test_mxfp8_experts_conform(monkeypatch: pytest.MonkeyPatch, num_rows: tuple[int, ...]) -> None:
     monkeypatch.setattr(experts, "mxfp8_rows", reference.mxfp8_rows)
     contract = replace(contract_of(MOE[0]), tolerances=NEAR)
-    assert check(MOE[0], CPU, contract=contract, num_rows=ROWS) >= 4 * len(ROWS)
+    assert check(MOE[0], CPU, contract=contract, num_rows=num_rows) >= 4 * len(num_rows)
 
 
 def to_exponents(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

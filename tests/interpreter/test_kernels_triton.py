@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tokenspeed_testing.attention import check_attention
-from tokenspeed_testing.conformance import check, make_inputs, run
+from tokenspeed_testing.conformance import agrees_with_reference, check, make_inputs, run
 from tokenspeed_testing.shapes import contract_of, problems
 
 from tokenspeed_core.api.attention import AttentionProblem
@@ -52,6 +52,16 @@ TO_FP8 = (
     "add_rms_norm_fp8_groups",
     "silu_mul_fp8_groups",
 )
+SLOW = (
+    "fused_block",
+    "moe_experts",
+    "moe_biased_experts",
+    "moe_biased_experts_mxfp4",
+    "moe_logits",
+    "moe_route",
+    "sample",
+    "add_rms_norm_linear_silu_mul",
+)
 LIKE_OTHERS = ("moe_biased_experts", "moe_biased_experts_mxfp4")  # one case of what moe_experts has
 WITH_TILES = {"linear_fp8_block": (65, 130)}  # row counts that reach the other kernels
 OF_ROW_FP8 = (
@@ -78,25 +88,55 @@ OF_EXPERTS = (  # see test_moe_w8a8.py
 )
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        s
-        for s in TRITON
-        if s.op
-        not in ("attention", *TO_FP8, *OF_ROW_FP8, *OF_MLA, *COMPOSED, *INTEGERS, *OF_EXPERTS)
-    ],
-    ids=lambda s: s.op,
-)
-def test_kernel_conforms(spec: KernelSpec) -> None:
-    if spec.op in WITH_DOTS:  # bfloat16 dots are wrong in the interpreter
-        spec = replace(spec, capability=replace(spec.capability, dtypes=("float32", "float16")))
-    cases = [p for p in problems(spec) if p.get("vocab_size", 0) < MAX_ELEMENTS]
-    if spec.op in LIKE_OTHERS:
-        cases = cases[:1]
+CONFORMING = [
+    spec
+    for spec in TRITON
+    if spec.op
+    not in ("attention", *TO_FP8, *OF_ROW_FP8, *OF_MLA, *COMPOSED, *INTEGERS, *OF_EXPERTS)
+]
+
+
+def interpreted(spec: KernelSpec) -> tuple[KernelSpec, list[dict[str, Any]]]:
+    """Return a spec without dtypes that the interpreter computes wrongly, and its cases."""
     if spec.capability.kv_dtypes == ("float8_e4m3fn",):
         pytest.skip("the interpreter loses the carry when rounding up to a power of two")
+    if spec.op in WITH_DOTS:  # bfloat16 dots are wrong in the interpreter
+        spec = replace(spec, capability=replace(spec.capability, dtypes=("float32", "float16")))
+    cases = [dict(p) for p in problems(spec) if p.get("vocab_size", 0) < MAX_ELEMENTS]
+    return spec, cases[:1] if spec.op in LIKE_OTHERS else cases
+
+
+def conforms(spec: KernelSpec) -> None:
+    """Run every comparison of the conformance kit."""
+    spec, cases = interpreted(spec)
     check(spec, CPU, cases=cases, num_rows=(0, 1, 5, *WITH_TILES.get(spec.op, ())))
+
+
+@pytest.mark.parametrize(
+    "spec", [spec for spec in CONFORMING if spec.op not in SLOW], ids=lambda spec: spec.op
+)
+def test_kernel_conforms(spec: KernelSpec) -> None:
+    conforms(spec)
+
+
+@pytest.mark.release
+@pytest.mark.parametrize(
+    "spec", [spec for spec in CONFORMING if spec.op in SLOW], ids=lambda spec: spec.op
+)
+def test_slow_kernel_conforms(spec: KernelSpec) -> None:
+    conforms(spec)
+
+
+@pytest.mark.parametrize(
+    "spec", [spec for spec in CONFORMING if spec.op in SLOW], ids=lambda spec: spec.op
+)
+def test_slow_kernel_matches_the_reference(spec: KernelSpec) -> None:
+    spec, cases = interpreted(spec)
+    contract = contract_of(spec)
+    for problem in cases:
+        kernel = spec.factory()(problem)
+        for num_rows, strided in ((0, False), (5, True)):
+            agrees_with_reference(kernel, contract, problem, num_rows, CPU, strided=strided)
 
 
 @pytest.mark.parametrize("spec", [s for s in TRITON if s.op in TO_FP8], ids=lambda s: s.op)
@@ -144,7 +184,7 @@ def test_gemv_kernel_adds_a_bias(op: str, dtype: str) -> None:
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_size", "block_size", "dtype", "kv_dtype", "features"),
     [
-        (4, 2, 32, 16, "float32", "float32", {}),
+        pytest.param(4, 2, 32, 16, "float32", "float32", {}, marks=pytest.mark.release),
         (7, 1, 48, 8, "float16", "float16", {"window": 20, "has_sinks": True}),
         (2, 2, 16, 64, "float16", "float16", {"soft_cap": 1.0, "has_sinks": True}),
         (4, 2, 24, 16, "float16", "float8_e4m3fn", {"window": 20}),
