@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 from tokenspeed_core.api.models import ModelInfo, ModelSpec
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.factory import resolve
-from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.entry import load_target
 from tokenspeed_core.worker.local import LocalRunner, build
+from tokenspeed_testing.installed import installed_catalog
 from tokenspeed_testing.plans import PlanMaker
 
 BLOCK_SIZE, MAX_TOKENS, NUM_NEW = 4, 96, 6
@@ -63,7 +63,7 @@ class ModelConformance:
         return {name: sequence.output[:NUM_NEW] for name, sequence in maker.sequences.items()}
 
     def _runner(self) -> LocalRunner:
-        catalog = Catalog.discover()
+        catalog = installed_catalog()
         with tempfile.TemporaryDirectory(prefix="tokenspeed-") as folder:
             Path(folder, "config.json").write_text(json.dumps(dict(self.config)), encoding="utf-8")
             asked = Config(

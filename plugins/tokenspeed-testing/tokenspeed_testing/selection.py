@@ -10,7 +10,7 @@ from tokenspeed_core.kernels.installed import installed_kernels, installed_ops
 from tokenspeed_core.kernels.overrides import Override
 from tokenspeed_core.kernels.plan import NothingFitsError
 from tokenspeed_core.kernels.select import Selector
-from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_testing.installed import installed_catalog
 
 DOES_NOT_LOAD = "it does not load"  # the start of selection's reason after a failed import
 
@@ -20,7 +20,7 @@ class Asked:
 
     def __init__(self, spec: KernelSpec, contract: OpContract) -> None:
         """Read the installed kernels once."""
-        catalog = Catalog.discover()
+        catalog = installed_catalog()
         found = installed_kernels(catalog)
         mine = next(
             (each for each in found if each.spec == spec), InstalledKernel(spec, "under test")

@@ -10,6 +10,7 @@ from tokenspeed_core.api.ops import OpContract, Problem
 from tokenspeed_core.kernels.installed import installed_ops
 from tokenspeed_core.kernels.refusals import problem_refusals
 from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_testing.installed import installed_catalog
 
 NUM_ROWS = (0, 1, 7, 33)
 
@@ -27,7 +28,7 @@ _SHAPES: dict[str, tuple[dict[str, Any], ...]] = {
 
 def contract_of(spec: KernelSpec) -> OpContract:
     """Return the contract of a spec's op. Raises KeyError if it is not installed."""
-    return installed_ops(Catalog.discover())[spec.op]
+    return installed_ops(installed_catalog())[spec.op]
 
 
 def common_contracts() -> tuple[OpContract, ...]:
