@@ -318,7 +318,11 @@ def environment(session: nox.Session, name: str, *packages: str) -> str:
     (site,) = home.glob("lib/python*/site-packages")
     (shared,) = VENV.glob("lib/python*/site-packages")
     for path in shared.iterdir():
-        if "tokenspeed" not in path.name and path.suffix != ".pth":
+        if "tokenspeed" in path.name or path.suffix == ".pth":
+            continue
+        if path.suffix == ".dist-info":
+            shutil.copytree(path, site / path.name)  # uv does not follow links to metadata
+        else:
             (site / path.name).symlink_to(path)
     python = str(home / "bin" / "python")
     install(session, *FROM_WHEELS, *packages, python=python)
