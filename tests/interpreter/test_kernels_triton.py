@@ -161,7 +161,7 @@ def test_quantization_matches_the_reference(spec: KernelSpec, dtype: str, num_ro
 
 
 @pytest.mark.parametrize("op", WITH_ONE_ROW)
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("float32", marks=pytest.mark.release)])
 def test_gemv_kernel_adds_a_bias(op: str, dtype: str) -> None:
     (spec,) = (
         spec

@@ -35,7 +35,7 @@ PROMPTS_TOO = (
 )
 
 
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("window", [None, pytest.param(20, marks=pytest.mark.release)])
 @pytest.mark.parametrize(
     ("spec", "phase"),
     [(TRITON_ATTENTION[0], "decode"), (TRITON_ATTENTION[0], "prefill"), (PREFILL, "prefill")],
