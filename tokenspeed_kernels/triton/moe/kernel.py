@@ -265,6 +265,8 @@ def add_pairs(
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for j in tl.static_range(TOP_K):
         pair = token * TOP_K + j
-        mask = (column < N) & (tl.load(ids_ptr + pair) < E)
+        # Not a conjunction of both conditions: the interpreter of Triton 3.9 cannot combine a block
+        # of booleans with a scalar.
+        mask = column < tl.where(tl.load(ids_ptr + pair) < E, N, 0)
         total += tl.load(scaled_ptr + pair * N + column, mask=mask, other=0.0).to(tl.float32)
     tl.store(y_ptr + token * N + column, total.to(y_ptr.dtype.element_ty), mask=column < N)
