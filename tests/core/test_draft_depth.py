@@ -151,7 +151,7 @@ def test_cheap_drafts_are_used(
     assert simulation.speedup(1000) >= expected
 
 
-def test_rows_that_reject_get_fewer_drafts_than_rows_that_accept() -> None:
+def test_rejecting_rows_get_fewer_drafts() -> None:
     depth, slots = AdaptiveDepth(2, 8), np.arange(2, dtype=np.int32)
     for _ in range(4):
         depth.finish_step(2, 2, 0, 1.0)
@@ -163,7 +163,7 @@ def test_rows_that_reject_get_fewer_drafts_than_rows_that_accept() -> None:
     assert counts[0] > counts[1]
 
 
-def test_a_new_sequence_starts_without_the_history_of_its_slot() -> None:
+def test_new_sequence_does_not_inherit_slot_history() -> None:
     depth, slots = AdaptiveDepth(1, 4), np.zeros(1, np.int32)
     depth.finish_step(1, 1, 0, 1.0)
     fresh = depth.choose(slots, np.full(1, 4, np.int32), None, 1, 100)

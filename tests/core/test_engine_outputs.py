@@ -27,9 +27,7 @@ class Letters:
 
 @pytest.mark.parametrize("stop", [(), ("cd",), ("h",)])
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_output_does_not_depend_on_the_tokens_of_a_step(
-    stop: tuple[str, ...], is_streamed: bool
-) -> None:
+def test_output_is_independent_of_step_sizes(stop: tuple[str, ...], is_streamed: bool) -> None:
     params = SamplingParams(stop=stop, logprobs=0, max_tokens=8)
     outputs = []
     for num in (1, 2, 3, 8):

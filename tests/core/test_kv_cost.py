@@ -29,7 +29,7 @@ def tokens() -> I32:
 
 
 @pytest.mark.parametrize("every", [2, 40, 60, 64, 65])
-def test_evicted_blocks_do_not_multiply_the_cost_of_a_match(every: int) -> None:
+def test_evicted_blocks_keep_matching_cheap(every: int) -> None:
     kv = KVManager((FULL, SlidingWindow("window", 1, 1, 1, WINDOW)), BLOCK, 3 * NUM_BLOCKS)
     chain = CountedChain(BLOCK, "", 0)
     chain.extend(tokens())

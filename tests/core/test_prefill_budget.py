@@ -84,7 +84,7 @@ def test_limit_is_a_multiple_of_a_decode_step(
     )
 
 
-def test_decode_steps_do_not_change_the_cost_of_prompt_tokens(clock: list[float]) -> None:
+def test_decodes_keep_the_prompt_token_cost(clock: list[float]) -> None:
     budget = PrefillBudget(8192)
     budget.start_after_idle()
     steps(budget, clock, 20, 0.008, 0, 800)
@@ -150,7 +150,7 @@ def test_engine_applies_the_budget_to_all_prompts_together(clock: list[float]) -
     world.check(3)
 
 
-def test_sequence_with_its_last_token_in_flight_is_no_decode() -> None:
+def test_last_token_in_flight_is_no_decode() -> None:
     world = World(chunk_size=64)
     rows = world.scheduler.columns
     world.submit(request(0, list(range(20)), max_tokens=1))

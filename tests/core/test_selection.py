@@ -177,7 +177,7 @@ def test_third_party_attention_is_offered_with_its_flag_once() -> None:
     assert selector.plan().unused_third_party() == ("--attention-backend acme/flash",)
 
 
-def test_plan_names_the_ops_that_auto_left_to_the_reference() -> None:
+def test_plan_names_ops_that_run_their_reference() -> None:
     selector = Selector((REFERENCE, PORTABLE), CPU)
     selector.select("greedy", LOGITS)
     assert selector.plan().reference_ops() == ("greedy",)

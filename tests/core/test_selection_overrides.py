@@ -276,9 +276,7 @@ UNFIT = {
 
 
 @given(st.lists(st.sampled_from(sorted(UNFIT)), min_size=1, unique=True), st.booleans())
-def test_named_backends_that_cannot_run_are_refused_with_all_reasons(
-    names: list[str], has_auto: bool
-) -> None:
+def test_refusal_of_named_backends_has_all_reasons(names: list[str], has_auto: bool) -> None:
     kernels = [*KERNELS, *(kernel(name, **UNFIT[name][0]) for name in UNFIT)]
     given_names = (*names, "auto") if has_auto else tuple(names)
     selector = Selector(kernels, CPU, [override("attention", *given_names)])

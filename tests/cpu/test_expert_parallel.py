@@ -10,7 +10,7 @@ from tokenspeed_kernels.reference import moe
 from tokenspeed_models.layers.experts import Experts
 
 
-def test_a_process_computes_only_the_pairs_of_its_own_experts() -> None:
+def test_process_computes_only_its_own_experts() -> None:
     num_tokens, sizes = 33, {"num_experts": 8, "top_k": 3, "hidden_size": 40}
     x, rows = torch.randn(num_tokens, 40), []
     weights = torch.rand(num_tokens, 3)

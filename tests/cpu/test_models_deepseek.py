@@ -180,7 +180,7 @@ def test_layers_for_multi_token_prediction_are_not_read(tmp_path: Path) -> None:
     torch.testing.assert_close(found, transformers_logits(reference), atol=1e-4, rtol=1e-4)
 
 
-def test_language_model_of_kimi_k25_is_found_in_its_checkpoint(tmp_path: Path) -> None:
+def test_kimi_k25_language_model_is_found(tmp_path: Path) -> None:
     reference = save_reference("DeepseekV3", tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     published = {f"language_model.{name}": tensor for name, tensor in weights.items()}

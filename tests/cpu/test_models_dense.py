@@ -414,7 +414,7 @@ def test_norm_weights_with_an_offset_keep_their_low_bits() -> None:
     assert torch.equal(slot.target, torch.full((48,), 1 + 2**-10))
 
 
-def test_stacked_projections_have_one_name_and_the_shards_of_each() -> None:
+def test_stacked_projections_keep_their_shards() -> None:
     config = {**TINY_TEXT, "tie_word_embeddings": True}
     slots = {slot.name: slot for slot in Phi3ForCausalLM(config, DenseBuild()).weight_map()}
     qkv = slots["model.layers.0.self_attn.qkv_proj.weight"]

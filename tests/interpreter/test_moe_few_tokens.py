@@ -37,7 +37,7 @@ def test_few_tokens_conform(dtype: str, num_rows: int) -> None:
     assert check(spec, CPU, cases=[case], num_rows=(num_rows,)) == 2
 
 
-def test_rows_that_do_not_fit_into_registers_are_left_to_tiles() -> None:
+def test_long_rows_are_computed_by_tiles() -> None:
     case = {**SHAPE, "dtype": "bfloat16"}
     assert FewTokens({**case, "hidden_size": 16385}).max_pairs == 0
     assert FewTokens({**case, "top_k": 8, "intermediate_size": 4097}).max_pairs == 0

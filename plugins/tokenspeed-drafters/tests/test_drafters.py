@@ -91,7 +91,7 @@ def finish(drafter: Drafter, tenant: str, prompt: list[int], answer: list[int]) 
     drafter.end(0)
 
 
-def test_suffix_learns_from_earlier_answers_of_the_same_key_only() -> None:
+def test_suffix_learns_from_answers_of_the_same_key() -> None:
     drafter = SuffixDrafter(context())
     for _ in range(3):
         finish(drafter, "one", [1, 2, 3], list(range(50, 70)))
@@ -101,7 +101,7 @@ def test_suffix_learns_from_earlier_answers_of_the_same_key_only() -> None:
         drafter.end(1)
 
 
-def test_suffix_drafts_the_first_tokens_of_an_answer_from_the_end_of_its_prompt() -> None:
+def test_suffix_drafts_from_the_end_of_the_prompt() -> None:
     drafter = SuffixDrafter(context())
     finish(drafter, "", [1, 2, 3, 4, 5], [60, 61, 62])
     drafter.begin(0, as_array(9, 3, 4, 5), 4, "")

@@ -79,7 +79,7 @@ def test_unexpected_error_is_a_500_without_details(service: Service, middleware:
     assert "licence" not in response.text
 
 
-def test_error_after_the_start_of_an_answer_sends_no_second_one(service: Service) -> None:
+def test_late_error_sends_no_second_answer(service: Service) -> None:
     sent: list[str] = []
 
     async def breaks_off(scope: Any, receive: Any, send: Any) -> None:

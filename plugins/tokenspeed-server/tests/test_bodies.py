@@ -102,7 +102,7 @@ def test_drain_does_not_wait_for_unread_bodies() -> None:
 
 
 @pytest.mark.parametrize(("length", "num_read"), [(b"5001", 0), (b"", 2)])
-def test_body_beyond_the_limit_is_not_read_to_its_end(length: bytes, num_read: int) -> None:
+def test_oversized_body_is_not_read_whole(length: bytes, num_read: int) -> None:
     async def test() -> None:
         with serving() as service:
             body = Body(b"x" * 5000, b"x", b"x")

@@ -51,7 +51,7 @@ def test_only_usable_replicas_are_chosen(given: list[tuple[int, int, int, bool]]
         assert loads[chosen] is not None
 
 
-def test_longest_prefix_of_each_replica_is_found_by_all_workers() -> None:
+def test_all_workers_find_the_longest_prefixes() -> None:
     memory = ReplicaMemory(2, 3)
     other = ReplicaMemory(2, 3, memory.fd)  # as in another process
     digests = prefix_digests(TOKENS, "key", "")

@@ -101,7 +101,7 @@ def test_huge_input_is_refused() -> None:
     store.close()
 
 
-def test_full_disk_is_logged_and_loses_only_the_new_response(
+def test_full_disk_loses_only_the_new_response(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = ResponseStore(tmp_path / "store")

@@ -207,7 +207,7 @@ def test_library_accepts_declared_head_sizes_only() -> None:
 
 
 @NEEDS_WHEEL
-def test_library_reads_unwritten_memory_only_in_pages_of_its_tile() -> None:
+def test_only_tile_sized_pages_read_unwritten_memory() -> None:
     called = source("interface")
     assert "paged_kv_non_tma=page_size not in [None, tile_n]" in called
     assert f"cfg = FwdConfig({TILE}, {TILE}, True, True)" in called
