@@ -15,7 +15,7 @@ from tokenspeed_core.config import Config
 from tokenspeed_core.config.keywords import EngineKeywords
 from tokenspeed_core.config.schema import read_keywords
 from tokenspeed_core.engine.client import EngineClient
-from tokenspeed_core.engine.engine_process import EngineProcess, engine_program
+from tokenspeed_core.engine.engine_process import EngineProcess, engine_programs
 from tokenspeed_core.engine.factory import discover, load_text
 from tokenspeed_core.engine.logits_processors import LogitsProcessorTable
 from tokenspeed_core.engine.messages import Ready, WorkerReady
@@ -258,4 +258,5 @@ def _prepare(
     checkpoint = resolve_checkpoint(adjusted, catalog)
     settled = adjusted.resolved(model=str(checkpoint.path), revision=None, download_dir=None)
     processors = LogitsProcessorTable.of(settled, catalog)
-    return engine_program(settled, catalog), settled, checkpoint, processors
+    (program,) = engine_programs(settled, catalog)
+    return program, settled, checkpoint, processors

@@ -42,7 +42,23 @@ COMM = (
         _COPIES,
         (),
     ),
+    _contract(
+        "all_gather_tokens",
+        "(x [T of this process, N]) -> [T of all processes, N]: the tokens of all processes in their order, as many of "
+        "each as the group's TokenCounts says",
+        _COPIES,
+        (),
+    ),
+    _contract(
+        "reduce_scatter_tokens",
+        "(x [T of all processes, N]) -> [T of this process, N]: the rows of this process's tokens in the sum of the x "
+        "of all processes, in the order of all_gather_tokens",
+        _SUMS,
+        (),
+    ),
 )
+# Their sizes are numbers of the host, which a captured CUDA graph would keep.
+_UNEVEN = ("all_gather_tokens", "reduce_scatter_tokens")
 
 
 def _kernel(op: str, backend: str, platform: str) -> KernelSpec:
@@ -53,7 +69,7 @@ def _kernel(op: str, backend: str, platform: str) -> KernelSpec:
         capability=Capability(
             platforms=(platform,),
             dtypes=("float32", "bfloat16", "float16"),
-            features=frozenset({"graph_safe"}),
+            features=frozenset() if op in _UNEVEN else frozenset({"graph_safe"}),
         ),
         load=f"tokenspeed_kernels.reference.comm:{op}",
         reference=backend == "torch",

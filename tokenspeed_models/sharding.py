@@ -54,7 +54,8 @@ class ShardingSpec:
     """The sharding of a module's input and output.
 
     `size` counts the output's values of a token on all processes. `bind` receives the kernel of the collective that the
-    output needs, if it needs one. `dtype` is that of the output, None for the model's.
+    output needs, if it needs one. `dtype` is that of the output, None for the model's. A module that
+    `takes_all_tokens` shares its weights with processes that have other tokens, and computes the tokens of all.
     """
 
     module: str
@@ -63,6 +64,7 @@ class ShardingSpec:
     size: int
     bind: Bind | None = None
     dtype: str | None = None
+    takes_all_tokens: bool = False
 
 
 def bind_output(specs: Iterable[ShardingSpec], bind: Bind) -> Iterator[ShardingSpec]:
@@ -81,7 +83,9 @@ def compile_sharding(build: BuildContext, specs: Iterable[ShardingSpec]) -> None
     for source, target in pairwise(specs):
         where = f"{source.module} -> {target.module}"
         output, needed = _effective(build, source.output), _effective(build, target.input)
-        found = _collective(output, needed, where)
+        found = _collective_of_tokens(build, source, target, output, needed, where)
+        if found is None:
+            found = _collective(output, needed, where)
         if found is None:
             continue
         op, group = found
@@ -94,9 +98,45 @@ def compile_sharding(build: BuildContext, specs: Iterable[ShardingSpec]) -> None
             source.dtype or str(build.dtype).removeprefix("torch."),
             source.module,
             target.module,
-            f"the output of {source.module} is {output}, and {target.module} needs it {needed}",
+            _reason(source, target, output, needed, op),
         )
         source.bind(build.comm(collective))
+
+
+def _reason(
+    source: ShardingSpec, target: ShardingSpec, output: Sharding, needed: Sharding, op: str
+) -> str:
+    if op == "all_gather_tokens":
+        return f"{target.module} needs the tokens of all processes after {source.module}"
+    if op == "reduce_scatter_tokens":
+        return (
+            f"the output of {source.module} is {output} for the tokens of all processes, and {target.module} needs "
+            "its own"
+        )
+    return f"the output of {source.module} is {output}, and {target.module} needs it {needed}"
+
+
+def _collective_of_tokens(
+    build: BuildContext,
+    source: ShardingSpec,
+    target: ShardingSpec,
+    output: Sharding,
+    needed: Sharding,
+    where: str,
+) -> tuple[str, str] | None:
+    """Return the op between a process's own tokens and those of all, and its group; None if neither changes."""
+    data = build.group("data")
+    if data.size == 1 or source.takes_all_tokens == target.takes_all_tokens:
+        return None
+    if target.takes_all_tokens and output == needed == Replicated():
+        return "all_gather_tokens", data.name
+    if source.takes_all_tokens and needed == Replicated():
+        match output:
+            case Partial((group,)) if build.group(group).ranks == data.ranks:
+                return "reduce_scatter_tokens", data.name
+    raise ValueError(
+        f"{where}: no collective between {output} and {needed} for processes with their own tokens"
+    )
 
 
 def _effective(build: BuildContext, sharding: Sharding) -> Sharding:

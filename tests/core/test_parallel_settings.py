@@ -48,6 +48,23 @@ def test_sizes_follow_from_each_other(keywords: dict[str, Any], expected: tuple[
         ({"distributed_executor_backend": "ray"}, ["--tensor-parallel-size"]),
         ({"distributed_executor_backend": "ray", "tp": 2, "node_rank": 1, "nnodes": 2}, ["ray"]),
         ({"tp": 0}, ["tensor_parallel_size"]),
+        (
+            {"tp": 2, "data_parallel_size": 2, "enable_expert_parallel": True},
+            ["--tensor-parallel-size", "--expert-parallel-size"],
+        ),
+        (
+            {"data_parallel_size": 4, "enable_expert_parallel": True, "ep_size": 2},
+            ["--moe-tp-size 1", "4 engines"],
+        ),
+        (
+            {
+                "data_parallel_size": 2,
+                "enable_expert_parallel": True,
+                "nnodes": 2,
+                "dist_init_addr": "a:1",
+            },
+            ["--nnodes"],
+        ),
     ],
 )
 def test_contradictions_are_refused_in_one_line(keywords: dict[str, Any], names: list[str]) -> None:
@@ -55,6 +72,26 @@ def test_contradictions_are_refused_in_one_line(keywords: dict[str, Any], names:
         Config.from_keywords(**keywords)
     assert all(name in str(caught.value) for name in names), caught.value
     assert "\n" not in str(caught.value)
+
+
+def test_engines_that_share_experts_are_one_group() -> None:
+    found = Config.from_keywords(
+        data_parallel_size=4, enable_expert_parallel=True, moe_tp_size=2
+    ).parallel_sizes()
+    assert (found.world_size, found.num_sharing) == (1, 4)
+    layout = found.layout(0, replica=3)
+    ranks = {name: layout.group(name).ranks for name in layout.groups}
+    everyone = (0, 1, 2, 3)
+    assert ranks == {
+        "attn": (3,),
+        "dense": (3,),
+        "moe": (2, 3),
+        "experts": (1, 3),
+        "data": everyone,
+        "world": everyone,
+    }
+    apart = Config.from_keywords(data_parallel_size=4).parallel_sizes()
+    assert (apart.num_sharing, apart.layout(0, replica=3).world_size) == (1, 1)
 
 
 def test_short_names_work_in_every_source(tmp_path: Any) -> None:

@@ -28,6 +28,7 @@ from tokenspeed_core.api import (
     OpContract,
     ParallelLayout,
     QuantizationScheme,
+    TokenCounts,
 )
 from tokenspeed_core.kernels.installed import installed_ops
 from tokenspeed_core.plugins.catalog import Catalog
@@ -46,14 +47,21 @@ class Sizes:
     dense: int = 1
     moe: int = 1
     experts: int = 1
+    data: int = 1
 
     def layout(self, rank: int) -> ParallelLayout:
         return ParallelLayout.of(
-            rank, attn=self.attn, dense=self.dense, moe=self.moe, experts=self.experts
+            rank,
+            attn=self.attn,
+            dense=self.dense,
+            moe=self.moe,
+            experts=self.experts,
+            data=self.data,
         )
 
     def __str__(self) -> str:
-        return f"attn{self.attn}-dense{self.dense}-moe{self.moe}-experts{self.experts}"
+        sizes = f"attn{self.attn}-dense{self.dense}-moe{self.moe}-experts{self.experts}"
+        return f"{sizes}-data{self.data}"
 
 
 def tensor_parallel(size: int) -> Sizes:
@@ -90,6 +98,7 @@ class RankBuild(DenseBuild):
     ) -> None:
         super().__init__(layout=layout)
         self._handles = handles or {}
+        self.token_counts = TokenCounts(layout.group("data").size)
         self.schemes: LayerSchemes = lambda layer: None
 
     def scheme(self, layer: str) -> QuantizationScheme | None:
@@ -104,13 +113,16 @@ class RankBuild(DenseBuild):
 
     def comm(self, collective: Collective) -> Callable[[torch.Tensor], torch.Tensor]:
         group = self.group(collective.group)
-        make = {"all_reduce": comm.all_reduce, "all_gather": comm.all_gather}[collective.op]
+        make = getattr(comm, collective.op)
         problem = {
             "num_processes": group.size,
             "size": collective.size,
             "dtype": collective.dtype,
         }
-        return make(problem, CommGroup(group, self._handles[group.name]))
+        kernel: Callable[[torch.Tensor], torch.Tensor] = make(
+            problem, CommGroup(group, self._handles[group.name], self.token_counts)
+        )
+        return kernel
 
 
 @cache

@@ -29,6 +29,7 @@ PARALLEL = {
     "ep2": Sizes(experts=2),
     "tp2+ep2": Sizes(attn=2, dense=2, experts=2),
     "tp4+ep2": Sizes(attn=4, dense=4, moe=2, experts=2),
+    "dp2+ep2": Sizes(experts=2, data=2),
 }
 EXPERTS = (
     "Qwen3Moe",

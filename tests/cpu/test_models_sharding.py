@@ -88,6 +88,30 @@ def test_features_and_experts_are_reduced_together() -> None:
     assert build.collectives[2].group == "world"
 
 
+def test_experts_get_the_tokens_of_all_processes() -> None:
+    build = PlanningBuild(experts=2, data=2)
+    Qwen3MoeForCausalLM(SMALL, build)
+    assert build.summary() == [
+        (source, op, 16)
+        for layer in range(2)
+        for source, op in (
+            (f"layers.{layer}.post_norm", "all_gather_tokens"),
+            (f"layers.{layer}.mlp.experts", "reduce_scatter_tokens"),
+        )
+    ]
+    assert {each.group for each in build.collectives} == {"data"}
+
+
+def test_a_norm_that_cannot_gather_tokens_is_refused() -> None:
+    build = PlanningBuild(experts=2, data=2)
+    specs = [
+        ShardingSpec("norm", Replicated(), Replicated(), 16),
+        ShardingSpec("mine", Replicated(), Partial(("experts",)), 16, takes_all_tokens=True),
+    ]
+    with pytest.raises(ValueError, match="norm -> mine"):
+        compile_sharding(build, specs)
+
+
 def test_attention_may_be_sharded_alone() -> None:
     build = PlanningBuild(attn=2)
     LlamaForCausalLM(SMALL, build)

@@ -93,6 +93,7 @@ from tokenspeed_core.api.parallel import (
     CommGroup,
     ParallelLayout,
     ProcessGroup,
+    TokenCounts,
 )
 from tokenspeed_core.api.parsers import (
     CallTemplate,
@@ -203,6 +204,7 @@ __all__ = [
     "SlidingWindow",
     "StepRecord",
     "StoredTensor",
+    "TokenCounts",
     "Tolerance",
     "View",
     "Vocabulary",

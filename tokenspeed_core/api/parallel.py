@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +13,8 @@ class ProcessGroup:
     """Processes that share a part of the model, and this process's place among them.
 
     `name` is "attn" (attention heads, and the vocabulary of the embedding and the output head), "dense" (features of
-    MLPs), "moe" (features of each expert), "experts" (whole experts) or "world" (all processes).
+    MLPs), "moe" (features of each expert), "experts" (whole experts), "data" (processes whose steps have tokens of
+    their own) or "world" (all processes).
     """
 
     name: str
@@ -42,17 +43,25 @@ class ParallelLayout:
 
     @classmethod
     def of(
-        cls, rank: int, *, attn: int = 1, dense: int = 1, moe: int = 1, experts: int = 1
+        cls,
+        rank: int,
+        *,
+        attn: int = 1,
+        dense: int = 1,
+        moe: int = 1,
+        experts: int = 1,
+        data: int = 1,
     ) -> ParallelLayout:
         """Return the layout of process `rank` for the sizes of the groups.
 
         The world has as many processes as the largest group, where "moe" and "experts" count as one group of their
-        product. Each of the three is the world or a single process. Processes of a "moe" group are neighbours. Raises
-        ValueError for other sizes, and for a rank outside the world.
+        product. Each of the four is the world or a single process. Processes of a "moe" group are neighbours. Processes
+        with tokens of their own ("data") share nothing but experts. Raises ValueError for other sizes, and for a rank
+        outside the world.
         """
-        sizes = {"attn": attn, "dense": dense, "moe x experts": moe * experts}
+        sizes = {"attn": attn, "dense": dense, "moe x experts": moe * experts, "data": data}
         world_size = max(sizes.values())
-        if min(attn, dense, moe, experts) < 1:
+        if min(attn, dense, moe, experts, data) < 1:
             raise ValueError("process groups need at least one process each")
         for name, size in sizes.items():
             if size not in (1, world_size):
@@ -60,6 +69,10 @@ class ParallelLayout:
                     f"process group {name} has {size} processes and the engine has {world_size}. A group needs all "
                     "processes or one. Choose equal sizes."
                 )
+        if data > 1 and (attn, dense, moe * experts) != (1, 1, data):
+            raise ValueError(
+                f"{data} processes with tokens of their own need experts that all of them share, and share nothing else"
+            )
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not one of {world_size} processes")
         world = tuple(range(world_size))
@@ -69,6 +82,7 @@ class ParallelLayout:
             "dense": world if dense > 1 else (rank,),
             "moe": world[first : first + moe],
             "experts": world[offset::moe] if experts > 1 else (rank,),
+            "data": world if data > 1 else (rank,),
             "world": world,
         }
         groups = {
@@ -80,12 +94,32 @@ class ParallelLayout:
 ONE_PROCESS = ParallelLayout.of(0)
 
 
+class TokenCounts:
+    """How many tokens each process of the group "data" has in the current step, in the order of their ranks."""
+
+    __slots__ = ("_counts", "_num_processes")
+
+    def __init__(self, num_processes: int) -> None:
+        """Start without a step: every process has as many tokens as the one that asks."""
+        self._num_processes = num_processes
+        self._counts: tuple[int, ...] | None = None
+
+    def begin(self, counts: tuple[int, ...] | None) -> None:
+        """Set the numbers of tokens of the next step; None: every process has as many as the one that asks."""
+        self._counts = counts
+
+    def of(self, num_tokens: int) -> tuple[int, ...]:
+        """Return the numbers of tokens; this process has `num_tokens`."""
+        return self._counts or (num_tokens,) * self._num_processes
+
+
 @dataclass(frozen=True, slots=True)
 class CommGroup:
-    """A process group and its torch.distributed handle, for the kernels of the family "comm"."""
+    """A process group, its torch.distributed handle and its tokens, for the kernels of the family "comm"."""
 
     group: ProcessGroup
     handle: Any
+    tokens: TokenCounts = field(default_factory=lambda: TokenCounts(1))
 
 
 SAMPLING = "sampling"
@@ -96,7 +130,7 @@ SAMPLING = "sampling"
 class Collective:
     """A collective on the activation that flows from one module to the next."""
 
-    op: str  # "all_reduce" or "all_gather"
+    op: str  # "all_reduce", "all_gather", "all_gather_tokens" or "reduce_scatter_tokens"
     group: str  # name of the process group
     size: int  # values of a token in the result
     dtype: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.checkpoint.resolve import ResolvedCheckpoint, resolve_checkpoint
 from tokenspeed_core.engine.client import Delivery, EchoClient, EngineClient, Sink, State
-from tokenspeed_core.engine.engine_process import EngineProcess, engine_program
+from tokenspeed_core.engine.engine_process import EngineProcess, engine_programs
 from tokenspeed_core.engine.factory import (
     discover,
     discover_in_subprocess,
@@ -105,7 +105,7 @@ __all__ = [
     "describe_error",
     "discover",
     "discover_in_subprocess",
-    "engine_program",
+    "engine_programs",
     "load_text",
     "log_fields",
     "make",

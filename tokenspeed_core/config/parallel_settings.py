@@ -15,7 +15,10 @@ LOCAL = "local"  # the built-in executor
 
 @dataclass(frozen=True, slots=True)
 class ParallelSizes:
-    """The sizes of the process groups, and how many processes run on how many nodes."""
+    """The sizes of the process groups, and how many processes of an engine run on how many nodes.
+
+    `num_sharing` engines, of one process each, share the experts; 1: every engine has its own.
+    """
 
     attn: int
     dense: int
@@ -23,14 +26,17 @@ class ParallelSizes:
     experts: int
     num_nodes: int
     num_per_node: int
+    num_sharing: int = 1
 
     @property
     def world_size(self) -> int:
-        """The number of processes."""
+        """The number of processes of an engine."""
         return self.num_nodes * self.num_per_node
 
     def __str__(self) -> str:
         """Return the process groups in one line."""
+        if self.num_sharing > 1:
+            return f"{self.num_sharing} engines of one process share the experts: MoE TP {self.moe}, EP {self.experts}"
         if self.world_size == 1:
             return "one process"
         where = f" on {self.num_nodes} nodes" if self.num_nodes > 1 else ""
@@ -39,10 +45,15 @@ class ParallelSizes:
             f"MoE TP {self.moe}, EP {self.experts}"
         )
 
-    def layout(self, rank: int) -> ParallelLayout:
-        """Return the process groups of a rank. Raises ValueError if the sizes do not go together."""
+    def layout(self, rank: int, replica: int = 0) -> ParallelLayout:
+        """Return the process groups of a rank of an engine. Raises ValueError if the sizes do not go together."""
         return ParallelLayout.of(
-            rank, attn=self.attn, dense=self.dense, moe=self.moe, experts=self.experts
+            rank if self.num_sharing == 1 else replica,
+            attn=self.attn,
+            dense=self.dense,
+            moe=self.moe,
+            experts=self.experts,
+            data=self.num_sharing,
         )
 
 
@@ -85,14 +96,14 @@ class ParallelSettings(Settings):
     data_parallel_size: int = setting(
         1,
         "parallel",
-        "Number of engines that share the requests, each with the whole model.",
+        "Number of engines that share the requests, each with the whole model or its experts.",
         unit="engines",
         is_for_servers=True,
         ge=1,
         le=64,
     )
     enable_expert_parallel: bool = setting(
-        False, "parallel", "Distribute whole experts over all processes."
+        False, "parallel", "Distribute whole experts over all processes of all engines."
     )
     expert_parallel_size: int | None = setting(
         None,
@@ -155,7 +166,7 @@ class ParallelSettings(Settings):
                 raise ValueError(
                     f"--dist-init-addr {self.dist_init_addr} must be HOST:PORT, such as node0:29500"
                 )
-        if self.data_parallel_size > 1 and sizes.num_nodes > 1:
+        if self.data_parallel_size > 1 and max(self.nnodes, sizes.num_nodes) > 1:
             raise ValueError(
                 "--data-parallel-size runs its engines on one machine; remove --nnodes, or start a server on each node"
             )
@@ -187,6 +198,8 @@ class ParallelSettings(Settings):
     def parallel_sizes(self) -> ParallelSizes:
         """Return the sizes of the process groups. Raises ValueError if they contradict each other."""
         given = self._given_world_size()
+        if self.enable_expert_parallel and self.data_parallel_size > 1:
+            return self._sizes_of_sharing_engines()
         shared = self.tensor_parallel_size or given or 1
         attn, dense = self.attn_tp_size or shared, self.dense_tp_size or shared
         if self.enable_expert_parallel:
@@ -214,6 +227,30 @@ class ParallelSettings(Settings):
                 f"there are {world_size} processes, and the sizes of the process groups need {found}"
             )
         return sizes
+
+    def _sizes_of_sharing_engines(self) -> ParallelSizes:
+        """Return the sizes for engines that share their experts. Raises ValueError for settings of several processes."""
+        num_engines = self.data_parallel_size
+        for name in (
+            "tensor_parallel_size",
+            "attn_tp_size",
+            "dense_tp_size",
+            "world_size",
+            "nprocs_per_node",
+        ):
+            if (getattr(self, name) or 1) > 1:
+                raise ValueError(
+                    "--data-parallel-size with --enable-expert-parallel runs engines of one process each; remove "
+                    f"--{name.replace('_', '-')}, or replace --enable-expert-parallel by --expert-parallel-size, which "
+                    "gives every engine all experts"
+                )
+        moe = self.moe_tp_size or 1
+        if num_engines % moe or self.expert_parallel_size not in (None, num_engines // moe):
+            raise ValueError(
+                f"--enable-expert-parallel shares the experts among {num_engines} engines, and --moe-tp-size {moe} "
+                f"times --expert-parallel-size {self.expert_parallel_size or num_engines // moe} is another number"
+            )
+        return ParallelSizes(1, 1, moe, num_engines // moe, 1, 1, num_engines)
 
     def _given_world_size(self) -> int | None:
         """Return the number of processes that the settings give, if any.

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, model_validator
 
-from tokenspeed_core.config.backends import AUTO, BackendChoice, NamePairs, Pairs
+from tokenspeed_core.config.backends import AUTO, BackendChoice, NamePairs, Names, Pairs
 from tokenspeed_core.config.build import PYTHON, build
 from tokenspeed_core.config.kv_events import KVEventsConfig
 from tokenspeed_core.config.parallel_settings import ParallelSettings
@@ -237,6 +237,14 @@ class Config(ParallelSettings, SpeculationSettings):
         "Cached tokens that MLA prefill expands at once, in multiples of a full step.",
         ge=1,
         le=1024,
+    )
+    all2all_backend: Names = setting(
+        AUTO,
+        "backends",
+        "Backends, in order of preference, of the collectives around experts that engines share.",
+        kind="kernels.comm",
+        takes="NAME[,NAME...]",
+        is_for_servers=True,
     )
     moe_backend: BackendChoice = setting(
         {"default": AUTO},

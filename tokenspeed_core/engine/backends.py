@@ -16,6 +16,7 @@ _SETTINGS = {
     "moe_backend": "moe",
     "sampling_backend": "sampling",
 }
+_ALL2ALL_OPS = ("all_gather_tokens", "reduce_scatter_tokens")
 _DRAFT_SETTINGS = {"drafter_attention_backend": "attention", "draft_moe_backend": "moe"}
 
 
@@ -33,6 +34,10 @@ def read_overrides(config: Config, *, has_draft_model: bool = False) -> tuple[Ov
                     f"{written} has no effect: the drafter is not a model; remove it, or choose a drafter such as mtp"
                 )
             found.append(Override.parse(scope, names, written, for_draft=True))
+    if config.all2all_backend != AUTO:
+        _, origin = called("all2all", config.origin("all2all_backend"))
+        for op in _ALL2ALL_OPS:
+            found.append(Override.parse(op, config.all2all_backend, f"--all2all-backend{origin}"))
     _, origin = called("kernel", config.origin("kernel_backend"))
     for scope, names in config.kernel_backend.items():
         found.append(Override.parse(scope, names, f"--kernel-backend {scope}{origin}"))

@@ -16,6 +16,7 @@ from tokenspeed_core.api.drafters import (
     DraftRequest,
     ModelDrafterSpec,
 )
+from tokenspeed_core.config.parallel_settings import ParallelSizes
 from tokenspeed_core.config.speculation_settings import Speculation
 from tokenspeed_core.errors import ConfigError
 from tokenspeed_core.plugins.catalog import Catalog, make
@@ -84,6 +85,15 @@ def find_drafter(
         except ValueError as error:
             raise ConfigError(f"{wanted.flag} {wanted.drafter}: {error}") from error
     return DrafterChoice(entry, spec, wanted.max_drafts, wanted.options, model)
+
+
+def check_is_alone(choice: DrafterChoice | None, sizes: ParallelSizes) -> None:
+    """Raise ConfigError for a draft model of an engine whose steps must equal those of other engines."""
+    if choice is not None and choice.model is not None and sizes.num_sharing > 1:
+        raise ConfigError(
+            f"{choice.entry} is a draft model, which engines that share experts do not support; remove "
+            "--enable-expert-parallel, or choose a drafter without a model"
+        )
 
 
 def use_drafter(scheduler: Scheduler, choice: DrafterChoice, *, with_prompts: bool) -> None:

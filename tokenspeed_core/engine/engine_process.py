@@ -17,23 +17,33 @@ from tokenspeed_core.engine.subprocesses import (
     remove_folder,
     start,
 )
+from tokenspeed_core.executor.lockstep import connect_peers
 from tokenspeed_core.plugins.catalog import Catalog
 
 ENGINE_MODULE = "tokenspeed_core.engine.process"  # run as `python -m`, this is an engine process
 EXIT_SECONDS = 10.0  # that a drained engine has to exit
 
 
-def engine_program(config: Config, catalog: Catalog, replica: int = 0) -> Program:
-    """Return the program of engine `replica`.
+def engine_programs(config: Config, catalog: Catalog) -> list[Program]:
+    """Return the programs of `--data-parallel-size` engines.
 
-    Its model is a path; it gets no settings of the server, such as API keys.
+    Their model is a path; they get no settings of the server, such as API keys. Engines that share experts are connected, and all of them must be started.
     """
-    data = {
-        "replica": replica,
+    num_sharing = config.parallel_sizes().num_sharing
+    peers = connect_peers(num_sharing) if num_sharing > 1 else [[]] * config.data_parallel_size
+    settings = {
         "config": config.for_engine().to_wire(),
         "catalog_digest": catalog.digest(),
     }
-    return Program((sys.executable, "-P", "-m", ENGINE_MODULE), data)
+    command = (sys.executable, "-P", "-m", ENGINE_MODULE)
+    return [
+        Program(
+            command,
+            {**settings, "replica": replica, "peers": fds},
+            given_fds=[fd for fd in fds if fd >= 0],
+        )
+        for replica, fds in enumerate(peers)
+    ]
 
 
 class EngineProcess:

@@ -21,18 +21,22 @@ from tokenspeed_core.checkpoint.kv_scales import find_kv_scales
 from tokenspeed_core.checkpoint.quantization import find_quantization
 from tokenspeed_core.checkpoint.resolve import resolve_checkpoint
 from tokenspeed_core.config import C, Config
-from tokenspeed_core.config.parallel_settings import LOCAL
 from tokenspeed_core.config.settings import flag
 from tokenspeed_core.engine.backends import read_overrides
-from tokenspeed_core.engine.drafting import find_drafter, use_drafter
+from tokenspeed_core.engine.drafting import check_is_alone, find_drafter, use_drafter
 from tokenspeed_core.engine.engine import MAX_FAILURES, Engine
 from tokenspeed_core.engine.grammars import GrammarBackend, Grammars, find_backend
 from tokenspeed_core.engine.messages import Ready
 from tokenspeed_core.engine.requests import Defaults
+from tokenspeed_core.engine.several_processes import (
+    build_with_peers,
+    build_with_ranks,
+    in_lockstep,
+)
 from tokenspeed_core.engine.warmup import warm_up
 from tokenspeed_core.errors import CapacityError, CheckpointError, ConfigError, EngineDeadError
 from tokenspeed_core.executor import DistributedRunner, Ranks, start_ranks
-from tokenspeed_core.executor.messages import Agreed, Rendezvous
+from tokenspeed_core.executor.lockstep import LockstepRunner, Peers
 from tokenspeed_core.kernels.error_attribution import no_finite_logits
 from tokenspeed_core.kernels.table import kernel_table
 from tokenspeed_core.kv_cache.manager import KVManager
@@ -51,7 +55,7 @@ from tokenspeed_core.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from tokenspeed_core.kernels.plan import KernelPlan
-    from tokenspeed_core.worker.local import LocalRunner, Progress
+    from tokenspeed_core.worker.local import Progress
 
 _GPU_SETTINGS = (
     "enforce_eager",
@@ -73,6 +77,7 @@ class Started:
     ready: Ready
     kernel_plan: KernelPlan
     ranks: Ranks | None = None  # the other processes of the engine, if it has any
+    lockstep: LockstepRunner | None = None  # if the engine shares experts with others
 
 
 def discover(config: Config) -> Catalog:
@@ -148,6 +153,7 @@ def resolve(
         target,
         partial(resolve_draft, config=config, catalog=catalog, with_weights=with_weights),
     )
+    check_is_alone(drafter, config.parallel_sizes())
     limits = SchedulerLimits(
         config.max_num_seqs,
         max_model_len,
@@ -172,7 +178,7 @@ def resolve(
         policy=find_policy(config.schedule_policy, catalog),
         num_threads=num_threads,
         grammars=find_backend(config.grammar_backend, catalog),
-        parallel=config.parallel_sizes().layout(rank),
+        parallel=config.parallel_sizes().layout(rank, replica),
         drafter=drafter,
     )
 
@@ -206,11 +212,12 @@ def start(
     *,
     is_batch: bool = False,
     on_failure: Callable[[str], None] = lambda reason: None,
+    peers: Peers | None = None,
 ) -> Started:
     """Load the model, size the KV cache, and build the engine, with its other ranks if it has several processes.
 
     `is_batch` removes the limit on waiting requests and the limit on prefill while others decode. `on_failure` is
-    called from another thread if a rank fails. Raises what `resolve` raises, SelectionError, CapacityError if memory
+    called from another thread if a rank fails. `peers` are the engines that share the experts. Raises what `resolve` raises, SelectionError, CapacityError if memory
     is too small, and EngineDeadError if the warm-up fails or gives no finite logits, or a rank fails.
     """
     prepare_torch()
@@ -218,7 +225,9 @@ def start(
         raise ConfigError("kv_events_config is not supported by LLM; use AsyncLLM or the server")
     ranks = start_ranks(resolved, catalog, on_failure)
     try:
-        return _start(resolved, catalog, hooks, progress, ranks, is_batch=is_batch)
+        if peers is not None:
+            peers.watch(on_failure)
+        return _start(resolved, catalog, hooks, progress, ranks, peers, is_batch=is_batch)
     except BaseException:
         if ranks is not None:
             ranks.close()
@@ -231,6 +240,7 @@ def _start(
     hooks: Hooks,
     progress: Progress,
     ranks: Ranks | None,
+    peers: Peers | None,
     *,
     is_batch: bool,
 ) -> Started:
@@ -241,10 +251,12 @@ def _start(
     progress("libraries", 1, 1)
     config, info = resolved.config, resolved.checkpoint.info
     backend = _grammar_backend(resolved)
-    if ranks is None:
-        runner = build(resolved, catalog, progress)
+    if ranks is not None:
+        runner = build_with_ranks(resolved, catalog, progress, ranks)
+    elif peers is not None:
+        runner = build_with_peers(resolved, catalog, progress, peers)
     else:
-        runner = _build_distributed(resolved, catalog, progress, ranks)
+        runner = build(resolved, catalog, progress)
     kv = KVManager(
         resolved.cache_groups,
         runner.block_size,
@@ -264,7 +276,12 @@ def _start(
         log.warning("%s has %s", flag(name), reason)
     # On a CPU a step is complete when its launch returns, so there is nothing to overlap.
     depth = 1 if is_cpu else 2
-    executed: Runner = runner if ranks is None else DistributedRunner(runner, ranks)
+    executed: Runner = runner
+    lockstep = None
+    if ranks is not None:
+        executed = DistributedRunner(runner, ranks)
+    elif peers is not None:
+        executed = lockstep = in_lockstep(runner, peers)
     is_finite = warm_up(Engine(scheduler, executed, depth=depth, max_failures=0))
     # Dummy weights may give any logits.
     if not is_finite and config.load_format != "dummy":
@@ -284,8 +301,8 @@ def _start(
         grammars=grammars,
         observe=hooks.observer("observe_step"),
         bounds_decode_latency=not is_batch,
-        # After a failed step the ranks are no longer in step.
-        max_failures=MAX_FAILURES if ranks is None else 0,
+        # After a failed step the ranks or engines are no longer in step.
+        max_failures=MAX_FAILURES if executed is runner else 0,
     )
     report = {
         "architecture": info.architecture,
@@ -316,36 +333,7 @@ def _start(
             ),
         )
     ready = Ready(max_model_len, kv.max_sequence_len, info.vocab_size, json.dumps(report))
-    return Started(engine, ready, runner.kernel_plan, ranks)
-
-
-def _build_distributed(
-    resolved: Resolved, catalog: Catalog, progress: Progress, ranks: Ranks
-) -> LocalRunner:
-    """Build the runner of rank 0 while the other ranks build theirs."""
-    from tokenspeed_core.worker import distributed
-    from tokenspeed_core.worker.local import build
-    from tokenspeed_core.worker.platform import check_num_devices, resolve_rank_device
-
-    config, sizes = resolved.config, resolved.config.parallel_sizes()
-    if config.distributed_executor_backend == LOCAL:
-        check_num_devices(config.device, sizes.num_per_node)
-    device = resolve_rank_device(config.device, 0)
-    log.info("%s", sizes)
-    ranks.wait_joined()
-    address = distributed.free_address(ranks.rendezvous)
-    ranks.broadcast(Rendezvous(address))
-    ranks.use(abort=distributed.abort, leave=distributed.close)
-    handles = distributed.init(resolved.parallel, address, device)
-
-    def agree(value: int) -> int:
-        smallest = ranks.gather_min(value)
-        ranks.broadcast(Agreed(smallest))
-        return smallest
-
-    runner = build(resolved, catalog, progress, handles=handles, agree=agree)
-    ranks.remove_folder()
-    return runner
+    return Started(engine, ready, runner.kernel_plan, ranks, lockstep)
 
 
 def public_fields(entry: Entry) -> dict[str, Any]:

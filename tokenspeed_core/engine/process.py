@@ -31,6 +31,7 @@ from tokenspeed_core.engine.messages import (
     Drain,
     Failed,
     Heartbeat,
+    Outputs,
     Ready,
     Submit,
     WorkerReady,
@@ -42,6 +43,7 @@ from tokenspeed_core.engine.transport import Socket, bind, send, send_outputs
 from tokenspeed_core.engine.wire import pack
 from tokenspeed_core.errors import EngineDeadError, TokenSpeedError
 from tokenspeed_core.executor import Ranks
+from tokenspeed_core.executor.lockstep import LockstepRunner, Peers
 from tokenspeed_core.plugins.hooks import Hooks
 
 HEARTBEAT_SECONDS = 1.0
@@ -61,11 +63,12 @@ class EngineLoop:
         parent_fd: int,
         publish: Callable[[], None] = lambda: None,
         ranks: Ranks | None = None,
+        lockstep: LockstepRunner | None = None,
     ) -> None:
         """Take one socket per API worker, in their order, and the reading end of the parent's pipe.
 
         `publish` is called after the outputs of a step were sent, while the next step runs. `ranks` are the engine's
-        other processes, if it has any.
+        other processes, if it has any. With `lockstep`, the engine executes its steps together with others.
         """
         self._publish = publish
         self.engine = engine
@@ -78,6 +81,9 @@ class EngineLoop:
         self._ranks = ranks
         if ranks is not None:
             self._poller.register(ranks.failure_fd, zmq.POLLIN)
+        self._lockstep = lockstep
+        for fd in [] if lockstep is None else lockstep.fds:
+            self._poller.register(fd, zmq.POLLIN)
         self._num_starting = len(sockets)  # API workers that cannot serve yet
         self._is_draining = False
         self._heartbeat_at = time.monotonic() - HEARTBEAT_SECONDS
@@ -86,22 +92,37 @@ class EngineLoop:
     def run(self) -> None:
         """Serve until drained or until the parent exits. Raises EngineDeadError, or PluginError for a policy."""
         engine = self.engine
+        step = engine.step if self._lockstep is None else self._step_together
         while True:
             readable = [each for each, _ in self._poller.poll(self._sleep_ms())]
             if self._parent_fd in readable:
                 return
             if self._ranks is not None and self._ranks.failure is not None:
                 raise EngineDeadError(self._ranks.failure)
-            for socket in readable:
-                self._receive(socket)
-            for outputs in engine.step():
+            for socket in self._sockets:
+                if socket in readable:
+                    self._receive(socket)
+            for outputs in step():
                 send_outputs(self._sockets, outputs)
             for rejected in engine.take_rejected():
                 send(self._sockets[rejected.request_id >> WORKER_SHIFT], rejected)
             self._publish()
             self._send_heartbeat()
-            if self._is_draining and not engine.has_work:
+            if self._is_draining and not engine.has_work and self._may_end():
                 return
+
+    def _step_together(self) -> list[Outputs]:
+        """Step; or, without a step of its own, take part in that of another engine if there is one."""
+        assert self._lockstep is not None
+        num_before = self._lockstep.num_steps
+        outputs = self.engine.step()
+        if self._lockstep.num_steps == num_before:
+            self._lockstep.join()
+        return outputs
+
+    def _may_end(self) -> bool:
+        """Return whether no other engine needs this one, which has no requests and gets none."""
+        return self._lockstep is None or self._lockstep.finish()
 
     def _sleep_ms(self) -> int:
         if self.engine.has_work:
@@ -192,7 +213,10 @@ def _serve(settings: dict[str, Any], sockets: Sequence[Socket], parent_fd: int) 
     with StartProgress(has_bar=None if has_bar else False) as progress:
         num_threads = threads_per_rank(config, num_reserved=len(sockets))
         resolved = resolve(config, catalog, num_threads=num_threads, replica=replica)
-        started = start(resolved, catalog, hooks, progress.report, on_failure=exit_if_stuck)
+        peers = Peers(settings["peers"]) if settings["peers"] else None
+        started = start(
+            resolved, catalog, hooks, progress.report, on_failure=exit_if_stuck, peers=peers
+        )
     logging.disable(logging.NOTSET)
     # Garbage collections skip the objects that exist now.
     gc.collect()
@@ -213,7 +237,14 @@ def run_engine(
     """Serve, and publish KV events if they are on. Raises what `EngineLoop.run` raises, and CapacityError."""
     events = config.kv_events_config
     if events is None or not events.enable_kv_cache_events:
-        EngineLoop(started.engine, started.ready, sockets, parent_fd, ranks=started.ranks).run()
+        EngineLoop(
+            started.engine,
+            started.ready,
+            sockets,
+            parent_fd,
+            ranks=started.ranks,
+            lockstep=started.lockstep,
+        ).run()
         return
     publisher = KVEventPublisher(events, started.engine.scheduler.kv.collect_events(), replica)
     try:
@@ -224,6 +255,7 @@ def run_engine(
             parent_fd,
             publisher.publish,
             ranks=started.ranks,
+            lockstep=started.lockstep,
         ).run()
     finally:
         publisher.close()

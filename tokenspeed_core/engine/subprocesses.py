@@ -42,12 +42,16 @@ def remove_folder(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A child's command, the data that it reads from its pipe, its listening socket, and other descriptors."""
+    """A child's command, the data that it reads from its pipe, its listening socket, and other descriptors.
+
+    Descriptors have the same numbers in the child. `given_fds` are closed in this process when the child has started.
+    """
 
     command: Sequence[str]
     data: Mapping[str, Any]
     listener: socket.socket | None = None
-    shared_fds: Sequence[int] = ()  # with the same numbers in the child
+    shared_fds: Sequence[int] = ()
+    given_fds: Sequence[int] = ()
 
 
 async def start(program: Program, **data: Any) -> Subprocess:
@@ -62,7 +66,7 @@ async def start(program: Program, **data: Any) -> Subprocess:
             *program.command,
             str(reading),
             stdin=subprocess.DEVNULL,
-            pass_fds=(reading, *listen_fds, *program.shared_fds),
+            pass_fds=(reading, *listen_fds, *program.shared_fds, *program.given_fds),
             start_new_session=True,  # Ctrl-C in the terminal only reaches the first process
         )
     finally:
@@ -70,6 +74,8 @@ async def start(program: Program, **data: Any) -> Subprocess:
     _send_settings(writing, {**program.data, **data, "listen_fds": listen_fds})
     if program.listener is not None:
         program.listener.close()
+    for fd in program.given_fds:
+        os.close(fd)
     return Subprocess(process, writing)
 
 

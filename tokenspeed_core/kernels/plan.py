@@ -88,9 +88,14 @@ class PlannedCollective:
 
     @property
     def sent_bytes_per_token(self) -> int:
-        """The bytes that each process sends for a token, if the processes form a ring."""
-        num_rounds = 2 if self.collective.op == "all_reduce" else 1
+        """The bytes that each process sends for a token, if the processes form a ring.
+
+        Where processes have tokens of their own, it is a token of this process, which all others get.
+        """
         others = self.num_processes - 1
+        if self.collective.op in ("all_gather_tokens", "reduce_scatter_tokens"):
+            return self.bytes_per_token * others
+        num_rounds = 2 if self.collective.op == "all_reduce" else 1
         return num_rounds * self.bytes_per_token * others // self.num_processes
 
 

@@ -18,7 +18,7 @@ from tokenspeed_core.api.cache_groups import (
 from tokenspeed_core.api.kernels import PHASES
 from tokenspeed_core.api.models import KVScale, LatentSizes, Rotation
 from tokenspeed_core.api.ops import Problem
-from tokenspeed_core.api.parallel import Collective, CommGroup, ProcessGroup
+from tokenspeed_core.api.parallel import Collective, CommGroup, ProcessGroup, TokenCounts
 from tokenspeed_core.api.quantization import QuantizationScheme
 from tokenspeed_core.errors import CheckpointError, PluginError, TokenSpeedError
 from tokenspeed_core.kernels.error_attribution import describe_kernel
@@ -62,6 +62,7 @@ class ModelBuild:
         self.schemes: dict[str, QuantizationScheme | None] = {}
         self._quantization = resolved.quantization
         self._parallel, self._handles = resolved.parallel, handles or {}
+        self.token_counts = TokenCounts(resolved.parallel.group("data").size)
         self.selector = selector
         self.layers: list[AttentionLayer] = []
         self.latent_layers: list[LatentLayer] = []
@@ -117,7 +118,8 @@ class ModelBuild:
         """Return the selected kernel of a collective."""
         group = self.group(collective.group)
         choice = self.selector.select_collective(collective, group.size)
-        return self._load(choice, CommGroup(group, self._handles.get(group.name)))
+        handle = self._handles.get(group.name)
+        return self._load(choice, CommGroup(group, handle, self.token_counts))
 
     def _load(self, choice: Choice, *group: CommGroup) -> Callable[..., Any]:
         names = [each.group.name for each in group]

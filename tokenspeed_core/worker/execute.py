@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tokenspeed_core.api.parallel import TokenCounts
 from tokenspeed_core.api.step import (
     I32,
     I64,
@@ -112,6 +113,11 @@ class LocalRunner:
         self._drafter = self._new_drafter()
         self._graphs: StepGraphs | None = None
         self.resize(num_pages)
+
+    @property
+    def token_counts(self) -> TokenCounts:
+        """How many tokens the processes of the group "data" have in the next step."""
+        return self._assembly.build.token_counts
 
     @property
     def kernel_plan(self) -> KernelPlan:

@@ -32,3 +32,38 @@ def all_gather(problem: Problem, group: CommGroup) -> Callable[[Tensor], Tensor]
         return parts.transpose(0, 1).flatten(1)
 
     return gather
+
+
+def all_gather_tokens(problem: Problem, group: CommGroup) -> Callable[[Tensor], Tensor]:
+    """Return `gather(x [T, N]) -> [T of all processes, N]`. Rows are padded to the largest number of tokens."""
+    handle, tokens = group.handle, group.tokens
+
+    def gather(x: Tensor) -> Tensor:
+        counts = tokens.of(len(x))
+        largest = max(counts)
+        parts = torch.empty(len(counts), largest, *x.shape[1:], dtype=x.dtype, device=x.device)
+        padded = x.contiguous()
+        if len(x) < largest:
+            padded = x.new_zeros(largest, *x.shape[1:])
+            padded[: len(x)] = x
+        distributed.all_gather(list(parts.unbind(0)), padded, group=handle)
+        if min(counts) == largest:
+            return parts.flatten(0, 1)
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    return gather
+
+
+def reduce_scatter_tokens(problem: Problem, group: CommGroup) -> Callable[[Tensor], Tensor]:
+    """Return `scatter(x [T of all processes, N]) -> [T, N]`, which adds up the x of all processes."""
+    handle, tokens, rank = group.handle, group.tokens, group.group.rank
+    num_processes = group.group.size
+
+    def scatter(x: Tensor) -> Tensor:
+        counts = tokens.of(len(x) // num_processes)
+        parts = list(torch.split(x.contiguous(), list(counts)))
+        own = torch.empty_like(parts[rank])
+        distributed.reduce_scatter(own, parts, group=handle)
+        return own
+
+    return scatter

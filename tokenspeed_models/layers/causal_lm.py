@@ -41,6 +41,8 @@ class CausalLM:
         self._embed: Callable[[torch.Tensor], torch.Tensor] = embedding
         self._head: Callable[[torch.Tensor], torch.Tensor] = head
         self._groups = build.group
+        # Processes with tokens of their own agree on the numbers of all tokens, not of the wanted rows.
+        self._has_own_tokens = build.group("data").size > 1
         compile_sharding(build, self.sharding())
 
     def forward(
@@ -53,6 +55,10 @@ class CausalLM:
         x, residual = self.embed(token_ids), None
         for layer in self._fused_layers[:-1]:
             x, residual = layer.forward(x, residual, positions)
+        if self._has_own_tokens:
+            x, residual = self._fused_layers[-1].forward(x, residual, positions)
+            hidden = self.norm.add(x, residual)[0]
+            return hidden if wanted is None else hidden[wanted]
         x, residual = self._fused_layers[-1].forward(x, residual, positions, wanted)
         return self.norm.add(x, residual)[0]
 

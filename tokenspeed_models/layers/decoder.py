@@ -58,13 +58,44 @@ class FeedForward(Protocol):
         """List the sharding specs in order of computation."""
 
 
+class FollowedNorm:
+    """The norm before a block, whose output goes through a collective. The residual stream does not."""
+
+    def __init__(self, norm: RMSNorm, collective: Kernel) -> None:
+        self._norm, self._collective = norm, collective
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the normalised x [T, size] after the collective."""
+        return self._collective(self._norm(x))
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the normalised x + residual [T, size] after the collective, and that sum."""
+        x, residual = self._norm.add(x, residual)
+        return self._collective(x), residual
+
+
 class Blocks:
     """The two blocks of a decoder layer as it calls them: followed by a collective if their output needs one."""
 
-    def __init__(self, attention: Attention | MultiHeadLatentAttention, mlp: FeedForward) -> None:
+    def __init__(
+        self,
+        attention: Attention | MultiHeadLatentAttention,
+        mlp: FeedForward,
+        mlp_norm: RMSNorm | None = None,
+    ) -> None:
         self._modules = attention, mlp
         self.attention: Callable[..., Output] = attention
         self.mlp: Callable[..., Output] = mlp
+        self.mlp_norm: Any = mlp_norm
+
+    def mlp_norm_sharding(self, name: str) -> Iterator[ShardingSpec]:
+        """List the sharding specs of the norm before the MLP."""
+        norm: RMSNorm = self.mlp_norm
+
+        def bind(collective: Kernel) -> None:
+            self.mlp_norm = FollowedNorm(norm, collective)
+
+        return bind_output(norm.sharding(name), bind)
 
     def attention_sharding(self, prefix: str) -> Iterator[ShardingSpec]:
         """List the sharding specs of attention."""
@@ -110,7 +141,7 @@ class DecoderLayer:
     ) -> None:
         self.input_norm, self.attention = RMSNorm(build, hidden_size, norm_eps), attention
         self.post_norm, self.mlp = RMSNorm(build, hidden_size, norm_eps), mlp
-        self._blocks = Blocks(attention, mlp)
+        self._blocks = Blocks(attention, mlp, self.post_norm)
 
     def forward(
         self,
@@ -120,9 +151,13 @@ class DecoderLayer:
         wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the MLP's output and the residual stream (see `Layer`)."""
+        x, residual = self._blocks.attention(self.input_norm, x, residual, positions, wanted)
+        return self.finish(x, residual)
+
+    def finish(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the MLP's output and the residual stream for the output of attention [R, hidden] and the stream."""
         blocks = self._blocks
-        x, residual = blocks.attention(self.input_norm, x, residual, positions, wanted)
-        return blocks.mlp(self.post_norm, x, residual)
+        return blocks.mlp(blocks.mlp_norm, x, residual)
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
         """List the weights by the names that checkpoints of these families share."""
@@ -135,7 +170,7 @@ class DecoderLayer:
         """List the sharding specs in order of computation."""
         yield from self.input_norm.sharding(f"{prefix}input_norm")
         yield from self._blocks.attention_sharding(f"{prefix}attention.")
-        yield from self.post_norm.sharding(f"{prefix}post_norm")
+        yield from self._blocks.mlp_norm_sharding(f"{prefix}post_norm")
         yield from self._blocks.mlp_sharding(f"{prefix}mlp.")
 
 

@@ -40,6 +40,9 @@ class PlainLayer(Protocol):
     post_norm: RMSNorm
     mlp: MLP | MoE
 
+    def finish(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the MLP."""
+
 
 class FusedBlock:
     """Everything between the attention of two adjacent layers, as one op."""
@@ -111,7 +114,7 @@ class FusedLayer:
             if kernel is not None:
                 return self._after.run(kernel, heads, residual)
         x, residual = attention.output(heads, residual, wanted)
-        return self._layer.mlp(self._layer.post_norm, x, residual)
+        return self._layer.finish(x, residual)
 
 
 def fuse_layers(build: BuildContext, layers: Sequence[Layer]) -> tuple[Layer | FusedLayer, ...]:

@@ -195,6 +195,10 @@ class MoE:
 
 def expert_sharding(prefix: str, num_experts: int, hidden_size: int) -> Iterator[ShardingSpec]:
     """List the sharding specs of a router and experts, whole or in part on each process."""
-    yield ShardingSpec(f"{prefix}gate", Replicated(), Replicated(), num_experts)
+    yield ShardingSpec(
+        f"{prefix}gate", Replicated(), Replicated(), num_experts, takes_all_tokens=True
+    )
     partial_sum = Partial(("moe", "experts"))
-    yield ShardingSpec(f"{prefix}experts", Replicated(), partial_sum, hidden_size)
+    yield ShardingSpec(
+        f"{prefix}experts", Replicated(), partial_sum, hidden_size, takes_all_tokens=True
+    )

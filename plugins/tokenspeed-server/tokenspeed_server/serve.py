@@ -28,7 +28,7 @@ from tokenspeed_core.commands.serving import (
     attach_to_parent,
     discover,
     discover_in_subprocess,
-    engine_program,
+    engine_programs,
     load_text,
     resolve,
     resolve_checkpoint,
@@ -116,7 +116,7 @@ def _run_once(config: ServerConfig, catalog: Catalog, hooks: Hooks, restarts: Re
         if settled.decode_log_interval:
             observability.monitor.log_every(settled.decode_log_interval)
         worker = replace(worker, observability=observability)
-        engines = [engine_program(settled, catalog, each) for each in range(num_engines)]
+        engines = engine_programs(settled, catalog)
         workers = [
             _worker_program(settled, catalog, each, memory, replicas, response_store=str(store))
             for each in others

@@ -19,7 +19,7 @@ from torch import Tensor, distributed
 
 from tokenspeed_core.api.kernels import KernelSpec
 from tokenspeed_core.api.ops import OpContract
-from tokenspeed_core.api.parallel import CommGroup, ProcessGroup
+from tokenspeed_core.api.parallel import CommGroup, ProcessGroup, TokenCounts
 from tokenspeed_core.kernels.select import has_module
 from tokenspeed_testing.cases import NotRun
 from tokenspeed_testing.shapes import contract_of
@@ -85,7 +85,8 @@ def _check(rank: int, spec: KernelSpec, contract: OpContract, platform: str, sto
         timeout=timedelta(seconds=_TIMEOUT),
     )
     members = ProcessGroup("world", rank, tuple(range(_NUM_PROCESSES)))
-    group = CommGroup(members, distributed.group.WORLD)
+    tokens = TokenCounts(_NUM_PROCESSES)
+    group = CommGroup(members, distributed.group.WORLD, tokens)
     is_gather = contract.name == "all_gather"
     for dtype in spec.capability.dtypes:
         size = _SIZE * _NUM_PROCESSES if is_gather else _SIZE
@@ -93,8 +94,11 @@ def _check(rank: int, spec: KernelSpec, contract: OpContract, platform: str, sto
         kernel = spec.factory()(problem, group)
         tolerance = contract.tolerance(dtype)
         for num_rows in _ROWS:
-            inputs = [_input(num_rows, each, dtype, device) for each in range(_NUM_PROCESSES)]
-            expected = _EXPECTED[contract.name](inputs)
+            if contract.name in _OF_TOKENS:
+                inputs, expected = _uneven(contract.name, num_rows, rank, dtype, device, tokens)
+            else:
+                inputs = [_input(num_rows, each, dtype, device) for each in range(_NUM_PROCESSES)]
+                expected = _EXPECTED[contract.name](inputs)
             found = kernel(inputs[rank])
             torch.testing.assert_close(
                 found.float(), expected, rtol=tolerance.relative, atol=tolerance.absolute
@@ -109,6 +113,19 @@ def _input(num_rows: int, rank: int, dtype: str, device: torch.device) -> Tensor
     return wide.to(device, getattr(torch, dtype))[:, :_SIZE]
 
 
+def _uneven(
+    op: str, num_rows: int, rank: int, dtype: str, device: torch.device, tokens: TokenCounts
+) -> tuple[list[Tensor], Tensor]:
+    """Return inputs for an op of tokens, of which the second process has more, and this process's result."""
+    counts = (num_rows, 2 * num_rows + 1)
+    tokens.begin(counts)
+    if op == "all_gather_tokens":
+        inputs = [_input(count, each, dtype, device) for each, count in enumerate(counts)]
+        return inputs, torch.cat([each.float() for each in inputs])
+    inputs = [_input(sum(counts), each, dtype, device) for each in range(_NUM_PROCESSES)]
+    return inputs, torch.split(_sum(inputs), list(counts))[rank]
+
+
 def _sum(inputs: list[Tensor]) -> Tensor:
     return torch.stack([each.float() for each in inputs]).sum(0)
 
@@ -117,4 +134,5 @@ def _joined(inputs: list[Tensor]) -> Tensor:
     return torch.cat([each.float() for each in inputs], dim=1)
 
 
+_OF_TOKENS = ("all_gather_tokens", "reduce_scatter_tokens")
 _EXPECTED: Mapping[str, Any] = {"all_reduce": _sum, "all_gather": _joined}

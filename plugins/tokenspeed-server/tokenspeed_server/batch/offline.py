@@ -15,7 +15,7 @@ from tokenspeed_core.commands.serving import (
     Program,
     WorkerReady,
     discover,
-    engine_program,
+    engine_programs,
     resolve_checkpoint,
 )
 from tokenspeed_server import asgi
@@ -57,7 +57,7 @@ def run(config: ServerConfig, source: Path, target: Path, *, overwrite: bool) ->
     )
     options = replace(make_options(settled, catalog, hooks, checkpoint), logs_exchanges=False)
     batch = Batch(
-        [engine_program(settled, catalog, each) for each in range(settled.data_parallel_size)],
+        engine_programs(settled, catalog),
         options,
         hooks,
         concurrency=2 * settled.max_num_seqs * settled.data_parallel_size,

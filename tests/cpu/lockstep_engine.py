@@ -1,0 +1,99 @@
+"""An engine that shares experts, in a process of a pool: it serves a schedule of requests and drains."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import zmq
+from process_pool import RankBuild
+
+from tokenspeed_core.api.sampling import SamplingParams
+from tokenspeed_core.config.schema import read_keywords
+from tokenspeed_core.engine.factory import discover, resolve, start
+from tokenspeed_core.engine.messages import Abort, Drain, Outputs, Submit, to_api
+from tokenspeed_core.engine.process import EngineLoop
+from tokenspeed_core.engine.requests import Defaults, build_submit
+from tokenspeed_core.engine.wire import pack
+from tokenspeed_core.executor.lockstep import Peers
+from tokenspeed_core.plugins.hooks import Hooks
+from tokenspeed_core.worker import distributed
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What an engine did."""
+
+    tokens: dict[int, list[int]]  # by request
+    num_steps: int  # of its own
+    num_joined: int  # of others, without requests
+
+
+def serve(
+    build: RankBuild,
+    settings: Mapping[str, Any],
+    connections: Sequence[Sequence[socket.socket | None]],
+    prompts: Sequence[Sequence[Sequence[int]]],
+    max_tokens: int,
+    abort_after: int | None = None,
+) -> Served:
+    """Serve one engine's prompts, each a list of token ids. Its first request is aborted after so many steps."""
+    rank = build.group("data").rank
+    for other, row in enumerate(connections):
+        for each in row if other != rank else ():
+            if each is not None:
+                each.close()
+    peers = Peers([-1 if each is None else each.detach() for each in connections[rank]])
+    distributed.init = lambda layout, address, device: build._handles
+    distributed.close = lambda: None
+    sharing = {"data_parallel_size": 2, "enable_expert_parallel": True}
+    config = read_keywords(None, settings).resolved(**sharing)
+    catalog = discover(config)
+    resolved = resolve(config, catalog, num_threads=1, replica=rank)
+    started = start(
+        resolved, catalog, Hooks.load(catalog), lambda stage, done, total: None, peers=peers
+    )
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    ours, theirs = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    theirs.bind("inproc://engine")
+    ours.connect("inproc://engine")
+    for number, prompt in enumerate(prompts[rank]):
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        submit: Submit = build_submit(
+            number, params, np.asarray(prompt, np.int32), started.ready, Defaults()
+        )
+        ours.send(pack(submit))
+    ours.send(pack(Drain()))
+    assert started.lockstep is not None
+    num_before = started.lockstep.num_steps
+
+    def publish() -> None:
+        if started.engine.num_steps == abort_after:
+            ours.send(pack(Abort(np.asarray([0], np.int64))))
+
+    reading, writing = os.pipe()
+    EngineLoop(
+        started.engine, started.ready, [theirs], reading, publish, lockstep=started.lockstep
+    ).run()
+    num_all = started.lockstep.num_steps - num_before
+    assert not started.engine.has_work
+    started.engine.close()
+    tokens: dict[int, list[int]] = {number: [] for number in range(len(prompts[rank]))}
+    with suppress(zmq.Again):
+        while True:
+            message = to_api.unpack(ours.recv(zmq.DONTWAIT))
+            if isinstance(message, Outputs):
+                start_at = 0
+                for request, count in zip(message.sequence_ids, message.num_tokens, strict=True):
+                    found = message.token_ids[start_at : start_at + count]
+                    tokens[int(request)] += found.tolist()
+                    start_at += int(count)
+    context.destroy(linger=0)
+    os.close(reading)
+    os.close(writing)
+    return Served(tokens, started.engine.num_steps, num_all - started.engine.num_steps)

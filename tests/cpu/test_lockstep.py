@@ -1,0 +1,141 @@
+"""Engines that share experts compute the tokens of one process: idle, under uneven load, and after aborts."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lockstep_engine import Served, serve
+from process_pool import ProcessPool, Sizes
+from tiny_families import save_reference
+
+from tokenspeed_core import LLM, SamplingParams
+from tokenspeed_core.api.step import StepFailed
+from tokenspeed_core.config.schema import read_keywords
+from tokenspeed_core.engine.factory import discover, resolve
+from tokenspeed_core.errors import ConfigError
+from tokenspeed_core.executor.lockstep import Peers, connect_peers
+
+SETTINGS: dict[str, Any] = {
+    "device": "cpu",
+    "kv_cache_memory": "4MB",
+    "max_num_seqs": 4,
+    "chunked_prefill_size": 16,
+    "skip_tokenizer_init": True,
+    "max_model_len": 96,
+}
+NUM_TOKENS = 12
+Prompts = Sequence[Sequence[int]]
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return [(seed + 7 * index) % 90 + 1 for index in range(length)]
+
+
+UNEVEN: Sequence[Prompts] = (
+    [prompt(40, 1), prompt(3, 2), prompt(21, 3), prompt(16, 4), prompt(5, 5), prompt(2, 6)],
+    [prompt(9, 7)],
+)
+
+
+@pytest.fixture(scope="module")
+def qwen3_moe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder: Path = tmp_path_factory.mktemp("qwen3-moe")
+    save_reference("Qwen3Moe", folder, num_experts=8)
+    return str(folder)
+
+
+def together(
+    pool: ProcessPool, model: str, prompts: Sequence[Prompts], abort_after: int | None = None
+) -> Sequence[Served]:
+    first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    found = pool.run(
+        serve,
+        Sizes(experts=2, data=2),
+        {**SETTINGS, "model": model},
+        ((None, first), (second, None)),
+        prompts,
+        NUM_TOKENS,
+        abort_after,
+    )
+    first.close()
+    second.close()
+    return found
+
+
+def alone(model: str, prompts: Sequence[Prompts]) -> list[list[list[int]]]:
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    with LLM(model, **SETTINGS) as llm:
+        return [
+            [
+                list(output.outputs[0].token_ids)
+                for output in llm.generate([{"prompt_token_ids": each} for each in part], params)
+            ]
+            for part in prompts
+        ]
+
+
+def tokens(served: Served) -> list[list[int]]:
+    return [served.tokens[number] for number in range(len(served.tokens))]
+
+
+def test_uneven_engines_generate_the_tokens_of_one_process(
+    pool: ProcessPool, qwen3_moe: str
+) -> None:
+    first, second = together(pool, qwen3_moe, UNEVEN)
+    assert [tokens(first), tokens(second)] == alone(qwen3_moe, UNEVEN)
+    assert first.num_joined < first.num_steps
+    assert second.num_joined > 0  # it had less to do
+    assert first.num_steps + first.num_joined == second.num_steps + second.num_joined
+
+
+def test_an_idle_engine_joins_the_steps_of_another(pool: ProcessPool, qwen3_moe: str) -> None:
+    prompts: Sequence[Prompts] = ([], UNEVEN[0][:2])
+    idle, busy = together(pool, qwen3_moe, prompts)
+    assert tokens(busy) == alone(qwen3_moe, prompts)[1]
+    assert (idle.num_steps, idle.num_joined) == (0, busy.num_steps)
+    assert busy.num_joined == 0
+
+
+def test_an_abort_leaves_the_tokens_of_other_requests(pool: ProcessPool, qwen3_moe: str) -> None:
+    prompts: Sequence[Prompts] = (UNEVEN[0][1:3], UNEVEN[1])
+    first, second = together(pool, qwen3_moe, prompts, abort_after=4)
+    expected = alone(qwen3_moe, prompts)
+    for served, whole in zip((first, second), expected, strict=True):
+        aborted, *others = tokens(served)
+        assert 0 < len(aborted) < NUM_TOKENS
+        assert aborted == whole[0][: len(aborted)]
+        assert others == whole[1:]
+
+
+def test_latent_attention_and_shared_experts_generate_the_tokens_of_one_process(
+    pool: ProcessPool,
+) -> None:
+    prompts: Sequence[Prompts] = ([prompt(20, 1), prompt(3, 2)], [prompt(7, 3)])
+    served = together(pool, "demo-deepseek", prompts)
+    assert [tokens(each) for each in served] == alone("demo-deepseek", prompts)
+
+
+def test_peers_exchange_counts_and_notice_an_end() -> None:
+    first, second = (Peers(fds) for fds in connect_peers(2))
+    assert not first.is_waiting()
+    second._send(0, (3).to_bytes(8, "little"))
+    assert first.is_waiting()
+    assert first.exchange(5) == (5, 3)
+    first.finish()
+    assert not second.is_waiting() or second._counts[0]
+    assert not second.have_finished
+    second.close()
+    with pytest.raises(StepFailed, match="engine 1 of 2"):
+        first.exchange(1)
+    first.close()
+
+
+def test_draft_models_are_refused() -> None:
+    config = read_keywords("demo-deepseek", {"speculative_algorithm": "mtp", "device": "cpu"})
+    config = config.resolved(data_parallel_size=2, enable_expert_parallel=True)
+    with pytest.raises(ConfigError, match=r"mtp.*draft model"):
+        resolve(config, discover(config))
