@@ -69,8 +69,11 @@ def unknown(
     own = [form.removeprefix("--").replace("-", "_") for form in flags]
     near = get_close_matches(name.replace("-", "_"), own or kind.model_fields, n=2, cutoff=0.75)
     likely = " or ".join(each if origin == PYTHON else flag(each) for each in near)
-    listing = "docs/parameters.md" if origin == PYTHON else f"`{command} --help`"
-    hint = f"did you mean {likely}?" if likely else f"{listing} lists the settings"
+    hint = f"`{command} --help` lists the settings"
+    if origin == PYTHON:
+        hint = "docs/parameters.md lists the settings; those of the server are not keywords"
+    if likely:
+        hint = f"did you mean {likely}?"
     return f"{shown}{where}: no such setting; {hint}"
 
 
