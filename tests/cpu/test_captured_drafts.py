@@ -12,7 +12,7 @@ from host_graphs import capture
 from test_speculation import VOCAB, check, known, requests
 from tokenspeed_testing.requests import request
 
-from tokenspeed_core.api.step import StepPlan
+from tokenspeed_core.api.step import LateInputs, StepPlan
 from tokenspeed_core.worker.buckets import draft_sizes
 from tokenspeed_core.worker.local import LocalRunner
 from tokenspeed_core.worker.staged import BucketSize
@@ -88,6 +88,51 @@ def test_drafts_can_be_kept_out_of_steps_with_prompts(
         check(finish(engine, requests()), expected)
     assert bool(mixed) == with_prompts
     assert engine.scheduler.counters.snapshot(engine.scheduler.kv, 0).num_saved_steps
+
+
+def masks_of(plan: StepPlan) -> LateInputs:
+    """Return masks of all rows that sample. They depend on the positions of query tokens only."""
+    rows, words = [], []
+    for row in np.flatnonzero(plan.wants_logits).tolist():
+        end = int(plan.num_computed_tokens[row] + plan.num_query_tokens[row])
+        count = int(plan.num_query_tokens[row]) if row < plan.num_decodes else 1
+        for position in range(end - count, end):
+            rows.append(row)
+            random = np.random.default_rng(position)
+            words.append(random.integers(-(2**31), 2**31, -(-VOCAB // 32)).astype(np.int32))
+    return LateInputs(np.asarray(rows, np.int32), np.concatenate(words))
+
+
+def test_masks_of_draft_tokens_apply_in_captured_steps(
+    runner: LocalRunner, used: list[BucketSize]
+) -> None:
+    plans: dict[int, StepPlan] = {}
+    forward, sample = runner.forward, runner.sample
+
+    def note(plan: StepPlan) -> None:
+        plans[plan.step_id] = plan
+        forward(plan)
+
+    def masked(step_id: int, late: LateInputs | None) -> None:
+        plan = plans.pop(step_id)
+        sample(step_id, masks_of(plan) if plan.wants_logits.any() else None)
+
+    wanted = requests()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "forward", note)
+        patch.setattr(runner, "sample", masked)
+        plain = finish(make_engine(runner), wanted)
+        used.clear()
+        drafter = Guesser(VOCAB, 0.3)
+        drafter.known = [
+            [*submit.prompt.tolist(), *plain[submit.request_id + i].token_ids]
+            for submit in wanted
+            for i in range(submit.n)
+        ]
+        engine = make_engine(runner, drafter, max_drafts=MAX_DRAFTS)
+        check(finish(engine, wanted), plain)
+    assert any(size.num_draft_tokens for size in used)
+    assert engine.scheduler.counters.snapshot(engine.scheduler.kv, 0).num_saved_steps > 10
 
 
 def test_largest_bucket_may_have_no_padding_tokens(
