@@ -59,8 +59,9 @@ def test_only_chosen_experts_are_read(model: str, num_tokens: int) -> None:
     wide = {**problem, "dtype": "float32"}
     floats = {name: value.float() for name, value in given.items() if name != "ids"}
     expected = moe.moe_experts(wide)(**floats, ids=given["ids"])
-    idle = torch.ones(problem["num_experts"], dtype=torch.bool)
-    idle[given["ids"].long().cpu()] = False
+    idle = torch.ones(problem["num_experts"] + 1, dtype=torch.bool)
+    idle[given["ids"].long().cpu()] = False  # the last id means no expert
+    idle = idle[:-1]
     for name in ("gate_up", "down"):
         given[name][idle.to(CUDA)] = float("nan")
     found = moe_experts(problem)(*given.values())

@@ -10,18 +10,9 @@ from torch.nn import functional
 
 from tokenspeed_core.api import Problem
 from tokenspeed_kernels.reference.moe import with_tokens
+from tokenspeed_kernels.reference.w4a16 import e2m1
 
 GROUP = 32  # MXFP4 values that share a scale
-E2M1 = (
-    0.0,
-    0.5,
-    1.0,
-    1.5,
-    2.0,
-    3.0,
-    4.0,
-    6.0,
-)  # the values of codes 0 to 7; codes 8 to 15 are their negatives
 
 Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 ExpertsMxfp4 = Callable[
@@ -86,9 +77,8 @@ def dequantize_mxfp4(codes: Tensor, scale: Tensor) -> Tensor:
 
     Source: OCP Microscaling Formats (MX) Specification, version 1.0.
     """
-    values = torch.tensor((*E2M1, *(-each for each in E2M1)), device=codes.device)
     pairs = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
-    groups = values[pairs.int()].view(*scale.shape, GROUP)
+    groups = e2m1(pairs).view(*scale.shape, GROUP)
     return torch.ldexp(groups, scale.unsqueeze(-1).int() - 127).flatten(-2)
 
 

@@ -18,8 +18,6 @@ from tokenspeed_core.api import Problem
 RUN = 16  # columns in the low bits of adjacent bytes
 MIDDLE = 8  # the zero point of symmetric weights
 
-# The values of E2M1 codes: a sign, two bits of exponent, one of mantissa (OCP Microscaling Formats 1.0).
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MX_GROUP = 32
 
 LinearMxfp4 = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -70,10 +68,20 @@ def linear_w4a16(problem: Problem) -> LinearW4A16:
     return linear
 
 
+def e2m1(codes: Tensor) -> Tensor:
+    """Return the values, float32, of E2M1 codes: a sign, two bits of exponent, one of mantissa.
+
+    Computed, because a captured CUDA graph cannot copy a table to the device. Source: OCP Microscaling Formats (MX)
+    Specification, version 1.0.
+    """
+    exponent, mantissa = (codes >> 1 & 3).to(torch.int32), (codes & 1).to(torch.float32) / 2
+    magnitude = torch.where(exponent == 0, mantissa, torch.ldexp(1 + mantissa, exponent - 1))
+    return torch.where(codes >= 8, -magnitude, magnitude)
+
+
 def dequantize_e2m1(weight: Tensor, scale: Tensor) -> Tensor:
     """Return the values [..., O, I], float32, of bytes of E2M1 codes with float scales [..., O, I / 32]."""
-    table = torch.tensor((*E2M1, *(-each for each in E2M1)), device=weight.device)
-    values = table[unpack_int4(weight).long()].reshape(*scale.shape, -1)
+    values = e2m1(unpack_int4(weight)).reshape(*scale.shape, -1)
     return (values * scale.unsqueeze(-1).to(torch.float32)).flatten(-2)
 
 

@@ -16,6 +16,7 @@ from tokenspeed_kernels.triton.pdl import supports_pdl
 
 WANTED = 2  # programs per multiprocessor that splitting aims at
 MIN_SHARE = 128  # fewest entries per split
+FEW_TILES, SHORT_SHARE = 16, 32  # for so few tiles, splits may have fewer entries
 MAX_SPLITS = 64
 PARTS = 8  # parts that a program merges at a time
 LOG2_E = 1.4426950408889634
@@ -60,7 +61,7 @@ class AbsorbedAttention:
         """Return y [T, H, L] for one query per row."""
         tiling = self._tiling_for(self._num_heads)
         num_tiles = q.shape[0] * triton.cdiv(self._num_heads, tiling.block_m)
-        max_splits = max(1, max_len // MIN_SHARE)
+        max_splits = max(1, max_len // (SHORT_SHARE if num_tiles <= FEW_TILES else MIN_SHARE))
         y, _ = self._run(
             q, cache, None, lengths, table, scale, num_tiles, max_splits, tiling, context=False
         )
@@ -129,7 +130,9 @@ class AbsorbedAttention:
         if num_tokens == 0:
             return y, q.new_empty(shape[:2], dtype=torch.float32) if context else None
         if splits > 1:
-            part_lse = q.new_full((*shape[:2], splits), float("-inf"), dtype=torch.float32)
+            part_lse = q.new_empty((*shape[:2], splits), dtype=torch.float32)
+            if is_padded:
+                part_lse.fill_(float("-inf"))
             part = q.new_empty((*shape[:2], splits, shape[2]), dtype=torch.float32)
         if context:
             lse = q.new_full(shape[:2], float("-inf"), dtype=torch.float32)
@@ -147,7 +150,7 @@ class AbsorbedAttention:
             table,
             lengths.shape[0],
             splits,
-            MIN_SHARE,
+            SHORT_SHARE if num_tiles <= FEW_TILES else MIN_SHARE,
             scale * LOG2_E,
             q.stride(0),
             q.stride(1),

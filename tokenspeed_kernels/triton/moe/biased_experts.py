@@ -7,6 +7,7 @@ exact, so the result is that of unquantized weights with the same values.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -17,17 +18,31 @@ from torch import Tensor
 from tokenspeed_core.api import Problem
 from tokenspeed_kernels.reference.biased_experts import GROUP, Experts, ExpertsMxfp4
 from tokenspeed_kernels.triton import precompile
-from tokenspeed_kernels.triton.moe.experts import (
-    TILINGS,
-    add_up,
-    blank_routings,
-    sort_by_expert,
-    tiling_for,
-)
+from tokenspeed_kernels.triton.moe.experts import add_up, blank_routings, sort_by_expert
 from tokenspeed_kernels.triton.moe.kernel import find_tile
 
 _GROUP = tl.constexpr(GROUP)
 _E2M1_BIAS = tl.constexpr(2.0**126)  # from float32's exponent bias, 127, to that of E2M1, 1
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Pairs and output columns per tile of the two GEMMs, features per iteration, warps, pipeline stages."""
+
+    block_m: int
+    up_columns: int
+    down_columns: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+TILINGS = (  # (largest average of pairs per expert, tiling)
+    (8.0, Tiling(16, 32, 64, 128, 4, 3)),
+    (24.0, Tiling(32, 64, 128, 128, 4, 3)),
+    (64.0, Tiling(64, 64, 128, 64, 4, 3)),
+    (float("inf"), Tiling(128, 128, 256, 64, 8, 3)),
+)
 
 
 def moe_biased_experts(problem: Problem) -> Experts:
@@ -106,7 +121,8 @@ def _launcher(problem: Problem) -> Callable[..., Tensor]:
         if num_pairs == 0:
             return torch.empty((x.shape[0], size), dtype=x.dtype, device=x.device)
         pairs, counts = sort_by_expert(ids, num_experts)
-        tiling = tiling_for(num_pairs / num_experts)
+        average = num_pairs / num_experts
+        tiling = next(tiling for bound, tiling in TILINGS if average <= bound)
         num_tiles = num_pairs // tiling.block_m + min(num_experts, num_pairs)
         tile = {
             "E": num_experts,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -19,27 +20,35 @@ from tokenspeed_kernels.triton.pdl import supports_pdl
 Route = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
-SMALL_SORT = 4096  # one program sorts up to this many token-expert pairs
+SMALL_SORT = 4096  # one program groups up to this many token-expert pairs
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm:
+    """Output columns per tile, features per iteration, warps, pipeline stages, and the order of the operands."""
+
+    columns: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    weights_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Pairs and output columns per tile of the two GEMMs, features per iteration, warps, pipeline stages."""
+    """Pairs per tile, and the two GEMMs."""
 
     block_m: int
-    up_columns: int
-    down_columns: int
-    block_k: int
-    num_warps: int
-    num_stages: int
+    up: Gemm
+    down: Gemm
 
 
-# (largest average of pairs per expert, tiling); measurements are in benchmarks/LOG.md
+# (largest average of pairs per expert, tiling), found by benchmarks/moe_tilings.py on an H200
 TILINGS = (
-    (8.0, Tiling(16, 32, 64, 128, 4, 3)),
-    (24.0, Tiling(32, 64, 128, 128, 4, 3)),
-    (64.0, Tiling(64, 64, 128, 64, 4, 3)),
-    (float("inf"), Tiling(128, 128, 256, 64, 8, 3)),
+    (8.0, Tiling(16, Gemm(64, 128, 4, 5, True), Gemm(128, 128, 4, 3, True))),
+    (24.0, Tiling(32, Gemm(64, 128, 4, 3), Gemm(128, 64, 4, 3, True))),
+    (64.0, Tiling(64, Gemm(64, 64, 4, 3), Gemm(128, 64, 4, 3))),
+    (float("inf"), Tiling(128, Gemm(128, 64, 8, 3), Gemm(256, 64, 8, 4))),
 )
 
 
@@ -98,7 +107,6 @@ def moe_experts(problem: Problem) -> Experts:
     """
     num_experts, top_k = problem["num_experts"], problem["top_k"]
     size, inner = problem["hidden_size"], problem["intermediate_size"]
-    precision = "ieee" if problem["dtype"] == "float32" else "tf32"
     few_tokens = FewTokens(problem)
 
     def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
@@ -109,48 +117,9 @@ def moe_experts(problem: Problem) -> Experts:
             return few_tokens(x, gate_up, down, weights, ids)
         pairs, counts = sort_by_expert(ids, num_experts)
         tiling = tiling_for(num_pairs / num_experts)
-        num_tiles = num_pairs // tiling.block_m + min(num_experts, num_pairs)
-        block_k = min(tiling.block_k, 64) if precision == "ieee" else tiling.block_k
-        tile = {
-            "E": num_experts,
-            "BLOCK_E": triton.next_power_of_2(num_experts),
-            "BLOCK_M": tiling.block_m,
-            "BLOCK_K": block_k,
-            "PRECISION": precision,
-            "num_warps": tiling.num_warps,
-            "num_stages": tiling.num_stages,
-        }
-        hidden = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
-        kernel.gate_up[(triton.cdiv(inner, tiling.up_columns), num_tiles)](
-            x,
-            gate_up,
-            hidden,
-            pairs,
-            counts,
-            x.stride(0),
-            gate_up.stride(0),
-            gate_up.stride(1),
-            TOP_K=top_k,
-            N=inner,
-            K=size,
-            BLOCK_N=tiling.up_columns,
-            **tile,
-        )
-        scaled = torch.empty((num_pairs, size), dtype=x.dtype, device=x.device)
-        kernel.down[(triton.cdiv(size, tiling.down_columns), num_tiles)](
-            hidden,
-            down,
-            scaled,
-            pairs,
-            counts,
-            weights,
-            down.stride(0),
-            down.stride(1),
-            N=size,
-            K=inner,
-            BLOCK_N=tiling.down_columns,
-            **tile,
-        )
+        tiles = find_tiles(counts, num_pairs, tiling.block_m)
+        hidden = run_gate_up(tiling, x, gate_up, pairs, tiles, top_k)
+        scaled = run_down(tiling, hidden, down, pairs, tiles, weights)
         return add_up(scaled, ids, num_experts)
 
     blank = partial(precompile.blank, problem["dtype"])
@@ -159,6 +128,86 @@ def moe_experts(problem: Problem) -> Experts:
     for num_tokens, *routing in blank_routings(problem, averages, next_few):
         precompile.compile_for(experts, blank(num_tokens, size), *weights, *routing)
     return experts
+
+
+def run_gate_up(
+    tiling: Tiling, x: Tensor, gate_up: Tensor, pairs: Tensor, tiles: Tensor, top_k: int
+) -> Tensor:
+    """Return silu(x @ gate) * (x @ up) of the sorted pairs [P, I], for weights [E, 2I, N]."""
+    num_experts, inner, size = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
+    hidden = torch.empty((len(pairs), inner), dtype=x.dtype, device=x.device)
+    kernel.gate_up[(triton.cdiv(inner, tiling.up.columns), len(tiles))](
+        x,
+        gate_up,
+        hidden,
+        pairs,
+        tiles,
+        x.stride(0),
+        gate_up.stride(0),
+        gate_up.stride(1),
+        E=num_experts,
+        TOP_K=top_k,
+        N=inner,
+        K=size,
+        **_settings(tiling.block_m, tiling.up, x.dtype),
+    )
+    return hidden
+
+
+def run_down(
+    tiling: Tiling, hidden: Tensor, down: Tensor, pairs: Tensor, tiles: Tensor, weights: Tensor
+) -> Tensor:
+    """Return weight * hidden @ down, [P, N] in the order of tokens, for weights [E, N, I]."""
+    num_experts, size, inner = down.shape
+    scaled = torch.empty((len(pairs), size), dtype=hidden.dtype, device=hidden.device)
+    kernel.down[(triton.cdiv(size, tiling.down.columns), len(tiles))](
+        hidden,
+        down,
+        scaled,
+        pairs,
+        tiles,
+        weights,
+        down.stride(0),
+        down.stride(1),
+        E=num_experts,
+        N=size,
+        K=inner,
+        **_settings(tiling.block_m, tiling.down, hidden.dtype),
+    )
+    return scaled
+
+
+def _settings(block_m: int, gemm: Gemm, dtype: torch.dtype) -> dict[str, Any]:
+    is_float32 = dtype == torch.float32
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": gemm.columns,
+        "BLOCK_K": min(gemm.block_k, 64) if is_float32 else gemm.block_k,
+        "WEIGHTS_FIRST": gemm.weights_first,
+        "PRECISION": "ieee" if is_float32 else "tf32",
+        "num_warps": gemm.num_warps,
+        "num_stages": gemm.num_stages,
+    }
+
+
+def find_tiles(counts: Tensor, num_pairs: int, block_m: int) -> Tensor:
+    """Return the expert, the first pair and the end of the expert's run of each tile, int32 [tiles, 3].
+
+    The number of tiles is an upper bound; those that are left have no expert.
+    """
+    num_experts = len(counts)
+    num_tiles = num_pairs // block_m + min(num_experts, num_pairs)
+    tiles = torch.empty((num_tiles, 3), dtype=torch.int32, device=counts.device)
+    kernel.find_tiles[(triton.cdiv(num_tiles, 64),)](
+        counts,
+        tiles,
+        num_tiles,
+        E=num_experts,
+        BLOCK_E=triton.next_power_of_2(num_experts),
+        BLOCK_M=block_m,
+        BLOCK=64,
+    )
+    return tiles
 
 
 def blank_routings(
@@ -201,12 +250,16 @@ def sort_by_expert(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     pairs = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
     block_e = triton.next_power_of_2(num_experts)
     if num_pairs <= SMALL_SORT:
-        counts = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
+        tally = torch.empty((2, num_experts), dtype=torch.int32, device=ids.device)
         block = 512 if num_pairs <= 512 else SMALL_SORT
         kernel.sort_small[(1,)](
-            ids, pairs, counts, num_pairs, E=num_experts, BLOCK_E=block_e, BLOCK=block
+            *(ids, pairs, tally[0], tally[1], num_pairs),
+            E=num_experts,
+            BLOCK_E=block_e,
+            BLOCK=block,
+            num_warps=block // 256,
         )
-        return pairs, counts
+        return pairs, tally[0]
     tally = torch.zeros((2, num_experts), dtype=torch.int32, device=ids.device)
     grid = (triton.cdiv(num_pairs, 1024),)
     kernel.count[grid](ids, tally[0], num_pairs, E=num_experts, BLOCK=1024)
