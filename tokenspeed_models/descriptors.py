@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenspeed_core.api import LoadFormat, ModelSpec
+from tokenspeed_core.api import LoadFormat, ModelDrafterSpec, ModelSpec
 
 LLAMA = ModelSpec(
     architecture="LlamaForCausalLM",
@@ -39,3 +39,9 @@ PT = LoadFormat(
     by_name_only=True,
 )
 DUMMY = LoadFormat(name="dummy", load="tokenspeed_models.loading.dummy:read_dummy", detect=())
+
+EAGLE3 = ModelDrafterSpec(
+    check="tokenspeed_models.drafters.eagle3_config:check",
+    plan="tokenspeed_models.drafters.eagle3_config:plan",
+    needs_checkpoint=True,
+)

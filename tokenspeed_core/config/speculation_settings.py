@@ -16,11 +16,18 @@ from pydantic import (
 )
 
 from tokenspeed_core.config.backends import AUTO, BackendChoice
-from tokenspeed_core.config.readers import json_value
+from tokenspeed_core.config.readers import json_value, split_names
 from tokenspeed_core.config.settings import Settings, setting
 
 DEFAULT_MAX_DRAFTS = 8
 MAX_DRAFTS = 64
+# Settings of --speculative-algorithm, with their keys in --speculative-config.
+_KEYS = {
+    "speculative_num_draft_tokens": "num_speculative_tokens",
+    "speculative_num_steps": "num_speculative_tokens",
+    "speculative_draft_model_path": "model",
+    "eagle3_layers_to_capture": "layers_to_capture",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +50,12 @@ class SpeculativeConfig(BaseModel):
     method: str = Field(min_length=1)
     num_speculative_tokens: int | None = Field(default=None, ge=1, le=MAX_DRAFTS)
     model: str | None = Field(default=None, min_length=1)
+
+
+def _refuse_trees(value: int) -> int:
+    if value != 1:
+        raise ValueError("must be 1: draft tokens form a chain, trees of them are not supported")
+    return value
 
 
 class SpeculationSettings(Settings):
@@ -77,6 +90,26 @@ class SpeculationSettings(Settings):
         "Path or Hugging Face repo id of the draft model, if the drafter needs one.",
         min_length=1,
     )
+    speculative_num_steps: int | None = setting(
+        None,
+        "speculation",
+        "Maximum draft tokens of a row; --speculative-num-draft-tokens is one more.",
+        unit="tokens",
+        ge=1,
+        le=MAX_DRAFTS,
+    )
+    speculative_eagle_topk: Annotated[int, AfterValidator(_refuse_trees)] = setting(
+        1, "speculation", "Draft tokens at each position; only 1 is supported."
+    )
+    eagle3_layers_to_capture: Annotated[
+        tuple[Annotated[int, Field(ge=0)], ...] | None, BeforeValidator(split_names)
+    ] = setting(
+        None,
+        "speculation",
+        "Layers, from 0, whose outputs an EAGLE-3 head reads; default: the head's own.",
+        takes="N[,N...]",
+        min_length=1,
+    )
 
     drafter_attention_backend: BackendChoice = setting(
         {"default": AUTO},
@@ -101,25 +134,24 @@ class SpeculationSettings(Settings):
             raise ValueError(
                 "--speculative-config and --speculative-algorithm both name a drafter; use one"
             )
-        if self.speculative_draft_model_path is not None:
+        for name, key in _KEYS.items():
+            flag = "--" + name.replace("_", "-")
+            if getattr(self, name) is None:
+                continue
             if given is not None:
-                raise ValueError(
-                    "--speculative-draft-model-path has no effect with --speculative-config; set model there"
-                )
+                raise ValueError(f"{flag} has no effect with --speculative-config; set {key} there")
             if self.speculative_algorithm is None:
-                raise ValueError(
-                    "--speculative-draft-model-path has no effect without --speculative-algorithm"
-                )
-        if self.speculative_num_draft_tokens is not None:
-            if given is not None:
-                raise ValueError(
-                    "--speculative-num-draft-tokens has no effect with --speculative-config; set num_speculative_tokens "
-                    "there"
-                )
-            if self.speculative_algorithm is None:
-                raise ValueError(
-                    "--speculative-num-draft-tokens has no effect without --speculative-algorithm"
-                )
+                raise ValueError(f"{flag} has no effect without --speculative-algorithm")
+        steps, tokens = self.speculative_num_steps, self.speculative_num_draft_tokens
+        if steps is not None and tokens is not None and tokens != steps + 1:
+            raise ValueError(
+                f"--speculative-num-draft-tokens {tokens} contradicts --speculative-num-steps {steps}, for which it is "
+                f"{steps + 1}; use one of them"
+            )
+        if self.eagle3_layers_to_capture is not None and self.speculative_algorithm != "eagle3":
+            raise ValueError(
+                f"--eagle3-layers-to-capture has no effect with --speculative-algorithm {self.speculative_algorithm}"
+            )
         return self
 
     def speculation(self) -> Speculation | None:
@@ -137,10 +169,11 @@ class SpeculationSettings(Settings):
         if self.speculative_algorithm is None:
             return None
         num_tokens = self.speculative_num_draft_tokens or 1 + DEFAULT_MAX_DRAFTS
+        layers = self.eagle3_layers_to_capture
         return Speculation(
             self.speculative_algorithm,
-            num_tokens - 1,
-            {},
+            self.speculative_num_steps or num_tokens - 1,
+            {} if layers is None else {"layers_to_capture": list(layers)},
             "--speculative-algorithm",
             self.speculative_draft_model_path,
             "--speculative-draft-model-path",

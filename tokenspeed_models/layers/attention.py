@@ -23,8 +23,9 @@ class Attention:
     multiplies the scores (None: 1 / sqrt(head_size)), and `soft_cap` bounds them. `qk_norm` normalises queries and
     keys before the rotation. `window` is the number of tokens that a query sees, itself included; with `is_chunked`
     it is the length of chunks. `stacked_name` is the checkpoint's name of queries, keys and values if it stores them
-    as one tensor. In a layer without a norm before its blocks `has_norm` is False. With `has_sinks` each query head
-    has a learned score that joins its softmax.
+    as one tensor. `input_size` is the width of x if it differs from `hidden_size`, that of the output. In a layer
+    without a norm before its blocks `has_norm` is False. With `has_sinks` each query head has a learned score that
+    joins its softmax.
 
     The numbers of heads are those of all processes of the group "attn". Raises ValueError if they cannot be divided.
     """
@@ -35,6 +36,7 @@ class Attention:
         *,
         layer: int,
         hidden_size: int,
+        input_size: int | None = None,
         num_heads: int,
         num_kv_heads: int,
         head_size: int,
@@ -57,7 +59,7 @@ class Attention:
         local_kv_heads = kv_heads.local_size("k_proj", num_kv_heads, build.group)
         self.qkv = Linear(
             build,
-            hidden_size,
+            input_size or hidden_size,
             stacked(
                 stacked_name,
                 (

@@ -1,0 +1,1 @@
+"""Draft models that read the hidden states of any target."""

@@ -1,0 +1,190 @@
+"""Reads the `config.json` of EAGLE-3 heads (arXiv:2503.01840), and plans them as draft models.
+
+Two layouts are published: a Llama configuration with `draft_vocab_size` (SafeAILab, SpecForge, NVIDIA), and one of the
+speculators library with a nested `transformer_layer_config`. Imports no tensor library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tokenspeed_core.api import DraftModelInfo, DraftRequest, FullAttention, HiddenStates
+from tokenspeed_models.config import ConfigReader, DecoderConfig
+from tokenspeed_models.describe import count_parameters, read_llama
+
+ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator")
+LAYERS_OPTION = "layers_to_capture"
+_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+# They change the arithmetic of the head.
+_UNSUPPORTED = ("fc_norm", "norm_output", "norm_before_fc", "bias", "tie_word_embeddings")
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Config:
+    """A head of one Llama layer for a target of the same hidden size.
+
+    `layers` are the target's layers whose input the head reads. With `norm_before_residual` the head's residual stream
+    starts after the norm of the hidden states.
+    """
+
+    decoder: DecoderConfig
+    draft_vocab_size: int
+    layers: tuple[int, ...]
+    norm_before_residual: bool
+
+
+def check(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for options that are not the drafter's."""
+    for name in options:
+        if name != LAYERS_OPTION:
+            raise ValueError(f"{name} is not an option of eagle3; it has {LAYERS_OPTION}")
+    layers = options.get(LAYERS_OPTION)
+    if layers is None:
+        return
+    if not isinstance(layers, list | tuple) or not layers or not all(map(_is_layer, layers)):
+        raise ValueError(
+            f"{LAYERS_OPTION} is {layers!r}, expected a list of layers, counted from 0"
+        )
+
+
+def plan(request: DraftRequest) -> DraftModelInfo:
+    """Return a head as a draft model. Raises ValueError if it does not fit the target."""
+    head, target = request.draft, request.target.info
+    assert head is not None and target is not None, "the core resolves both checkpoints"
+    try:
+        c = read_eagle3(
+            head.config,
+            num_target_layers=target.num_layers,
+            max_model_len=target.max_model_len,
+            layers=request.options.get(LAYERS_OPTION),
+        )
+    except ValueError as error:
+        raise ValueError(f"{head.path}: {error}") from error
+    decoder = c.decoder
+    target_size = _hidden_size(request.target.config)
+    if target_size is not None and decoder.hidden_size != target_size:
+        raise ValueError(
+            f"{head.path} is a head for hidden size {decoder.hidden_size}, and the target has {target_size}. "
+            "Use a head that was trained for this model."
+        )
+    if decoder.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"{head.path} is a head for a vocabulary of {decoder.vocab_size} tokens, and the target has "
+            f"{target.vocab_size}. Use a head that was trained for this model."
+        )
+    return DraftModelInfo(
+        load="tokenspeed_models.drafters.eagle3:Eagle3Head",
+        config={"eagle3": c},
+        cache_groups=(FullAttention("full", 1, decoder.num_kv_heads, decoder.head_size),),
+        num_layers=1,
+        num_parameters=_count_parameters(c),
+        weights=head.path,
+        hidden=HiddenStates.LAYERS,
+        layers=c.layers,
+    )
+
+
+def read_eagle3(
+    config: Mapping[str, Any],
+    *,
+    num_target_layers: int,
+    max_model_len: int,
+    layers: Sequence[int] | None = None,
+) -> Eagle3Config:
+    """Read a head's configuration for a target. `layers`, whose outputs are read, replaces the layers that it names.
+
+    Raises ValueError naming the key if the configuration is not supported.
+    """
+    _check_architecture(config)
+    nested = config.get("transformer_layer_config")
+    if isinstance(nested, Mapping):
+        if "norm_before_residual" not in config:
+            raise ValueError("config.json: norm_before_residual is missing, expected true or false")
+        config = {**nested, **config, "tie_word_embeddings": False}
+    keys = ConfigReader(config)
+    for key in _UNSUPPORTED:
+        if config.get(key):
+            raise ValueError(f"config.json: {key} is set, which EAGLE-3 heads here do not support")
+    if keys.integer("num_hidden_layers", 1) != 1:
+        raise ValueError(
+            f"config.json: num_hidden_layers is {config['num_hidden_layers']}, and EAGLE-3 heads of one layer are "
+            "supported"
+        )
+    decoder = read_llama({**config, "num_hidden_layers": 1})
+    target_size = keys.integer("target_hidden_size", decoder.hidden_size)
+    if target_size != decoder.hidden_size:
+        raise ValueError(
+            f"config.json: target_hidden_size is {target_size} and hidden_size {decoder.hidden_size}; heads of "
+            "another hidden size than their target's are not supported"
+        )
+    # Heads are trained on short texts and used for any: their rotation has no limit of its own.
+    rope = replace(decoder.rope, max_positions=max(decoder.rope.max_positions, max_model_len))
+    decoder = replace(decoder, rope=rope, max_model_len=rope.max_positions)
+    draft_vocab_size = keys.integer("draft_vocab_size", decoder.vocab_size)
+    if draft_vocab_size > decoder.vocab_size:
+        raise ValueError(
+            f"config.json: draft_vocab_size ({draft_vocab_size}) is above vocab_size ({decoder.vocab_size})"
+        )
+    return Eagle3Config(
+        decoder,
+        draft_vocab_size,
+        _layers(config, num_target_layers, layers),
+        keys.boolean("norm_before_residual", False),
+    )
+
+
+def _check_architecture(config: Mapping[str, Any]) -> None:
+    named = config.get("architectures")
+    if not isinstance(named, list) or not set(named) & set(ARCHITECTURES):
+        raise ValueError(
+            f"config.json: architectures is {named}, which is no EAGLE-3 head. Supported: {', '.join(ARCHITECTURES)}."
+        )
+
+
+def _layers(
+    config: Mapping[str, Any], num_layers: int, outputs: Sequence[int] | None
+) -> tuple[int, ...]:
+    """Return the layers whose input the head reads: a low, a middle and a high one, unless layers are named.
+
+    `outputs` and `eagle_config` name layers by their output, and speculators name them by their input.
+    """
+    nested = config.get("eagle_config")
+    if isinstance(nested, Mapping):
+        if nested.get("use_aux_hidden_state") is False:
+            raise ValueError(
+                "config.json: eagle_config.use_aux_hidden_state is false: the head reads the last hidden state only, "
+                "which is not supported"
+            )
+        outputs = outputs or ConfigReader(nested).integers(_LAYER_IDS)
+    inputs = [layer + 1 for layer in outputs or ()] or ConfigReader(config).integers(_LAYER_IDS)
+    layers = tuple(inputs or (2, num_layers // 2, num_layers - 3))
+    if not all(0 <= layer < num_layers for layer in layers):
+        named = ", ".join(str(layer - 1) for layer in layers)
+        raise ValueError(
+            f"the head reads the outputs of layers {named}, and the target has those of layers 0 to {num_layers - 2}. "
+            "Use a head that was trained for this model, or --eagle3-layers-to-capture."
+        )
+    return layers
+
+
+def _is_layer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _hidden_size(config: Mapping[str, Any]) -> int | None:
+    """Return a target's hidden size, which multi-modal configurations nest."""
+    for part in (config, config.get("text_config")):
+        if isinstance(part, Mapping) and isinstance(part.get("hidden_size"), int):
+            size: int = part["hidden_size"]
+            return size
+    return None
+
+
+def _count_parameters(c: Eagle3Config) -> int:
+    decoder, hidden = c.decoder, c.decoder.hidden_size
+    layer = count_parameters(replace(decoder, vocab_size=0))
+    wider = hidden * (decoder.num_heads + 2 * decoder.num_kv_heads) * decoder.head_size
+    fc = len(c.layers) * hidden * hidden
+    return layer + wider + hidden + fc + c.draft_vocab_size * hidden
