@@ -24,6 +24,7 @@ from tokenspeed_demo.render import TEMPLATE, Renderer
 from tokenspeed_core import LLM, SamplingParams
 
 TASKS = "edit,copy,tool_call,sum_three_digits"
+DRAFT_MODELS = {"eagle3": "demo-eagle3"}
 
 
 def prompts_of(task: str, num_items: int, repeat: int) -> list[dict[str, Any]]:
@@ -46,6 +47,7 @@ class Engine:
             settings = {
                 "speculative_algorithm": drafter,
                 "speculative_num_draft_tokens": num_draft_tokens,
+                "speculative_draft_model_path": DRAFT_MODELS.get(drafter),
             }
         self.drafter = drafter
         self.llm = LLM(dtype=dtype, max_num_seqs=num_users, max_total_tokens=65536, **settings)
@@ -65,8 +67,7 @@ class Engine:
 
     def drafts(self) -> tuple[int, tuple[int, ...]]:
         """Return the draft tokens since the start, and how many were accepted at each position."""
-        scheduler = self.llm._engine.scheduler
-        stats = scheduler.counters.snapshot(scheduler.kv, 0)
+        stats = self.llm.stats()
         return stats.num_draft_tokens, stats.num_accepted
 
 

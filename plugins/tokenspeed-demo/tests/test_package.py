@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
-from tokenspeed_demo import CHECKPOINT, DEEPSEEK
+from tokenspeed_demo import CHECKPOINT, DEEPSEEK, EAGLE3
 
 from tokenspeed_core.api import Checkpoint
 
@@ -20,8 +20,12 @@ def test_import_loads_no_tensor_library() -> None:
 
 both = pytest.mark.parametrize("checkpoint", [CHECKPOINT, DEEPSEEK], ids=lambda each: each.name)
 
+every = pytest.mark.parametrize(
+    "checkpoint", [CHECKPOINT, DEEPSEEK, EAGLE3], ids=lambda each: each.name
+)
 
-@both
+
+@every
 def test_entry_point_names_the_checkpoint(checkpoint: Checkpoint) -> None:
     (entry,) = entry_points(group="tokenspeed.checkpoints", name=checkpoint.name)
     assert entry.extras == ["api1"]
@@ -44,3 +48,9 @@ def test_checkpoint_has_all_hugging_face_files(checkpoint: Checkpoint) -> None:
 @both
 def test_weights_are_at_most_16_megabytes(checkpoint: Checkpoint) -> None:
     assert (Path(checkpoint.path) / "model.safetensors").stat().st_size <= 16_000_000
+
+
+def test_draft_head_has_the_files_of_a_published_one() -> None:
+    folder = Path(EAGLE3.path)
+    assert {path.name for path in folder.iterdir()} >= {"config.json", "model.safetensors"}
+    assert (folder / "model.safetensors").stat().st_size <= 3_000_000

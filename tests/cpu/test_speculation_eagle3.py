@@ -1,0 +1,205 @@
+"""The demo's EAGLE-3 head: outputs do not depend on it, and most of its draft tokens are accepted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from drafted import Reply, finish, make_engine
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenspeed_demo import EAGLE3
+from tokenspeed_demo.items import held_out_set
+from tokenspeed_demo.render import TEMPLATE, Renderer
+from tokenspeed_testing.drafts import FixedDepth
+from tokenspeed_testing.requests import request
+
+from tokenspeed_core import LLM, SamplingParams
+from tokenspeed_core.config import Config
+from tokenspeed_core.engine.factory import resolve
+from tokenspeed_core.engine.messages import Submit
+from tokenspeed_core.errors import CheckpointError, ConfigError
+from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.worker.local import LocalRunner, build
+
+KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.8, "seed": 3},
+    {"temperature": 1.0, "seed": 4, "top_k": 20, "top_p": 0.9, "n": 2},
+    {"presence_penalty": 1.5, "frequency_penalty": 0.7},
+    {"logprobs": 3},
+)
+
+
+def prompts(num_items: int) -> list[list[int]]:
+    tokenizer = Tokenizer.from_file(str(TEMPLATE.parent / "tokenizer.json"))
+    renderer = Renderer()
+    return [
+        tokenizer.encode(renderer.prompt(item), add_special_tokens=False).ids
+        for task in ("edit", "copy", "sum_three_digits")
+        for item in held_out_set(task, num_items)
+    ]
+
+
+def requests() -> list[Submit]:
+    made, number = [], 0
+    for i, prompt in enumerate(prompts(2)):
+        kind = KINDS[i % len(KINDS)]
+        made.append(request(number, prompt, **{"max_tokens": 9 + 5 * i % 17, **kind}))
+        number += kind.get("n", 1)
+    return made
+
+
+@pytest.fixture(scope="module")
+def runner(catalog: Catalog) -> LocalRunner:
+    config = Config.from_keywords(
+        device="cpu",
+        dtype="float32",
+        max_num_seqs=6,
+        block_size=8,
+        max_total_tokens=4096,
+        chunked_prefill_size=256,
+        speculative_config={
+            "method": "eagle3",
+            "model": EAGLE3.name,
+            "num_speculative_tokens": 5,
+        },
+    )
+    return build(resolve(config, catalog), catalog, lambda what, done, total: None)
+
+
+@pytest.fixture(scope="module")
+def expected(runner: LocalRunner) -> dict[int, Reply]:
+    return finish(make_engine(runner), requests())
+
+
+@settings(
+    max_examples=2,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    drafts=st.integers(1, 5),
+    chunk=st.sampled_from([-1, 48, 77]),
+    num_pages=st.sampled_from([44, None]),
+    depth=st.integers(1, 2),
+    caching=st.booleans(),
+    preempt_every=st.sampled_from([0, 7]),
+)
+def test_head_changes_no_output(
+    runner: LocalRunner,
+    expected: dict[int, Reply],
+    drafts: int,
+    chunk: int,
+    num_pages: int | None,
+    depth: int,
+    caching: bool,
+    preempt_every: int,
+) -> None:
+    engine = make_engine(
+        runner,
+        max_drafts=drafts,
+        num_pages=num_pages,
+        depth=depth,
+        caching=caching,
+        chunk_size=chunk,
+        max_prefill_tokens=256,
+    )
+    found = finish(engine, requests(), preempt_every=preempt_every)
+    for number, reply in expected.items():
+        got = found[number]
+        assert (got.token_ids, got.finish) == (reply.token_ids, reply.finish), number
+        assert got.logprobs == reply.logprobs
+        assert np.allclose(got.values, reply.values, atol=1e-3)
+    pool, stats = engine.scheduler.kv.pool, engine.stats()
+    assert pool.num_available == pool.num_pages
+    assert stats.num_accepted[0] > 0.6 * stats.num_draft_rows
+
+
+def test_settings_of_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flags of other engines select the head, and greedy answers take fewer steps."""
+    monkeypatch.setattr(
+        "tokenspeed_core.engine.drafting.AdaptiveDepth", lambda num_seqs, most: FixedDepth(most)
+    )
+    given_flags: dict[str, Any] = {
+        "speculative_algorithm": "EAGLE3",
+        "speculative_draft_model_path": EAGLE3.name,
+        "speculative_num_steps": 4,
+        "speculative_num_draft_tokens": 5,
+        "speculative_eagle_topk": 1,
+        "eagle3_layers_to_capture": "1,2,3",
+    }
+    wanted = [{"prompt_token_ids": ids} for ids in prompts(2)]
+    params = SamplingParams(temperature=0, max_tokens=30)
+    answers = []
+    for flags in ({}, given_flags):
+        with LLM(dtype="float32", max_num_seqs=6, max_total_tokens=2048, **flags) as llm:
+            outputs = llm.generate(wanted, params, use_tqdm=False)
+            answers.append([list(output.outputs[0].token_ids) for output in outputs])
+            stats = llm.stats()
+    assert answers[0] == answers[1]
+    assert len(stats.num_accepted) == 4
+    assert 1 + stats.num_saved_steps / stats.num_draft_rows > 2.5, "tokens per step"
+
+
+def refused(**flags: Any) -> str:
+    with pytest.raises((ConfigError, CheckpointError)) as caught:
+        LLM(device="cpu", **flags)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_unusable_heads_are_refused_in_one_line(tmp_path: Path) -> None:
+    def use(head: str | None, **settings: Any) -> str:
+        named = {} if head is None else {"speculative_draft_model_path": head}
+        return refused(**{"speculative_algorithm": "eagle3", **named, **settings})
+
+    assert "--speculative-draft-model-path" in use(None)
+    assert "no-such-head" in use("./no-such-head")
+    assert "architectures" in use("demo")
+    assert "layers 1, 2, 3" in use(EAGLE3.name, model="demo-deepseek")
+    assert "layers 1, 9" in use(EAGLE3.name, eagle3_layers_to_capture="1,9")
+    assert "fc.weight" in use(EAGLE3.name, eagle3_layers_to_capture="1,2")
+    config = json.loads((Path(EAGLE3.path) / "config.json").read_text())
+    for key, value in (("hidden_size", 512), ("vocab_size", 2048)):
+        (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
+        assert str(value) in use(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "safetensors" in use(str(tmp_path)), "no weights"
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"speculative_algorithm": "eagle3", "speculative_eagle_topk": 4}, "chain"),
+        ({"speculative_algorithm": "suffix", "eagle3_layers_to_capture": "1"}, "suffix"),
+        ({"speculative_num_steps": 3}, "--speculative-num-steps"),
+        ({"speculative_algorithm": "eagle3", "speculative_num_steps": 0}, "num_steps 0"),
+        (
+            {
+                "speculative_algorithm": "eagle3",
+                "speculative_num_steps": 3,
+                "speculative_num_draft_tokens": 3,
+            },
+            "contradicts",
+        ),
+        (
+            {"speculative_config": {"method": "eagle3", "model": "x", "tree": [1]}},
+            "tree is not an option",
+        ),
+        (
+            {
+                "speculative_config": {"method": "eagle3", "model": "x"},
+                "eagle3_layers_to_capture": "1",
+            },
+            "layers_to_capture there",
+        ),
+    ],
+)
+def test_wrong_flags_are_refused_in_one_line(flags: dict[str, Any], named: str) -> None:
+    assert named in refused(**flags)
