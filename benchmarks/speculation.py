@@ -7,6 +7,7 @@ drafter `none` in `--drafters` is a control: its ratios show the error. The answ
 share of draft tokens that the model accepted. Example:
 
     OMP_NUM_THREADS=1 python benchmarks/speculation.py --drafters none,ngram,suffix --users 1,8 --items 24
+    python benchmarks/speculation.py --model demo-deepseek --drafters none,mtp --num-draft-tokens 4
 """
 
 from __future__ import annotations
@@ -40,11 +41,13 @@ def prompts_of(task: str, num_items: int, repeat: int) -> list[dict[str, Any]]:
 class Engine:
     """A demo model with a drafter ("none": without), and the seconds of its runs."""
 
-    def __init__(self, drafter: str, num_draft_tokens: int, num_users: int, dtype: Any) -> None:
+    def __init__(
+        self, model: str, drafter: str, num_draft_tokens: int, num_users: int, dtype: Any
+    ) -> None:
         """Start the model."""
-        settings: dict[str, Any] = {}
+        settings: dict[str, Any] = {"model": model}
         if drafter != "none":
-            settings = {
+            settings |= {
                 "speculative_algorithm": drafter,
                 "speculative_num_draft_tokens": num_draft_tokens,
                 "speculative_draft_model_path": DRAFT_MODELS.get(drafter),
@@ -74,6 +77,7 @@ class Engine:
 def main() -> None:
     """Measure, and print a JSON line for each task, drafter and number of users."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="demo")
     parser.add_argument("--drafters", default="ngram,suffix")
     parser.add_argument("--tasks", default=TASKS)
     parser.add_argument("--users", default="1,8")
@@ -85,7 +89,7 @@ def main() -> None:
     print(json.dumps(machine()))
     for num_users in map(int, arguments.users.split(",")):
         engines = [
-            Engine(drafter, arguments.num_draft_tokens, num_users, arguments.dtype)
+            Engine(arguments.model, drafter, arguments.num_draft_tokens, num_users, arguments.dtype)
             for drafter in ("none", *arguments.drafters.split(","))
         ]
         for task in arguments.tasks.split(","):

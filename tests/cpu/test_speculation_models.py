@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from tokenspeed_demo import DEEPSEEK
 from tokenspeed_demo.items import held_out_set
 from tokenspeed_demo.render import TEMPLATE, Renderer
+from tokenspeed_testing.drafts import FixedDepth
 from tokenspeed_testing.requests import request
 
 from tokenspeed_core import LLM, SamplingParams
@@ -243,8 +244,6 @@ SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "require
 
 def test_demo_gives_equal_answers_with_its_draft_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Grammars, stop strings and seeds, through the settings of a user."""
-    from tokenspeed_testing.drafts import FixedDepth
-
     monkeypatch.setattr(
         "tokenspeed_core.engine.drafting.AdaptiveDepth", lambda num_seqs, most: FixedDepth(most)
     )
@@ -268,9 +267,34 @@ def test_demo_gives_equal_answers_with_its_draft_layer(monkeypatch: pytest.Monke
             answers.append(
                 [(each.text, list(each.token_ids)) for output in outputs for each in output.outputs]
             )
-            stats = engine_stats(llm._engine)  # type: ignore[arg-type]
+            stats = llm.stats()
     assert answers[0] == answers[1]
     assert stats.num_saved_steps > 10
+
+
+@pytest.mark.release
+def test_processes_that_share_a_model_draft_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "tokenspeed_core.engine.drafting.AdaptiveDepth", lambda num_seqs, most: FixedDepth(most)
+    )
+    answers = []
+    for drafter in ({}, {"speculative_algorithm": "mtp", "tensor_parallel_size": 2}):
+        with LLM(
+            model="demo-deepseek",
+            dtype="float32",
+            max_num_seqs=4,
+            max_total_tokens=2048,
+            **drafter,  # type: ignore[arg-type]
+        ) as llm:
+            outputs = llm.generate(
+                [{"prompt_token_ids": each} for each in prompts()],
+                SamplingParams(temperature=0, max_tokens=20),
+                use_tqdm=False,
+            )
+            answers.append([list(output.outputs[0].token_ids) for output in outputs])
+            stats = llm.stats()
+    assert answers[0] == answers[1]
+    assert stats.num_accepted[0] > 0.6 * stats.num_draft_rows
 
 
 def test_wrong_draft_models_are_refused(tmp_path: Path) -> None:

@@ -29,10 +29,10 @@ class DraftSource(Protocol):
     def take(self, slots: I32, counts: I32) -> I32 | None:
         """Return the first `counts[i]` draft tokens of each row, concatenated; None: the device has them."""
 
-    def next_drafts(self, slots: I32) -> int | None:
+    def next_drafts(self, slots: I32, num_chunk_tokens: int) -> int | None:
         """Return how many draft tokens the device makes after a step for each row that samples, which are `slots`.
 
-        None: no draft model runs.
+        The step has `num_chunk_tokens` tokens of prompts. None: no draft model follows the step.
         """
 
     def observe(self, slots: I32, num_drafts: I32, num_accepted: I32) -> None:
@@ -146,8 +146,8 @@ class HostDrafts:
         ids: I32 = self._ids[slots][np.arange(self._limits.max_drafts) < counts[:, None]]
         return ids
 
-    def next_drafts(self, slots: I32) -> int | None:
-        """Return None: no draft model runs."""
+    def next_drafts(self, slots: I32, num_chunk_tokens: int) -> int | None:
+        """Return None: there is no draft model."""
         return None
 
     def observe(self, slots: I32, num_drafts: I32, num_accepted: I32) -> None:

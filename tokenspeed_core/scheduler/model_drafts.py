@@ -13,7 +13,9 @@ from tokenspeed_core.scheduler.limits import SchedulerLimits
 class ModelDrafts:
     """Counts the draft tokens that the device has for each slot. Their ids stay there.
 
-    The depth decides when they are made: a step makes as many as the next one verifies.
+    The depth decides when they are made: a step makes as many as the next one verifies. While it wants none, the draft
+    model follows steps with tokens of prompts only, so that decoding costs nothing. It lacks the tokens that were
+    decoded meanwhile, which makes later draft tokens of these sequences worse.
     """
 
     def __init__(self, depth: DraftDepth, limits: SchedulerLimits, columns: SlotColumns) -> None:
@@ -42,12 +44,12 @@ class ModelDrafts:
         """Return None: the device has the draft tokens."""
         return None
 
-    def next_drafts(self, slots: I32) -> int | None:
-        """Return how many draft tokens a step makes for each row that samples in it."""
+    def next_drafts(self, slots: I32, num_chunk_tokens: int) -> int | None:
+        """Return how many draft tokens a step makes for each row that samples in it; None: the model does not run."""
         self._num_made[slots] = 0
         places = np.flatnonzero(self._may_draft(slots) & (self._depth.max_drafts(slots) > 0))
         if not len(places):
-            return 0
+            return 0 if num_chunk_tokens else None
         drafting = slots[places]
         most = np.full(len(places), self._limits.max_drafts, np.int32)
         wanted = self._depth.choose(drafting, most, None, len(slots), self._num_left(len(slots)))

@@ -282,7 +282,7 @@ class Scheduler:
     def _plan_next_drafts(self, builder: StepPlanBuilder, drafts: DraftSource) -> None:
         """Let a draft model follow the step, with blocks for its draft tokens if there are enough pages."""
         slots = builder.sampling_slots()
-        num_drafts = drafts.next_drafts(slots)
+        num_drafts = drafts.next_drafts(slots, builder.num_chunk_tokens)
         if num_drafts is None:
             return
         columns, kv = self.columns, self.kv

@@ -156,10 +156,13 @@ class DraftRunner:
         choices more likely.
         """
         context, logits = self._context, self._model.logits(hidden)
+        chosen: torch.Tensor
         if draws:
-            return draw(context.state, context.kernels.sample, logits, slots, positions)
-        chosen: torch.Tensor = context.kernels.greedy[logits.dtype](logits)
-        return chosen.to(torch.int64)
+            chosen = draw(context.state, context.kernels.sample, logits, slots, positions)
+        else:
+            chosen = context.kernels.greedy[logits.dtype](logits)
+        # Without a finite logit a kernel may return anything.
+        return chosen.to(torch.int64).clamp_(0, logits.shape[1] - 1)
 
 
 def _newest(rows: SamplingRows, num_new: torch.Tensor | None) -> torch.Tensor:

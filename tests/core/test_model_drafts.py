@@ -1,0 +1,89 @@
+"""The number of draft tokens that a model makes, and that the next step verifies."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tokenspeed_testing.drafts import FixedDepth
+
+from tokenspeed_core.api.step import I32
+from tokenspeed_core.scheduler.columns import SlotColumns
+from tokenspeed_core.scheduler.limits import SchedulerLimits
+from tokenspeed_core.scheduler.model_drafts import ModelDrafts
+
+LIMITS = SchedulerLimits(4, 64, 10, 10, 8, 100, max_drafts=3)
+
+
+class Paused(FixedDepth):
+    """Wants no draft tokens while `is_paused`."""
+
+    is_paused = False
+
+    def max_drafts(self, slots: I32) -> I32:
+        return super().max_drafts(slots) * np.int32(not self.is_paused)
+
+
+def slots(*numbers: int) -> I32:
+    return np.asarray(numbers, np.int32)
+
+
+@pytest.fixture
+def depth() -> Paused:
+    return Paused(3)
+
+
+@pytest.fixture
+def columns() -> SlotColumns:
+    columns = SlotColumns(4, 64)
+    columns.may_draft[:] = True
+    return columns
+
+
+@pytest.fixture
+def drafts(depth: Paused, columns: SlotColumns) -> ModelDrafts:
+    return ModelDrafts(depth, LIMITS, columns)
+
+
+def test_rows_verify_what_the_step_before_made(drafts: ModelDrafts) -> None:
+    assert drafts.count(slots(0, 1), slots(9, 9)) is None
+    assert drafts.next_drafts(slots(0, 1), 0) == 3
+    counts = drafts.count(slots(0, 1, 2), slots(9, 1, 9))
+    assert counts is not None
+    assert counts.tolist() == [3, 1, 0]
+    assert drafts.take(slots(0, 1), counts[:2]) is None
+
+
+def test_a_step_has_no_more_draft_tokens_than_its_budget(drafts: ModelDrafts) -> None:
+    assert drafts.next_drafts(slots(0, 1, 2, 3), 0) == 3
+    counts = drafts.count(slots(0, 1, 2, 3), slots(9, 9, 9, 9))
+    assert counts is not None
+    assert counts.sum() == LIMITS.token_budget - 4
+
+
+def test_released_slot_has_no_draft_tokens(drafts: ModelDrafts) -> None:
+    drafts.next_drafts(slots(2), 0)
+    drafts.end(2)
+    assert drafts.count(slots(2), slots(9)) is None
+
+
+def test_rows_with_grammars_or_processors_get_none(
+    drafts: ModelDrafts, columns: SlotColumns
+) -> None:
+    columns.has_grammar[0] = True
+    columns.may_draft[1] = False
+    assert drafts.next_drafts(slots(0, 1), 0) is None
+    assert drafts.next_drafts(slots(0, 1, 2), 0) == 3
+    counts = drafts.count(slots(0, 1, 2), slots(9, 9, 9))
+    assert counts is not None
+    assert counts.tolist() == [0, 0, 3]
+
+
+def test_paused_model_follows_prompts_only(drafts: ModelDrafts, depth: Paused) -> None:
+    drafts.next_drafts(slots(0), 0)
+    depth.is_paused = True
+    assert not drafts.needs_results
+    assert drafts.count(slots(0), slots(9)) is None
+    assert drafts.next_drafts(slots(0), 0) is None
+    assert drafts.next_drafts(slots(0), 7) == 0
+    depth.is_paused = False
+    assert drafts.count(slots(0), slots(9)) is None, "nothing was made meanwhile"
