@@ -1,4 +1,4 @@
-"""Input generators for the ops of `biased_experts_contracts`, used by the conformance kit and the benchmarks.
+"""Input generators for the ops of `contracts.biased_experts`, used by the conformance kit and the benchmarks.
 
 Each takes a problem, the number of rows, a device, a random generator, and whether inputs are strided views.
 """

@@ -1,4 +1,4 @@
-"""Input generators for the ops of `integer_contracts`, as those of `inputs`."""
+"""Input generators for the ops of `contracts.integer`, as those of `inputs`."""
 
 from __future__ import annotations
 

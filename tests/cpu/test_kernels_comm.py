@@ -9,7 +9,7 @@ import pytest
 from tokenspeed_testing.comm import CommConformance
 
 from tokenspeed_core.api import Capability, CommGroup, KernelSpec, Problem
-from tokenspeed_kernels.comm_contracts import TORCH_COMM
+from tokenspeed_kernels.collectives import TORCH_COMM
 
 
 def conformance(spec: KernelSpec) -> CommConformance:

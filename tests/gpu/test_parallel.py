@@ -10,7 +10,7 @@ from tokenspeed_testing.comm import CommConformance
 
 from tokenspeed_core import LLM, SamplingParams
 from tokenspeed_core.api import KernelSpec
-from tokenspeed_kernels.comm_contracts import NCCL_COMM
+from tokenspeed_kernels.collectives import NCCL_COMM
 
 pytestmark = [
     pytest.mark.gpu,

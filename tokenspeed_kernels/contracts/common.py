@@ -25,8 +25,8 @@ CODED_EXPERTS = tuple(
         dtype,
         relative,
         absolute,
-        "a hidden value, rounded to the dtype and halfway between two e4m3 codes, may round to either, "
-        "which changes all sums of its token",
+        "a hidden value, rounded to the dtype and halfway between two codes, may round to either, which changes all sums "
+        "of its token",
     )
     for dtype, relative, absolute in (
         ("float32", 2e-3, 0.06),

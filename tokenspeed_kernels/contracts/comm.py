@@ -1,11 +1,12 @@
-"""Contracts and kernels of the collectives between modules. Imports no tensor library.
+"""Contracts of the collectives between modules.
 
 The factory of such a kernel takes a problem and a `CommGroup`. All processes of the group call it at the same point.
 """
 
 from __future__ import annotations
 
-from tokenspeed_core.api import Capability, KernelSpec, OpContract, Tolerance
+from tokenspeed_core.api import OpContract, Tolerance
+from tokenspeed_kernels.contracts.common import REFERENCE
 
 _SUMS = (
     Tolerance("float32", 1e-5, 1e-5, "one rounding of 2^-24 for each summand, in any order"),
@@ -26,7 +27,7 @@ def _contract(
         "comm",
         f"{signature}. The factory takes the problem and a CommGroup; all processes of the group call the kernel",
         _AXES,
-        f"tokenspeed_kernels.reference.comm:{name}",
+        f"{REFERENCE}.comm:{name}",
         "",
         tolerances,
         mutates=mutates,
@@ -57,24 +58,3 @@ COMM = (
         (),
     ),
 )
-# Their sizes are numbers of the host, which a captured CUDA graph would keep.
-_UNEVEN = ("all_gather_tokens", "reduce_scatter_tokens")
-
-
-def _kernel(op: str, backend: str, platform: str) -> KernelSpec:
-    """Describe a kernel of torch.distributed, which calls gloo or NCCL depending on the group."""
-    return KernelSpec(
-        op=op,
-        backend=backend,
-        capability=Capability(
-            platforms=(platform,),
-            dtypes=("float32", "bfloat16", "float16"),
-            features=frozenset() if op in _UNEVEN else frozenset({"graph_safe"}),
-        ),
-        load=f"tokenspeed_kernels.reference.comm:{op}",
-        reference=backend == "torch",
-    )
-
-
-TORCH_COMM = tuple(_kernel(contract.name, "torch", "cpu") for contract in COMM)
-NCCL_COMM = tuple(_kernel(contract.name, "nccl", "cuda") for contract in COMM)

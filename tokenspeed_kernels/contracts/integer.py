@@ -1,52 +1,27 @@
-"""Op contracts of linear layers with integer weights: 4-bit weights (W4A16), 8-bit weights and activations (W8A8).
-
-Imports no tensor library.
-"""
+"""Op contracts of linear layers with integer weights: 4-bit weights (W4A16), 8-bit weights and activations (W8A8)."""
 
 from __future__ import annotations
 
 from tokenspeed_core.api import DOTS, OpContract, Tolerance
+from tokenspeed_kernels.contracts.common import (
+    CODED_EXPERTS,
+    CODES,
+    EXPERTS_AXES,
+    LINEAR_AXES,
+    NORM_AXES,
+    REFERENCE,
+    ROWS,
+)
 
 _INPUTS = "tokenspeed_kernels.integer_inputs"
-_REFERENCE = "tokenspeed_kernels.reference"
-_LINEAR = {"in_size": "input features I", "out_size": "output features O"}
-_ROWS = ({"size": 64}, {"size": 200}, {"size": 1024})
-_SIZE = {"size": "row size N"}
 _STEPS = tuple(
     Tolerance(dtype, 0.0, 1.0, "a value halfway between two integers may round to either")
     for dtype in ("float32", "bfloat16", "float16")
 )
-_CODES = tuple(
-    Tolerance(
-        dtype, 0.13, 4e-3, "a value halfway between two e4m3 codes, 1/8 apart, may round to either"
-    )
-    for dtype in ("float32", "bfloat16", "float16")
-)
-
-_EXPERTS = {
-    "num_experts": "experts E",
-    "top_k": "experts per token, k",
-    "hidden_size": "hidden size N",
-    "intermediate_size": "intermediate size I of an expert",
-}
 _EXPERTS_CASES = (
     {"num_experts": 6, "top_k": 2, "hidden_size": 48, "intermediate_size": 80},
     {"num_experts": 16, "top_k": 4, "hidden_size": 256, "intermediate_size": 384},
     {"num_experts": 5, "top_k": 2, "hidden_size": 40, "intermediate_size": 24},
-)
-_CODED_EXPERTS = tuple(
-    Tolerance(
-        dtype,
-        relative,
-        absolute,
-        "a hidden value, rounded to the dtype and halfway between two codes, may round to either, which changes all sums "
-        "of its token",
-    )
-    for dtype, relative, absolute in (
-        ("float32", 2e-3, 0.06),
-        ("bfloat16", 1e-2, 0.25),
-        ("float16", 2e-3, 0.15),
-    )
 )
 
 
@@ -57,10 +32,10 @@ def _static_experts(kind: str, dtype: str) -> OpContract:
         f"(x [T, N], gate_up_input float32 [1], gate_up {dtype} [E, 2I, N], gate_up_scale float32 [E, 2I, 1], down_input "
         f"float32 [1], down {dtype} [E, N, I], down_scale float32 [E, N, 1], weights float32 [T, k], ids int32 [T, k]) -> "
         f"y [T, N]: as moe_experts_{kind}, with q = quantize_{kind}_static and the scale before each weight",
-        _EXPERTS,
-        f"{_REFERENCE}.moe_w8a8:moe_experts_{kind}_static",
+        EXPERTS_AXES,
+        f"{REFERENCE}.moe_w8a8:moe_experts_{kind}_static",
         f"{_INPUTS}:moe_experts_{kind}_static",
-        _CODED_EXPERTS,
+        CODED_EXPERTS,
         rows=("x", "weights", "ids"),
         cases=_EXPERTS_CASES,
     )
@@ -79,7 +54,7 @@ W4A16 = (
             "out_size": "output features O",
             "group_size": "columns G that share a scale, a multiple of 32; 0: all",
         },
-        f"{_REFERENCE}.w4a16:linear_w4a16",
+        f"{REFERENCE}.w4a16:linear_w4a16",
         f"{_INPUTS}:linear_w4a16",
         DOTS,
         rows=("x",),
@@ -96,7 +71,7 @@ W4A16 = (
         "(x [T, I], weight uint8 [O, I / 2], scale float32 [O, I / 32], bias [O] | None) -> y [T, O]: as linear_w4a16 with "
         "E2M1 codes: value = e2m1(code) * scale for groups of 32 columns, in the same order of codes",
         {"in_size": "input features I, a multiple of 32", "out_size": "output features O"},
-        f"{_REFERENCE}.w4a16:linear_mxfp4",
+        f"{REFERENCE}.w4a16:linear_mxfp4",
         f"{_INPUTS}:linear_mxfp4",
         DOTS,
         rows=("x",),
@@ -119,7 +94,7 @@ W4A16 = (
             "intermediate_size": "intermediate size I of an expert, a multiple of G",
             "group_size": "columns G that share a scale, a multiple of 32; 0: all",
         },
-        f"{_REFERENCE}.moe_w4a16:moe_experts_w4a16",
+        f"{REFERENCE}.moe_w4a16:moe_experts_w4a16",
         f"{_INPUTS}:moe_experts_w4a16",
         DOTS,
         rows=("x", "weights", "ids"),
@@ -155,32 +130,32 @@ INT8 = (
         "linear",
         "(x [T, N]) -> (y int8 [T, N], scale float32 [T, 1]): per-token scale = max(|row|, 1e-10) / 127, "
         "y = x / scale, rounded to the nearest, ties to even",
-        _SIZE,
-        f"{_REFERENCE}.int8:quantize_int8",
+        NORM_AXES,
+        f"{REFERENCE}.int8:quantize_int8",
         "tokenspeed_kernels.inputs:quantize_fp8",
         _STEPS,
         rows=("x",),
-        cases=_ROWS,
+        cases=ROWS,
     ),
     OpContract(
         "quantize_int8_static",
         "linear",
         "(x [T, N], scale float32 [1]) -> (y int8 [T, N], scale float32 [T, 1]): y = x / scale, rounded to the nearest "
         "and limited to -128 and 127; the scale is repeated for each row",
-        _SIZE,
-        f"{_REFERENCE}.int8:quantize_int8_static",
+        NORM_AXES,
+        f"{REFERENCE}.int8:quantize_int8_static",
         f"{_INPUTS}:quantize_static",
         _STEPS,
         rows=("x",),
-        cases=_ROWS,
+        cases=ROWS,
     ),
     OpContract(
         "linear_int8",
         "linear",
         "(x int8 [T, I], x_scale float32 [T, 1], weight int8 [O, I], weight_scale float32 [O, 1], bias [O] | None) -> "
         "y [T, O] of the dtype: (x @ weight.T) * x_scale * weight_scale.T + bias; sums are exact integers",
-        _LINEAR,
-        f"{_REFERENCE}.int8:linear_int8",
+        LINEAR_AXES,
+        f"{REFERENCE}.int8:linear_int8",
         f"{_INPUTS}:linear_int8",
         DOTS,
         rows=("x", "x_scale"),
@@ -195,10 +170,10 @@ INT8 = (
         "moe",
         "(x [T, N], gate_up int8 [E, 2I, N], gate_up_scale float32 [E, 2I, 1], down int8 [E, N, I], down_scale float32 "
         "[E, N, 1], weights float32 [T, k], ids int32 [T, k]) -> y [T, N]: as moe_experts_fp8, with q = quantize_int8",
-        _EXPERTS,
-        f"{_REFERENCE}.moe_w8a8:moe_experts_int8",
+        EXPERTS_AXES,
+        f"{REFERENCE}.moe_w8a8:moe_experts_int8",
         f"{_INPUTS}:moe_experts_int8",
-        _CODED_EXPERTS,
+        CODED_EXPERTS,
         rows=("x", "weights", "ids"),
         cases=_EXPERTS_CASES,
     ),
@@ -211,12 +186,12 @@ FP8_STATIC = (
         "linear",
         "(x [T, N], scale float32 [1]) -> (y float8_e4m3fn [T, N], scale float32 [T, 1]): y = x / scale, limited to "
         "-448 and 448, rounded; the scale is repeated for each row",
-        _SIZE,
-        f"{_REFERENCE}.fp8:quantize_fp8_static",
+        NORM_AXES,
+        f"{REFERENCE}.fp8:quantize_fp8_static",
         f"{_INPUTS}:quantize_static",
-        _CODES,
+        CODES,
         rows=("x",),
-        cases=_ROWS,
+        cases=ROWS,
     ),
     _static_experts("fp8", "float8_e4m3fn"),
 )

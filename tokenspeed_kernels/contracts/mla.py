@@ -1,4 +1,4 @@
-"""Contracts of the ops of multi-head latent attention (MLA, DeepSeek-V2, arXiv:2405.04434). Imports no tensor library.
+"""Contracts of the ops of multi-head latent attention (MLA, DeepSeek-V2, arXiv:2405.04434).
 
 A token's cache entry is its latent (L values) and its rotated key part (R values), which all heads share. A head's
 key is the latent's expansion (N values), then the rotated part; its value is another expansion (V values).
@@ -7,8 +7,9 @@ key is the latent's expansion (N values), then the rotated part; its value is an
 from __future__ import annotations
 
 from tokenspeed_core.api import DOTS, OpContract, Tolerance
+from tokenspeed_kernels.contracts.common import REFERENCE, ROUNDING
 
-_REFERENCE, _INPUTS = "tokenspeed_kernels.reference.mla", "tokenspeed_kernels.mla_inputs"
+_REFERENCE, _INPUTS = f"{REFERENCE}.mla", "tokenspeed_kernels.mla_inputs"
 _LATENT = {"num_heads": "query heads H", "latent_size": "values of a latent, L"}
 _ROPE = {"rope_size": "rotated values of a query and of a key, R, even"}
 _NOPE = {"nope_size": "values of a query and of a key that are not rotated, N"}
@@ -42,7 +43,7 @@ _DECODED = {**_LATENT, **_ROPE, **_CACHE, "phase": "decode"}
 _PREFILLED = {**_ABSORBED, **_CACHE, "phase": "prefill"}
 
 _ENTRIES = (
-    Tolerance("float32", 1e-5, 1e-5, "a few roundings of 2^-24 in sums of up to 8192 terms"),
+    *(each for each in ROUNDING if each.dtype == "float32"),
     *(
         Tolerance(
             dtype, 0.13, 2e-2, "in an FP8 cache, a value halfway between two codes, 1/8 apart"

@@ -1,21 +1,14 @@
-"""Contracts of the ops of experts with biases and a clamped SwiGLU (gpt-oss, arXiv:2508.10925).
-
-Imports no tensor library.
-"""
+"""Contracts of the ops of experts with biases and a clamped SwiGLU (gpt-oss, arXiv:2508.10925)."""
 
 from __future__ import annotations
 
 from tokenspeed_core.api import DOTS, OpContract
+from tokenspeed_kernels.contracts.common import EXPERTS_AXES, REFERENCE
 
-_REFERENCE, _INPUTS = (
-    "tokenspeed_kernels.reference.biased_experts",
-    "tokenspeed_kernels.biased_experts_inputs",
-)
+_REFERENCE = f"{REFERENCE}.biased_experts"
+_INPUTS = "tokenspeed_kernels.biased_experts_inputs"
 _AXES = {
-    "num_experts": "experts E",
-    "top_k": "experts per token, k <= E",
-    "hidden_size": "hidden size N",
-    "intermediate_size": "intermediate size I of an expert",
+    **EXPERTS_AXES,
     "alpha": "factor a of the gate in the sigmoid",
     "limit": "bound c of gate and up",
 }
