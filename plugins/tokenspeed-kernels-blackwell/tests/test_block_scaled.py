@@ -77,7 +77,7 @@ def test_nvfp4_group_scale_is_rounded_to_e4m3() -> None:
     assert codes[0, 10].item() & 15 == 7
 
 
-@pytest.mark.parametrize("capability", [100, 103])
+@pytest.mark.parametrize("capability", [100, pytest.param(103, marks=pytest.mark.release)])
 @pytest.mark.parametrize("tiling", TILINGS, ids=lambda tiling: f"{tiling.block_t} tokens")
 @pytest.mark.parametrize("form", [MXFP8, NVFP4], ids=lambda form: form.name)
 def test_gemm_uses_block_scaled_tensor_cores(

@@ -66,7 +66,7 @@ def test_unsupported_shapes_are_rejected_at_build() -> None:
     assert "compute capability 9.0 is not supported" in explain(chosen.plan(), "mla_decode")
 
 
-@pytest.mark.parametrize("capability", [100, 103])
+@pytest.mark.parametrize("capability", [100, pytest.param(103, marks=pytest.mark.release)])
 @pytest.mark.parametrize("tiling", [FEW, MANY], ids=lambda tiling: f"{tiling.block_h} heads")
 def test_mla_kernel_fits_and_uses_tcgen05(tiling: Tiling, capability: int, tmp_path: Path) -> None:
     dtype = "bf16" if capability == 100 else "fp16"

@@ -53,7 +53,7 @@ Quantize = Callable[[Tensor], Tensor]
 
 @pytest.mark.parametrize("spec", TORCH_MOE, ids=lambda spec: spec.op)
 def test_reference_conforms(spec: KernelSpec) -> None:
-    assert check(spec, CPU) > 10
+    assert check(spec, CPU, num_rows=(0, 1, 7)) > 10
 
 
 def by_token(
@@ -137,7 +137,7 @@ def signature(kernel: Any, form: Format) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("capability", [100, 103])
+@pytest.mark.parametrize("capability", [100, pytest.param(103, marks=pytest.mark.release)])
 @pytest.mark.parametrize("tiling", TILINGS, ids=lambda tiling: f"{tiling.block_t} pairs")
 @pytest.mark.parametrize("form", [MXFP8, NVFP4], ids=lambda form: form.name)
 @pytest.mark.parametrize("kernel", [gate_up, down], ids=["gate_up", "down"])

@@ -225,6 +225,7 @@ def test_model_without_example_is_skipped(
     ]
 
 
+@pytest.mark.release
 def test_each_model_has_its_own_example(family: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     (family / "example" / "second").mkdir()

@@ -121,7 +121,7 @@ def test_conversation_stays_on_its_replica_in_all_workers(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.release), 2])
 def test_requests_of_the_other_replica_survive_a_death(tmp_path: Path, num_workers: int) -> None:
     held = tmp_path / "held"
     held.touch()
