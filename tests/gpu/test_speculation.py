@@ -5,20 +5,24 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tokenspeed_testing.attention import Rows, compare, limits_of, make_fixture, run
 from tokenspeed_testing.requests import request
 
+from tokenspeed_core.api.attention import AttentionProblem
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.factory import resolve
 from tokenspeed_core.engine.messages import Submit
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.worker.local import LocalRunner, build
 from tokenspeed_core.worker.staged import BucketSize
+from tokenspeed_kernels.triton.attention.backend import TritonAttention
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))  # helper modules
 
@@ -153,6 +157,40 @@ def test_drafts_change_no_token(
     stats = engine.scheduler.counters.snapshot(engine.scheduler.kv, 0)
     assert stats.num_saved_steps > 10
     assert int(runner._state.seq_len[runner._state.layout.padding_slot]) == 0
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize(("num_heads", "window"), [(2, None), (8, None), (8, 100), (16, None)])
+def test_attention_of_drafts_matches_the_formula(
+    num_heads: int, window: int | None, kv_dtype: str
+) -> None:
+    """Tiles of 16, 64 and 128 rows; split and whole keys; padding rows and tokens, as in a captured step."""
+    device = torch.device("cuda")
+    problem = AttentionProblem(
+        "decode", num_heads, 2, 128, "bfloat16", kv_dtype, 16, 128**-0.5, window
+    )
+    for rows in (
+        Rows((9,), (1030,)),
+        Rows((9, 1, 3, 5, 0, 0), (2301, 40, 3, 700, 0, 0)),
+        Rows((9, 2) * 96, (300, 77) * 96),
+    ):
+        fixture = make_fixture(problem, rows, device, seed=0)
+        count = fixture.step.num_tokens
+        step = replace(
+            fixture.step,
+            num_tokens=count + 3,
+            max_seq_len=4096,
+            host_query_start=None,
+            host_seq_lens=None,
+        )
+        limits = replace(limits_of(fixture), max_model_len=4096)
+        kernel = TritonAttention(problem, limits, device)
+        kernel.prepare(step)
+        q = torch.cat((fixture.q, torch.full_like(fixture.q[:3], float("nan"))))
+        for _ in range(2):
+            out = torch.full(q.shape, float("nan"), dtype=q.dtype, device=device)
+            run(kernel, replace(fixture, q=q), out)
+            compare(f"{rows}", problem, out[:count], fixture.expected)
 
 
 def test_launching_a_step_with_drafts_does_not_synchronize(captured: LocalRunner) -> None:
