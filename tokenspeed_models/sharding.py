@@ -140,7 +140,7 @@ def _collective_of_tokens(
 
 
 def _effective(build: BuildContext, sharding: Sharding) -> Sharding:
-    """Return what a sharding is with the sizes of the groups: groups of one process do not shard."""
+    """Return a sharding without groups of one process, which divide nothing."""
     match sharding:
         case Sharded(_, group) if build.group(group).size == 1:
             return Replicated()

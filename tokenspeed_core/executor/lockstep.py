@@ -41,7 +41,7 @@ class Peers:
     """The connections to the other engines of a group."""
 
     def __init__(self, fds: Sequence[int]) -> None:
-        """Take a connected socket to each engine (see `connect_peers`); that to this engine itself is -1."""
+        """Take a connected socket to each engine (see `connect_peers`), and -1 for this engine itself."""
         self.rank, self.num_engines = fds.index(-1), len(fds)
         self._sockets = {
             rank: socket.socket(fileno=fd) for rank, fd in enumerate(fds) if rank != self.rank

@@ -1,7 +1,7 @@
 """Uploads of the masks of a step: which tokens each row may choose.
 
-The host fills a mask while the forward of its step runs. On CUDA, the mask is copied on a stream of its own, so that the
-copy also runs beside the forward, and the sampling that waits for it finds it on the device.
+The host fills a mask while the forward of its step runs. On CUDA, the mask is copied on a separate stream, so that the
+copy also overlaps with the forward, and sampling finds the mask on the device.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class SmallerModel:
-    """Implements the core's `DraftModel` with a model of its own. It reads tokens only."""
+    """Implements the core's `DraftModel` with a separate model, which reads tokens only."""
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext, target: Model) -> None:
         """`config` has the `spec` of the draft model's family and its `config`, the checkpoint's config.json."""
@@ -29,7 +29,7 @@ class SmallerModel:
 
     def begin(self, hidden: torch.Tensor) -> torch.Tensor:
         """Not called: the model reads no hidden states."""
-        raise AssertionError("a draft model of its own reads tokens only")
+        raise AssertionError("this draft model reads tokens only")
 
     def forward(
         self,
