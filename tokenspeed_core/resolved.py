@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tokenspeed_core.api.cache_groups import CacheGroupSpec
-from tokenspeed_core.api.drafters import DraftModelInfo
 from tokenspeed_core.api.grammars import GrammarSpec
-from tokenspeed_core.api.models import KVScale
+from tokenspeed_core.api.models import DraftModelInfo, KVScale
 from tokenspeed_core.api.parallel import ONE_PROCESS, ParallelLayout
 from tokenspeed_core.api.policy import Policy
 from tokenspeed_core.checkpoint.quantization import ResolvedQuantization

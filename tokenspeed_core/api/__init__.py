@@ -27,10 +27,8 @@ from tokenspeed_core.api.drafters import (
     Drafter,
     DrafterContext,
     DrafterSpec,
-    DraftModelInfo,
     DraftRequest,
     Drafts,
-    HiddenStates,
     ModelDrafterSpec,
 )
 from tokenspeed_core.api.executors import (
@@ -75,6 +73,8 @@ from tokenspeed_core.api.models import (
     CapturingModel,
     Checkpoint,
     DraftModel,
+    DraftModelInfo,
+    HiddenStates,
     KVScale,
     LatentAttentionCall,
     LatentSizes,

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from tokenspeed_core.plugins.entry import load_target
 
 if TYPE_CHECKING:
-    from tokenspeed_core.api.cache_groups import CacheGroupSpec
     from tokenspeed_core.api.models import ModelInfo, ModelSpec
     from tokenspeed_core.api.step import F32, I32
 
@@ -120,32 +118,6 @@ class DraftRequest:
     target: DraftCheckpoint
     draft: DraftCheckpoint | None
     options: Mapping[str, Any]
-
-
-class HiddenStates(StrEnum):
-    """The target's hidden states that a draft model reads."""
-
-    NONE = "none"  # it reads tokens only
-    LAST = "last"  # the result of the target's `forward`, [T, H]
-    LAYERS = "layers"  # the residual stream before `DraftModelInfo.layers`, concatenated, [T, layers * H]
-
-
-@dataclass(frozen=True, slots=True)
-class DraftModelInfo:
-    """A draft model (`tokenspeed_core.api.models.DraftModel`) and its needs.
-
-    The core adds the layers of `cache_groups` to the target's groups of equal parts and window, and keeps the other
-    groups next to them. The numbers of layers and parameters are those that the model adds to the target's.
-    """
-
-    load: str  # "module:class", called with `config`, a build context and the target model
-    config: Mapping[str, Any]
-    cache_groups: tuple[CacheGroupSpec, ...]
-    num_layers: int
-    num_parameters: int
-    weights: Path  # folder of the weights, read with the format of `--load-format`
-    hidden: HiddenStates
-    layers: tuple[int, ...] = ()  # for HiddenStates.LAYERS
 
 
 @dataclass(frozen=True, slots=True)

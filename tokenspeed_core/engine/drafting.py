@@ -12,10 +12,10 @@ from tokenspeed_core.api.drafters import (
     Drafter,
     DrafterContext,
     DrafterSpec,
-    DraftModelInfo,
     DraftRequest,
     ModelDrafterSpec,
 )
+from tokenspeed_core.api.models import DraftModelInfo
 from tokenspeed_core.config.parallel_settings import ParallelSizes
 from tokenspeed_core.config.speculation_settings import Speculation
 from tokenspeed_core.errors import ConfigError

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from tokenspeed_core.api.attention import AttentionLimits
-from tokenspeed_core.api.drafters import HiddenStates
 from tokenspeed_core.api.kernels import PlatformInfo
 from tokenspeed_core.api.logits_processors import LogitsProcessor, LogitsProcessorContext
-from tokenspeed_core.api.models import CapturingModel, DraftModel, Model
+from tokenspeed_core.api.models import CapturingModel, DraftModel, HiddenStates, Model
 from tokenspeed_core.engine.logits_processors import LogitsProcessorTable
 from tokenspeed_core.errors import CheckpointError, TokenSpeedError
 from tokenspeed_core.kernels.installed import (

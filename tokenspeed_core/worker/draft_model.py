@@ -15,8 +15,13 @@ import numpy as np
 import torch
 
 from tokenspeed_core.api.attention import AttentionStep
-from tokenspeed_core.api.drafters import DraftModelInfo, HiddenStates
-from tokenspeed_core.api.models import CapturingModel, DraftModel, Model
+from tokenspeed_core.api.models import (
+    CapturingModel,
+    DraftModel,
+    DraftModelInfo,
+    HiddenStates,
+    Model,
+)
 from tokenspeed_core.api.step import I32, NextDrafts, StepPlan
 from tokenspeed_core.worker.attention import AttentionGroup
 from tokenspeed_core.worker.inputs import GroupInputs, StepInputs
