@@ -217,7 +217,7 @@ def test_interrupt_keeps_results_and_stops_the_server(
     assert result["is_interrupted"]
     assert 0 < result["runs"][-1]["figures"]["answered"] < 5000
     assert result["runs"][-1]["is_part"]
-    wait_until(lambda: all(map(has_ended, started)), 10, "the end of all processes")
+    wait_until(lambda: all(map(has_ended, started)), 60, "the end of all processes")
 
 
 def listens(process: psutil.Process) -> bool:

@@ -45,7 +45,7 @@ def test_two_nodes_serve_and_end_together(tmp_path: Path) -> None:
             node.kill()  # its rank ends with it
             assert server.process.wait(8) != 0
             assert "rank 1 of 2" in server.stderr()
-            wait_until(lambda: has_ended(engine), 5, "the engine's end")
+            wait_until(lambda: has_ended(engine), 60, "the engine's end")
     finally:
         node.kill()
         node.wait()

@@ -369,11 +369,13 @@ def test_key_is_required_and_sigterm_drains(tmp_path: Path) -> None:
             process.send_signal(signal.SIGTERM)
         rest = Background(lambda: list(stream))
         with server.http() as http:
-            wait_until(lambda: http.get("/ready").status_code == 503, 5, "unhealthy while draining")
+            wait_until(
+                lambda: http.get("/ready").status_code == 503, 60, "unhealthy while draining"
+            )
         assert server.process.wait(60) == 0
         assert len([first, *rest.result()]) >= 320
         assert rest.result()[-1].choices[0].finish_reason == "length"
-        wait_until(lambda: has_ended(engine), 10, "the engine's end")
+        wait_until(lambda: has_ended(engine), 60, "the engine's end")
         assert not server.sockets()
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from serving import Served, served, wait_until
+from serving import Served, served, wait_until_idle
 
 pytestmark = pytest.mark.slow
 
@@ -129,13 +128,6 @@ class Load:
         return texts
 
 
-def seconds_used(server: Served) -> float:
-    """Return the CPU time of the engine during one second."""
-    before = sum(server.engine().cpu_times()[:2])
-    time.sleep(1)
-    return float(sum(server.engine().cpu_times()[:2]) - before)
-
-
 @pytest.mark.release
 def test_concurrent_answers_equal_single_ones(
     server: Served,
@@ -145,7 +137,7 @@ def test_concurrent_answers_equal_single_ones(
     asyncio.run(load.send_all())
     assert load.num_disconnected > 10
     assert load.num_answered > 80
-    wait_until(lambda: seconds_used(server) < 0.1, 60, "idle")
+    wait_until_idle([server.engine()])
     with server.http() as http:  # This request needs every block.
         whole = {
             "prompt": [5] * 10,
