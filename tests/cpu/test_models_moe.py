@@ -188,6 +188,7 @@ def test_stacked_experts_load_under_names_of_modules(family: str, tmp_path: Path
             "block_sparse_moe.gate.weight",
         ),
         ("Glm4Moe", "mlp.experts.3.gate_proj.weight", "mlp.gate.weight"),
+        ("DeepseekV3", "mlp.experts.3.down_proj.weight", "mlp.gate.e_score_correction_bias"),
         (
             "MiniMaxM2",
             "block_sparse_moe.experts.3.w2.weight",
