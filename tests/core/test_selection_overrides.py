@@ -321,3 +321,18 @@ def test_table_fits_a_screen() -> None:
     rows = " ".join(" ".join(lines).split())
     assert "tiled-of-a-vendor dist-tiled-of-a-vendor decode, layers 0-5, tile=32 " in rows
     assert "five dist-five prefill, layers 0-5 " in rows
+
+
+def test_op_that_a_named_backend_lacks_says_what_to_type() -> None:
+    # As with `--moe-backend deepgemm`, which has experts and no router.
+    kernels = (kernel("greedy-only", "greedy"), kernel("plain", "sample"))
+    given = [Override.parse("sampling", ("greedy-only",), "--sampling-backend")]
+    with pytest.raises(SelectionError) as caught:
+        Selector(kernels, CPU, given).select("sample", LOGITS)
+    message = str(caught.value)
+    assert "greedy-only: no such backend is installed for this op" in message
+    assert "use --sampling-backend greedy-only,plain,auto" in message
+    typed = [Override.parse("sampling", ("greedy-only", "plain", "auto"))]
+    again = Selector(kernels, CPU, typed)
+    backends = [again.select(op, LOGITS).spec.backend for op in ("greedy", "sample")]
+    assert backends == ["greedy-only", "plain"]

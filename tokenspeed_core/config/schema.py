@@ -225,7 +225,7 @@ class Config(ParallelSettings, SpeculationSettings):
     attention_backend: BackendChoice = setting(
         {"default": AUTO},
         "backends",
-        "Attention backends in order of preference.",
+        "Attention backends in order of preference; a last auto serves ops that they lack.",
         narrow=("prefill", "decode"),
         kind="kernels.attention",
         takes="NAME[,NAME...]",
@@ -249,14 +249,14 @@ class Config(ParallelSettings, SpeculationSettings):
     moe_backend: BackendChoice = setting(
         {"default": AUTO},
         "backends",
-        "Mixture-of-experts backends in order of preference.",
+        "Mixture-of-experts backends in order of preference; a last auto serves ops that they lack.",
         kind="kernels.moe",
         takes="NAME[,NAME...]",
     )
     sampling_backend: BackendChoice = setting(
         {"default": AUTO},
         "backends",
-        "Sampling backends in order of preference.",
+        "Sampling backends in order of preference; a last auto serves ops that they lack.",
         kind="kernels.sampling",
         takes="NAME[,NAME...]",
     )
