@@ -42,6 +42,17 @@ def test_gpu_script_reports_a_missing_gpu() -> None:
     assert (done.returncode, "CUDA device" in done.stderr.splitlines()[-1]) == (2, True)
 
 
+@pytest.mark.release
+def test_verification_is_timed_after_a_check() -> None:
+    sizes = ("--rows", "2", "--drafts", "3", "--context", "32", "--steps", "3", "--tokens", "24")
+    done = script("verification.py", "--shape", "small", *sizes)
+    assert done.returncode == 0, done.stderr
+    _, check, plain, drafted, user, _ = map(json.loads, done.stdout.splitlines())
+    assert check["accepted"] > 0
+    assert (plain["ratio"], drafted["drafts"]) == (1.0, 3)
+    assert user["equal_tokens"] == 24
+
+
 def test_prefill_budget_is_simulated_in_virtual_time() -> None:
     done = script("paced_gaps.py", "--users", "8", "--requests", "32", "--min-ms", "12", "9")
     assert done.returncode == 0, done.stderr
