@@ -44,6 +44,12 @@ class Resolved:
         return None if self.drafter is None else self.drafter.model
 
     @property
+    def num_parameters(self) -> int:
+        """The weights of the model and of the draft model."""
+        draft = self.draft_model
+        return self.checkpoint.info.num_parameters + (draft.num_parameters if draft else 0)
+
+    @property
     def cache_groups(self) -> tuple[CacheGroupSpec, ...]:
         """The cache groups of the model, with the layers of the draft model."""
         return self._joined()[0]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from drafted import Reply, finish, make_engine
+from host_graphs import capture
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
@@ -22,6 +23,7 @@ from tokenspeed_testing.drafts import FixedDepth
 from tokenspeed_testing.requests import request
 
 from tokenspeed_core import LLM, SamplingParams
+from tokenspeed_core.api.step import I32
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.engine import Engine
 from tokenspeed_core.engine.factory import resolve
@@ -30,6 +32,7 @@ from tokenspeed_core.errors import ConfigError, PluginError
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.resolved import Resolved
 from tokenspeed_core.worker.local import LocalRunner, build
+from tokenspeed_core.worker.staged import BucketSize
 
 KINDS: tuple[dict[str, Any], ...] = (
     {},
@@ -237,6 +240,34 @@ def test_model_accepts_all_of_its_own_drafts(own_runner: LocalRunner, case: dict
     # Without free pages, entries of draft tokens are not kept, and the next ones are worse.
     share = 0.8 if "num_pages" in case else 0.99
     assert stats.num_saved_steps >= share * stats.num_draft_tokens
+
+
+class Alternating(FixedDepth):
+    """Wants no draft tokens in a part of the steps."""
+
+    num_calls = 0
+
+    def max_drafts(self, slots: I32) -> I32:
+        self.num_calls += 1
+        return super().max_drafts(slots) * np.int32(self.num_calls // 8 % 2)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_captured_steps_may_follow_steps_of_a_draft_model(
+    own_runner: LocalRunner, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random = np.random.default_rng(5)
+    wanted = [
+        request(i, random.integers(0, 97, 9 + i).tolist(), max_tokens=70 + i, temperature=0.4 * i)
+        for i in range(5)
+    ]
+    expected = finish(make_engine(own_runner, seed=4), wanted)
+    monkeypatch.setattr(own_runner, "_graphs", None)  # restored afterwards
+    used = capture(own_runner, [BucketSize(each, 0, 0) for each in (1, 4, 8)], monkeypatch)
+    engine = make_engine(own_runner, max_drafts=3, depth=depth, draft_depth=Alternating(3), seed=4)
+    check(finish(engine, wanted), expected)
+    assert len(used) > 5
+    assert engine_stats(engine).num_saved_steps > 10
 
 
 SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}

@@ -295,8 +295,9 @@ class LocalRunner:
         if plan.num_rows == 0:
             return _Launched(plan, None, None)
         if self._graphs is not None:
-            # Graphs keep the hidden states of sampling rows only.
-            graph = self._graphs.run(plan) if plan.prompt_targets is None else None
+            # Graphs keep the hidden states of sampling rows only, and a draft model may read all.
+            is_plain = plan.prompt_targets is None and plan.next_drafts is None
+            graph = self._graphs.run(plan) if is_plain else None
             if graph is not None:
                 return _Launched(
                     plan, None, graph.rows if len(graph.rows.plan_rows) else None, graph

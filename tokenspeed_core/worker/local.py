@@ -59,7 +59,7 @@ def build(
         torch.cuda.set_device(device)
     if resolved.num_threads is not None:
         torch.set_num_threads(resolved.num_threads)
-    dtype, num_parameters = resolved.config.dtype, resolved.checkpoint.info.num_parameters
+    dtype, num_parameters = resolved.config.dtype, resolved.num_parameters
     weights = num_parameters * getattr(torch, dtype).itemsize / GIB
     with _room_for(
         f"The model ({weights:.2f} GiB of weights in {dtype})",
@@ -88,7 +88,7 @@ def plan_only(
     config = resolved.config
     device = resolve_device(config.device)
     assembly = assemble(resolved, catalog, device, only_plan=True)
-    num_parameters = resolved.checkpoint.info.num_parameters
+    num_parameters = resolved.num_parameters
     is_known = resolved.quantization is None and resolved.parallel.world_size == 1
     weights = num_parameters * assembly.build.dtype.itemsize if is_known else None
     is_cpu = device.type == "cpu"
@@ -181,8 +181,7 @@ def _start_on_device(
     config, limits = assembly.resolved.config, assembly.resolved.limits
     decodes = (
         ()
-        # Captured steps return the hidden states of sampling rows only.
-        if config.enforce_eager or assembly.draft_model is not None
+        if config.enforce_eager
         else decode_sizes(
             limits.max_num_seqs, config.max_cudagraph_capture_size, config.cudagraph_capture_sizes
         )
@@ -190,7 +189,8 @@ def _start_on_device(
     sizes: tuple[BucketSize, ...] = ()
     if decodes:
         sizes = bucket_sizes(decodes, limits.max_num_tokens, limits.max_num_seqs)
-        sizes += draft_sizes(decodes, limits.max_drafts, limits.max_draft_tokens)
+        if assembly.draft_model is None:  # otherwise steps with draft tokens are not captured
+            sizes += draft_sizes(decodes, limits.max_drafts, limits.max_draft_tokens)
     num_groups = len(assembly.build.groups)
     with _room_for(
         "The largest step", "Lower --chunked-prefill-size or --max-num-seqs, or free device memory"
