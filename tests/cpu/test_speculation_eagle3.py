@@ -147,6 +147,37 @@ def test_settings_of_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1 + stats.num_saved_steps / stats.num_draft_rows > 2.5, "tokens per step"
 
 
+@pytest.mark.release
+def test_processes_that_share_a_model_draft_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "tokenspeed_core.engine.drafting.AdaptiveDepth", lambda num_seqs, most: FixedDepth(most)
+    )
+    head: dict[str, Any] = {"method": "eagle3", "model": EAGLE3.name, "num_speculative_tokens": 4}
+    wanted = [{"prompt_token_ids": ids} for ids in prompts(2)]
+    params = SamplingParams(temperature=0, max_tokens=30)
+    answers = []
+    for given_flags in ({}, {"speculative_config": head, "tensor_parallel_size": 2}):
+        with LLM(
+            device="cpu",
+            dtype="float32",
+            max_num_seqs=4,
+            max_total_tokens=2048,
+            **given_flags,  # type: ignore[arg-type]
+        ) as llm:
+            outputs = llm.generate(wanted, params, use_tqdm=False)
+            answers.append([list(output.outputs[0].token_ids) for output in outputs])
+            stats = llm.stats()
+    assert answers[0] == answers[1]
+    assert stats.num_accepted[0] > 0.6 * stats.num_draft_rows
+
+
+def test_blocks_are_free_after_aborts(runner: LocalRunner) -> None:
+    engine = make_engine(runner, max_drafts=3, num_pages=60, depth=2)
+    finish(engine, requests(), aborts={0: 3, 2: 9, 5: 14}, preempt_every=6)
+    counts = engine.scheduler.kv.pool.counts()
+    assert (counts.held, counts.pending) == (0, 0)
+
+
 def refused(**flags: Any) -> str:
     with pytest.raises((ConfigError, CheckpointError)) as caught:
         LLM(device="cpu", **flags)

@@ -19,6 +19,7 @@ pytestmark = [
 ]
 
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
+EAGLE3 = {"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": 5}
 ITSELF = {"method": "draft_model", "model": "demo", "num_speculative_tokens": 3}
 DEEPSEEK = {"method": "draft_model", "model": "demo-deepseek", "num_speculative_tokens": 2}
 PARAMS = (
@@ -45,8 +46,13 @@ def answers(model: str, **settings: Any) -> tuple[list[list[int]], Any]:
 
 @pytest.mark.parametrize(
     ("model", "drafter", "least"),
-    [("demo-deepseek", MTP, 0.85), ("demo", ITSELF, 0.97), ("demo", DEEPSEEK, 0.9)],
-    ids=["mtp", "itself", "other model"],
+    [
+        ("demo-deepseek", MTP, 0.85),
+        ("demo", EAGLE3, 0.85),
+        ("demo", ITSELF, 0.97),
+        ("demo", DEEPSEEK, 0.9),
+    ],
+    ids=["mtp", "eagle3", "itself", "other model"],
 )
 def test_draft_model_changes_no_answer(
     model: str, drafter: dict[str, Any], least: float, monkeypatch: pytest.MonkeyPatch
