@@ -188,14 +188,8 @@ def test_interrupt_during_profiling_keeps_all_results(tmp_path: Path) -> None:
     assert processes_of(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGINT,
-        pytest.param(signal.SIGTERM, marks=pytest.mark.release),
-        pytest.param(signal.SIGHUP, marks=pytest.mark.release),
-    ],
-)
+@pytest.mark.release
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_interrupt_keeps_results_and_stops_the_server(
     number: signal.Signals, tmp_path: Path
 ) -> None:

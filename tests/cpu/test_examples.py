@@ -58,6 +58,7 @@ def test_tool_example_calls_the_function_and_answers(server: Served) -> None:
     assert "21" in printed.partition("answer: ")[2]
 
 
+@pytest.mark.release
 def test_kernel_plugin_is_selected_and_conforms(tmp_path: Path) -> None:
     site = tmp_path / "site"
     plugin = EXAMPLES / "acme_rms_norm"

@@ -70,6 +70,7 @@ def test_kernel_without_finite_results_ends_the_start(tmp_path: Path) -> None:
     assert "prefill" not in line
 
 
+@pytest.mark.release
 def test_dummy_weights_are_served_with_any_logits(tmp_path: Path) -> None:
     flags = ("--attention-backend", "strange/empty", "--load-format", "dummy")
     with served(tmp_path, *flags) as running, running.http() as http:

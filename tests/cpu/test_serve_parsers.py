@@ -312,6 +312,7 @@ def test_parser_gets_context_and_special_tokens(
         assert "<|im_end|>" not in whole(sdk, {**ADDING, **beyond})[0]
 
 
+@pytest.mark.release
 def test_parsers_from_the_template_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site = tmp_path / "site"
     for kind in ("tool-parser", "reasoning-parser"):
