@@ -96,7 +96,7 @@ class ParallelSettings(Settings):
     data_parallel_size: int = setting(
         1,
         "parallel",
-        "Number of engines that share the requests, each with the whole model or its experts.",
+        "Engines that share the requests, each with the whole model or its experts.",
         unit="engines",
         is_for_servers=True,
         ge=1,
