@@ -129,6 +129,12 @@ def test_server_has_no_http_client() -> None:
             elif isinstance(node, ast.ImportFrom) and node.module:
                 imported |= {node.module, *(f"{node.module}.{each.name}" for each in node.names)}
     assert not imported & CLIENTS
+    connecting = [
+        path.name for path in SERVER.rglob("*.py") if "open_connection" in path.read_text()
+    ]
+    assert connecting == ["http_client.py"]  # of `run-batch --url`
+    users = [path.name for path in SERVER.rglob("*.py") if "batch.http_client" in path.read_text()]
+    assert users == ["online.py"]
 
 
 def test_process_listens_on_its_port_only(tmp_path: Path) -> None:

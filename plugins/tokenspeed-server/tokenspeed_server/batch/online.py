@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import IO
 
@@ -27,7 +28,9 @@ def run(
     Raises ConfigError for wrong paths or a wrong address, and ServerLostError.
     """
     check_paths(source, target, overwrite=overwrite)
-    batch = OnlineBatch(HttpClient(url, api_key), concurrency)
+    client = HttpClient(url, api_key)
+    asyncio.run(check_server(client))  # before the file of results is made
+    batch = OnlineBatch(client, concurrency)
     return run_on_files(source, target, batch.run, lambda: batch.counts, overwrite=overwrite)
 
 
@@ -41,10 +44,9 @@ class OnlineBatch:
         self._concurrency = concurrency
 
     async def run(self, reading: IO[bytes], writing: IO[bytes]) -> bool:
-        """Answer the lines of `reading`; return whether all were answered. Raises ServerLostError and ConfigError."""
+        """Answer the lines of `reading`; return whether all were answered. Raises ServerLostError."""
         stopped = stop_on_signals()
         try:
-            await self._check_server()
             runner, bar = file_runner(
                 self._client.post,
                 reading,
@@ -58,14 +60,18 @@ class OnlineBatch:
         finally:
             await self._client.close()
 
-    async def _check_server(self) -> None:
-        """Raise ConfigError unless the server has OpenAI's API and accepts the key."""
-        answer = await self._client.get("/v1/models")
-        if answer.status == 401:
-            raise ConfigError(
-                f"{self._client.url} refuses the API key. Pass --api-key or set TOKENSPEED_API_KEY."
-            )
-        if answer.status != 200:
-            raise ConfigError(
-                f"{self._client.url} has no OpenAI API: /v1/models answers with {answer.status}."
-            )
+
+async def check_server(client: HttpClient) -> None:
+    """Raise ConfigError unless the server has OpenAI's API and accepts the key, and ServerLostError without one."""
+    try:
+        answer = await client.get("/v1/models")
+    finally:
+        await client.close()
+    if answer.status == 401:
+        raise ConfigError(
+            f"{client.url} refuses the API key. Pass --api-key or set TOKENSPEED_API_KEY."
+        )
+    if answer.status != 200:
+        raise ConfigError(
+            f"{client.url} has no OpenAI API: /v1/models answers with {answer.status}."
+        )
