@@ -43,6 +43,12 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response."""
+        try:
+            await self._answer(scope, receive, send)
+        finally:
+            self._service.leave()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply, ids = start(self._service, self._request)
         metrics = self._service.observability.worker
         if metrics is not None:

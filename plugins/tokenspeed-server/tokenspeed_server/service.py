@@ -172,15 +172,23 @@ class Service:
     @contextmanager
     def admitted(self) -> Iterator[None]:
         """Count a request as active: a drain waits for it. Raises ApiError as `check_open` does."""
-        self.check_open()
-        self.num_active += 1
-        self._idle.clear()
+        self.enter()
         try:
             yield
         finally:
-            self.num_active -= 1
-            if not self.num_active:
-                self._idle.set()
+            self.leave()
+
+    def enter(self) -> None:
+        """Count a request as active until `leave` is called. Raises ApiError as `check_open` does."""
+        self.check_open()
+        self.num_active += 1
+        self._idle.clear()
+
+    def leave(self) -> None:
+        """Count a request as over."""
+        self.num_active -= 1
+        if not self.num_active:
+            self._idle.set()
 
     async def drained(self) -> None:
         """Admit no more requests and wait until the active ones are answered."""
