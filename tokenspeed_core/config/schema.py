@@ -225,7 +225,7 @@ class Config(ParallelSettings, SpeculationSettings):
     attention_backend: BackendChoice = setting(
         {"default": AUTO},
         "backends",
-        "Attention backends in order of preference; a last auto serves ops that they lack.",
+        "Attention backends by preference; a last auto serves ops that they lack.",
         narrow=("prefill", "decode"),
         kind="kernels.attention",
         takes="NAME[,NAME...]",
@@ -241,7 +241,7 @@ class Config(ParallelSettings, SpeculationSettings):
     all2all_backend: Names = setting(
         AUTO,
         "backends",
-        "Backends, in order of preference, of the collectives around experts that engines share.",
+        "Backends, by preference, of the collectives around experts that engines share.",
         kind="kernels.comm",
         takes="NAME[,NAME...]",
         is_for_servers=True,
@@ -249,7 +249,7 @@ class Config(ParallelSettings, SpeculationSettings):
     moe_backend: BackendChoice = setting(
         {"default": AUTO},
         "backends",
-        "Mixture-of-experts backends in order of preference; a last auto serves ops that they lack.",
+        "Backends of experts by preference; a last auto serves ops that they lack.",
         kind="kernels.moe",
         takes="NAME[,NAME...]",
     )
