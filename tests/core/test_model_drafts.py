@@ -8,6 +8,7 @@ from tokenspeed_testing.drafts import FixedDepth
 
 from tokenspeed_core.api.step import I32
 from tokenspeed_core.scheduler.columns import SlotColumns
+from tokenspeed_core.scheduler.drafts import NextDraftCount
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.scheduler.model_drafts import ModelDrafts
 
@@ -46,7 +47,7 @@ def drafts(depth: Paused, columns: SlotColumns) -> ModelDrafts:
 
 def test_rows_verify_what_the_step_before_made(drafts: ModelDrafts) -> None:
     assert drafts.count(slots(0, 1), slots(9, 9)) is None
-    assert drafts.next_drafts(slots(0, 1), 0) == 3
+    assert drafts.next_drafts(slots(0, 1), 0) == NextDraftCount(3)
     counts = drafts.count(slots(0, 1, 2), slots(9, 1, 9))
     assert counts is not None
     assert counts.tolist() == [3, 1, 0]
@@ -54,7 +55,7 @@ def test_rows_verify_what_the_step_before_made(drafts: ModelDrafts) -> None:
 
 
 def test_a_step_has_no_more_draft_tokens_than_its_budget(drafts: ModelDrafts) -> None:
-    assert drafts.next_drafts(slots(0, 1, 2, 3), 0) == 3
+    assert drafts.next_drafts(slots(0, 1, 2, 3), 0) == NextDraftCount(3)
     counts = drafts.count(slots(0, 1, 2, 3), slots(9, 9, 9, 9))
     assert counts is not None
     assert counts.sum() == LIMITS.token_budget - 4
@@ -66,16 +67,34 @@ def test_released_slot_has_no_draft_tokens(drafts: ModelDrafts) -> None:
     assert drafts.count(slots(2), slots(9)) is None
 
 
-def test_rows_with_grammars_or_processors_get_none(
-    drafts: ModelDrafts, columns: SlotColumns
-) -> None:
-    columns.has_grammar[0] = True
+def test_rows_with_processors_get_none(drafts: ModelDrafts, columns: SlotColumns) -> None:
     columns.may_draft[1] = False
-    assert drafts.next_drafts(slots(0, 1), 0) is None
-    assert drafts.next_drafts(slots(0, 1, 2), 0) == 3
-    counts = drafts.count(slots(0, 1, 2), slots(9, 9, 9))
+    assert drafts.next_drafts(slots(1), 0) is None
+    assert drafts.next_drafts(slots(1, 2), 0) == NextDraftCount(3)
+    counts = drafts.count(slots(1, 2), slots(9, 9))
     assert counts is not None
-    assert counts.tolist() == [0, 0, 3]
+    assert counts.tolist() == [0, 3]
+
+
+def test_host_knows_the_draft_tokens_of_grammars(drafts: ModelDrafts, columns: SlotColumns) -> None:
+    columns.has_grammar[0] = True
+    columns.num_grammars = 1
+    assert drafts.next_drafts(slots(0, 1), 0) == NextDraftCount(3, returns_ids=True)
+    counts = drafts.count(slots(0, 1), slots(9, 9))
+    assert counts is not None
+    assert counts.tolist() == [0, 3], "the tokens are still on the device"
+    assert drafts.take(slots(0, 1), counts) is None
+    drafts.receive(slots(0, 1), np.arange(6, dtype=np.int32).reshape(2, 3))
+    counts = drafts.count(slots(0, 1), slots(2, 9))
+    assert counts is not None
+    assert counts.tolist() == [2, 3]
+    ids = drafts.take(slots(0, 1), counts)
+    assert ids is not None
+    assert ids.tolist() == [0, 1, 3, 4, 5]
+    assert drafts.next_drafts(slots(1), 0) == NextDraftCount(3)
+    counts = drafts.count(slots(0, 1), slots(9, 9))
+    assert counts is not None
+    assert counts.tolist() == [3, 0], "the plan holds the ids of all rows or of none"
 
 
 def test_paused_model_follows_prompts_only(drafts: ModelDrafts, depth: Paused) -> None:
@@ -84,6 +103,6 @@ def test_paused_model_follows_prompts_only(drafts: ModelDrafts, depth: Paused) -
     assert not drafts.needs_results
     assert drafts.count(slots(0), slots(9)) is None
     assert drafts.next_drafts(slots(0), 0) is None
-    assert drafts.next_drafts(slots(0), 7) == 0
+    assert drafts.next_drafts(slots(0), 7) == NextDraftCount(0)
     depth.is_paused = False
     assert drafts.count(slots(0), slots(9)) is None, "nothing was made meanwhile"

@@ -283,6 +283,9 @@ def test_demo_gives_equal_answers_with_its_draft_layer(monkeypatch: pytest.Monke
         SamplingParams(temperature=0, max_tokens=18),
         SamplingParams(temperature=0.9, seed=7, max_tokens=18, n=2),
         SamplingParams(temperature=0, max_tokens=18, structured_outputs={"json": SCHEMA}),
+        SamplingParams(
+            temperature=0.9, seed=1, max_tokens=18, structured_outputs={"regex": "(ab|cd){3,9}x"}
+        ),
         SamplingParams(temperature=0, max_tokens=18, stop=["width"]),
     ]
     answers = []

@@ -85,12 +85,14 @@ class NextDrafts:
 
     It makes `num_drafts` tokens for each row that samples, and keeps them on the device. `following` [chunk rows] are the
     prompt tokens after chunks; those of rows that sample are not used. `capacity` [S] counts the tokens that the row's
-    blocks hold: entries behind them are not kept.
+    blocks hold: entries behind them are not kept. With `returns_ids` the tokens are part of the step's result too, which
+    then waits for the draft model.
     """
 
     num_drafts: int
     following: I32
     capacity: I32
+    returns_ids: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -182,13 +184,17 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """The tokens of a step: `num_tokens[i]` for row i, concatenated. A token of -1: the row had no finite logit."""
+    """The tokens of a step: `num_tokens[i]` for row i, concatenated. A token of -1: the row had no finite logit.
+
+    `next_draft_ids` are the draft tokens for the next step, `num_drafts` of each row that samples, if the plan wants them.
+    """
 
     step_id: int
     num_tokens: I32
     token_ids: I32
     logprobs: StepLogprobs | None
     prompt_logprobs: PromptLogprobs | None = None
+    next_draft_ids: I32 | None = None
 
 
 class StepFailed(TokenSpeedError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -14,6 +15,17 @@ from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.scheduler.sequence_table import SequenceTable
 
 log = logging.getLogger("tokenspeed.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class NextDraftCount:
+    """How many draft tokens the device makes after a step for each row that samples.
+
+    `returns_ids` says whether the host needs to know them.
+    """
+
+    num_drafts: int
+    returns_ids: bool = False
 
 
 class DraftSource(Protocol):
@@ -29,11 +41,14 @@ class DraftSource(Protocol):
     def take(self, slots: I32, counts: I32) -> I32 | None:
         """Return the first `counts[i]` draft tokens of each row, concatenated; None: the device has them."""
 
-    def next_drafts(self, slots: I32, num_chunk_tokens: int) -> int | None:
+    def next_drafts(self, slots: I32, num_chunk_tokens: int) -> NextDraftCount | None:
         """Return how many draft tokens the device makes after a step for each row that samples, which are `slots`.
 
         The step has `num_chunk_tokens` tokens of prompts. None: no draft model follows the step.
         """
+
+    def receive(self, slots: I32, token_ids: I32) -> None:
+        """Learn the draft tokens that the device made in the newest step for some slots, [S, num_drafts]."""
 
     def observe(self, slots: I32, num_drafts: I32, num_accepted: I32) -> None:
         """Learn how many draft tokens of some rows the model accepted."""
@@ -146,9 +161,12 @@ class HostDrafts:
         ids: I32 = self._ids[slots][np.arange(self._limits.max_drafts) < counts[:, None]]
         return ids
 
-    def next_drafts(self, slots: I32, num_chunk_tokens: int) -> int | None:
+    def next_drafts(self, slots: I32, num_chunk_tokens: int) -> NextDraftCount | None:
         """Return None: there is no draft model."""
         return None
+
+    def receive(self, slots: I32, token_ids: I32) -> None:
+        """Do nothing: there is no draft model."""
 
     def observe(self, slots: I32, num_drafts: I32, num_accepted: I32) -> None:
         """Pass the numbers on to the depth."""

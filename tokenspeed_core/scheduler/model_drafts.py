@@ -6,12 +6,14 @@ import numpy as np
 
 from tokenspeed_core.api.step import I32
 from tokenspeed_core.scheduler.columns import SlotColumns
-from tokenspeed_core.scheduler.drafts import DraftDepth
+from tokenspeed_core.scheduler.drafts import DraftDepth, NextDraftCount
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 
 
 class ModelDrafts:
-    """Counts the draft tokens that the device has for each slot. Their ids stay there.
+    """Counts the draft tokens that the device has for each slot.
+
+    Their ids stay there, unless a row has a grammar, whose masks depend on them: then the host gets those of all rows.
 
     The depth decides when they are made: a step makes as many as the next one verifies. While it wants none, the draft
     model follows steps with tokens of prompts only, so that decoding costs nothing. It lacks the tokens that were
@@ -24,6 +26,8 @@ class ModelDrafts:
         self._limits = limits
         self._columns = columns
         self._num_made = np.zeros(limits.max_num_seqs, np.int32)
+        self._ids = np.zeros((limits.max_num_seqs, limits.max_drafts), np.int32)
+        self._is_known = np.zeros(limits.max_num_seqs, np.bool_)  # the host has the ids
 
     @property
     def needs_results(self) -> bool:
@@ -34,6 +38,11 @@ class ModelDrafts:
     def count(self, slots: I32, room: I32) -> I32 | None:
         """Return the number of draft tokens that each row has, at most `room`."""
         counts = np.minimum(self._num_made[slots], np.minimum(self._depth.max_drafts(slots), room))
+        has_grammar = self._columns.has_grammar[slots]
+        if self._columns.num_grammars:
+            counts[has_grammar & ~self._is_known[slots]] = 0
+            if counts[has_grammar].any():  # then the plan holds the ids of all rows
+                counts[~self._is_known[slots]] = 0
         if not counts.any():
             return None
         left = self._num_left(len(slots))
@@ -41,20 +50,30 @@ class ModelDrafts:
         return kept
 
     def take(self, slots: I32, counts: I32) -> I32 | None:
-        """Return None: the device has the draft tokens."""
-        return None
+        """Return the first `counts[i]` draft tokens of each row if a grammar needs them; None: the device has them."""
+        if not counts[self._columns.has_grammar[slots]].any():
+            return None
+        ids: I32 = self._ids[slots][np.arange(self._limits.max_drafts) < counts[:, None]]
+        return ids
 
-    def next_drafts(self, slots: I32, num_chunk_tokens: int) -> int | None:
+    def next_drafts(self, slots: I32, num_chunk_tokens: int) -> NextDraftCount | None:
         """Return how many draft tokens a step makes for each row that samples in it; None: the model does not run."""
         self._num_made[slots] = 0
+        self._is_known[slots] = False
         places = np.flatnonzero(self._may_draft(slots) & (self._depth.max_drafts(slots) > 0))
         if not len(places):
-            return 0 if num_chunk_tokens else None
+            return NextDraftCount(0) if num_chunk_tokens else None
         drafting = slots[places]
         most = np.full(len(places), self._limits.max_drafts, np.int32)
         wanted = self._depth.choose(drafting, most, None, len(slots), self._num_left(len(slots)))
         self._num_made[drafting] = wanted
-        return int(wanted.max())
+        returns_ids = bool(wanted[self._columns.has_grammar[drafting]].any())
+        return NextDraftCount(int(wanted.max()), returns_ids)
+
+    def receive(self, slots: I32, token_ids: I32) -> None:
+        """Keep the ids of the draft tokens that the newest step made."""
+        self._ids[slots, : token_ids.shape[1]] = token_ids
+        self._is_known[slots] = True
 
     def observe(self, slots: I32, num_drafts: I32, num_accepted: I32) -> None:
         """Pass the numbers on to the depth."""
@@ -72,11 +91,8 @@ class ModelDrafts:
         self._depth.begin(slot)
 
     def _may_draft(self, slots: I32) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """Return which rows may have draft tokens. The mask of a grammar needs their ids on the host."""
-        columns = self._columns
-        may_draft: np.ndarray[tuple[int], np.dtype[np.bool_]] = (
-            columns.may_draft[slots] & ~columns.has_grammar[slots]
-        )
+        """Return which rows may have draft tokens."""
+        may_draft: np.ndarray[tuple[int], np.dtype[np.bool_]] = self._columns.may_draft[slots]
         return may_draft
 
     def _num_left(self, num_rows: int) -> int:

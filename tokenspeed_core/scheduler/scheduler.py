@@ -282,16 +282,17 @@ class Scheduler:
     def _plan_next_drafts(self, builder: StepPlanBuilder, drafts: DraftSource) -> None:
         """Let a draft model follow the step, with blocks for its draft tokens if there are enough pages."""
         slots = builder.sampling_slots()
-        num_drafts = drafts.next_drafts(slots, builder.num_chunk_tokens)
-        if num_drafts is None:
+        wanted = drafts.next_drafts(slots, builder.num_chunk_tokens)
+        if wanted is None:
             return
+        num_drafts = wanted.num_drafts
         columns, kv = self.columns, self.kv
         end = np.minimum(columns.num_bound[slots] + num_drafts, columns.max_len[slots])
         # Enough pages are left to decode: draft tokens never cause a preemption.
         if num_drafts and kv.pool.num_available >= 2 * kv.num_groups * self.sequences.num_running:
             for i in np.flatnonzero(end > columns.capacity[slots]):
                 self._extend(builder, int(slots[i]), 0, int(end[i]))
-        builder.set_next_drafts(num_drafts)
+        builder.set_next_drafts(num_drafts, returns_ids=wanted.returns_ids)
 
     def _plan_chunk(self, builder: StepPlanBuilder, slot: int, num_tokens: int) -> None:
         """Plan the next `num_tokens` known tokens of a slot, or fewer if tokens or pages run out."""
@@ -432,6 +433,8 @@ class Scheduler:
         self.kv.retire(result.step_id)
         collected = collect(self.columns, flight, result)
         late = self._collect_preempted(flight, result, collected)
+        if result.next_draft_ids is not None and not self.in_flight:
+            self._receive_drafts(flight, result.next_draft_ids)
         self._count_prefills(flight)
         if flight.plan.num_draft_tokens:
             self._observe_drafts(flight, result)
@@ -461,6 +464,14 @@ class Scheduler:
         kept = rows[has_slot]
         assert self.drafts is not None, "the policy cannot add draft tokens"
         self.drafts.observe(flight.plan.slots[kept], num_drafts[kept], num_accepted[has_slot])
+
+    def _receive_drafts(self, flight: StepInFlight, token_ids: I32) -> None:
+        """Give the source the draft tokens that were made after the newest step."""
+        rows = np.flatnonzero(flight.plan.wants_logits)
+        slots = flight.plan.slots[rows]
+        has_slot = self.columns.sequence_id[slots] == flight.sequence_ids[rows]
+        if self.drafts is not None:
+            self.drafts.receive(slots[has_slot], token_ids.reshape(len(rows), -1)[has_slot])
 
     def fail(self) -> list[int]:
         """End the sequences of all steps in flight with an error. Returns their ids.

@@ -77,6 +77,7 @@ class StepPlanBuilder:
         self._num_draft_tokens = 0
         self._draft_token_ids: I32 | None = None
         self._num_next_drafts: int | None = None
+        self._returns_draft_ids = False
         self._chunks: list[_Chunk] = []
         self._scored: list[_Scored] = []
         self._changes = [_TableChanges() for _ in range(num_groups)]
@@ -106,9 +107,10 @@ class StepPlanBuilder:
         """Set the draft tokens of the decode rows; None: the device has them."""
         self._draft_token_ids = token_ids
 
-    def set_next_drafts(self, num_drafts: int) -> None:
+    def set_next_drafts(self, num_drafts: int, *, returns_ids: bool) -> None:
         """Let a draft model follow the step, and draft tokens for each row that samples."""
         self._num_next_drafts = num_drafts
+        self._returns_draft_ids = returns_ids
 
     def sampling_slots(self) -> I32:
         """Return the slots of the rows that sample."""
@@ -195,6 +197,7 @@ class StepPlanBuilder:
             self._num_next_drafts,
             np.asarray(following, np.int32),
             self._columns.capacity[slots],
+            self._returns_draft_ids,
         )
 
     def _prompt_targets(self) -> PromptTargets:

@@ -82,8 +82,8 @@ class DraftRunner:
 
     def follow(
         self, step: TargetStep, ids: torch.Tensor | None, num_new: torch.Tensor | None
-    ) -> None:
-        """Compute the cache entries of a step, and draft tokens for the next one.
+    ) -> torch.Tensor | None:
+        """Compute the cache entries of a step, and draft tokens for the next one, int32 [S, num_drafts] if any.
 
         `ids` int32 [R] are the chosen tokens and `num_new` int32 [S] the new tokens of each row that samples, as in
         `Sampled`; `ids` is None if no row does.
@@ -93,7 +93,7 @@ class DraftRunner:
         hidden = self._extend(step, ids, newest)
         num_drafts = step.next.num_drafts
         if newest is None or not num_drafts:
-            return
+            return None
         state = self._context.state
         slots = rows.device_slots if rows.drafts is None else rows.drafts.slots
         plan_rows = rows.plan_rows if rows.drafts is None else rows.drafts.host.rows
@@ -114,6 +114,7 @@ class DraftRunner:
             drafts.append(token)
         made = torch.stack(drafts, dim=1).to(torch.int32)
         state.drafts[:, :num_drafts].index_copy_(0, slots, made)
+        return made
 
     def _extend(
         self, step: TargetStep, ids: torch.Tensor | None, newest: torch.Tensor | None

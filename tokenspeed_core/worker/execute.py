@@ -57,6 +57,7 @@ class _Launched:
     fetch: Fetch | None = None
     num_new: torch.Tensor | None = None  # with drafts, the new tokens of each row that samples
     target: TargetStep | None = None  # the draft model follows the step
+    drafts: Fetch | None = None  # its draft tokens for the next step
     logprobs: RawLogprobs | None = None
     prompt: RawPromptLogprobs | None = None
 
@@ -197,7 +198,9 @@ class LocalRunner:
                     ids = self._sample(step, step.rows, late)
                 # The host collects the step while the device drafts.
                 if step.target is not None and self._drafter is not None:
-                    self._drafter.follow(step.target, ids, step.num_new)
+                    made = self._drafter.follow(step.target, ids, step.num_new)
+                    if made is not None and step.target.next.returns_ids:
+                        step.drafts = self._transfer.fetch((made,))
                     step.target = None
         except (Exception, SystemExit) as error:  # as in forward
             del self._launched[step_id]
@@ -210,6 +213,7 @@ class LocalRunner:
         assert step.fetch is not None, "a step is sampled before it is collected"
         try:
             ids, *scores = step.fetch()
+            drafts = None if step.drafts is None else step.drafts()[0].reshape(-1)
         except (Exception, SystemExit) as error:  # as in forward
             raise self._failed(step_id, "execution", error) from error
         prompt = None if step.prompt is None else step.prompt.result(scores[-4:])
@@ -226,7 +230,7 @@ class LocalRunner:
             is_kept = step.rows.drafts.is_kept(num_new)
             ids = ids[is_kept]
         logprobs = None if step.logprobs is None else step.logprobs.result(scores[:4], is_kept)
-        return StepResult(step_id, num_tokens, ids, logprobs, prompt)
+        return StepResult(step_id, num_tokens, ids, logprobs, prompt, drafts)
 
     def close(self) -> None:
         """Wait for the device and free the arena. Safe to call twice."""
