@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,3 +114,17 @@ def test_missing_tokenizer_fails_before_weights_load(
     )
     with pytest.raises(CheckpointError, match="--tokenizer /nope"):
         llm.LLM(device="cpu", tokenizer="/nope")
+
+
+def test_weights_of_one_of_several_processes_are_known() -> None:
+    def weight_bytes(**sizes: Any) -> int:
+        config = ServerConfig.from_keywords(model="demo-deepseek", device="cpu", **sizes)
+        found = re.search(r"weight_bytes: ([\d,]+)", dry_run(config))
+        assert found
+        return int(found[1].replace(",", ""))
+
+    whole = weight_bytes()
+    experts = 3 * 16 * 3 * 256 * 64 * 2  # layers, experts, projections, sizes, bytes of a bfloat16
+    shared = weight_bytes(data_parallel_size=2, enable_expert_parallel=True)
+    assert whole - shared >= experts // 2
+    assert whole // 2 < weight_bytes(tensor_parallel_size=2) < shared

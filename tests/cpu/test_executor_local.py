@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import threading
 from pathlib import Path
@@ -55,6 +56,21 @@ def test_two_ranks_answer_as_one_process_until_one_dies() -> None:
         with pytest.raises(EngineDeadError, match=r"rank 1 of 2 was killed by SIGKILL"):
             llm.generate(["a"] * 64, SamplingParams(max_tokens=1000, ignore_eos=True))
         killer.join()
+    assert has_ended(rank)
+
+
+@pytest.mark.release
+def test_ctrl_c_ends_a_step_that_waits_for_a_stopped_rank() -> None:
+    with LLM(**SMALL, tensor_parallel_size=2) as llm:
+        (rank,) = ranks_of(psutil.Process())
+        rank.suspend()
+        presses = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+        presses.start()
+        begin = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate("a", SamplingParams(max_tokens=100, ignore_eos=True))
+        assert time.monotonic() - begin < 20
+        presses.join()
     assert has_ended(rank)
 
 
