@@ -83,6 +83,8 @@ class LLM(AbstractContextManager["LLM"]):
             self._processors = LogitsProcessorTable.of(config, catalog)
             started = start(resolved, catalog, hooks, progress.report, is_batch=True)
         self._engine, self.kernel_plan = started.engine, started.kernel_plan
+        # A step cannot end without the other ranks, of which one may be stopped.
+        self._end_stuck_step = None if started.ranks is None else started.ranks.kill
         self._limits = started.ready
         self._encoder = PromptEncoder(self.tokenizer, template, self._limits)
         self._name = f"{checkpoint.name!r}, {self.kernel_plan.platform}, {resolved.config.dtype}"
@@ -121,7 +123,7 @@ class LLM(AbstractContextManager["LLM"]):
         ]
         num_sequences = sum(len(request.sequences) for request in requests)
         with (
-            deferred_interrupts() as check,
+            deferred_interrupts(self._end_stuck_step) as check,
             BatchProgress(num_sequences, is_shown=use_tqdm) as progress,
         ):
             self._run(requests, check, progress)

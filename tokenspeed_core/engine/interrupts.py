@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+STUCK_SECONDS = 5.0  # that a step may take after Ctrl-C if it waits for other processes
+
 
 @contextmanager
-def deferred_interrupts() -> Iterator[Callable[[], None]]:
+def deferred_interrupts(
+    end_stuck_step: Callable[[], None] | None = None,
+) -> Iterator[Callable[[], None]]:
     """Defer Ctrl-C; yield a function that raises KeyboardInterrupt if it was pressed.
 
-    A second Ctrl-C raises at once. Does nothing outside the main thread, which alone gets signals, or if
-    the program handles SIGINT itself.
+    A second Ctrl-C raises at once. A step that waits for another process runs no signal handler: `end_stuck_step` is
+    called, from another thread, if the block has not ended `STUCK_SECONDS` after the first Ctrl-C. Does nothing
+    outside the main thread, which alone gets signals, or if the program handles SIGINT itself.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -33,7 +39,41 @@ def deferred_interrupts() -> Iterator[Callable[[], None]]:
 
     signal.signal(signal.SIGINT, handle)
     try:
-        yield check
+        if end_stuck_step is None:
+            yield check
+        else:
+            with _watched(end_stuck_step):
+                yield check
+    except Exception as error:
+        if is_pressed:
+            raise KeyboardInterrupt from error
+        raise
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     check()
+
+
+@contextmanager
+def _watched(end_stuck_step: Callable[[], None]) -> Iterator[None]:
+    """Call a function from another thread if a block goes on for `STUCK_SECONDS` after SIGINT."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    is_done = threading.Event()
+
+    def watch() -> None:
+        while (number := os.read(reading, 1)) and number[0] != signal.SIGINT:
+            pass
+        if number and not is_done.wait(STUCK_SECONDS):
+            end_stuck_step()
+
+    thread = threading.Thread(target=watch, name="interrupts", daemon=True)
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_done.set()
+        signal.set_wakeup_fd(before)
+        os.close(writing)
+        thread.join()
+        os.close(reading)

@@ -31,7 +31,10 @@ log = logging.getLogger("tokenspeed.executor")
 
 
 class Ranks:
-    """The ranks 1 to N - 1. Only the thread that created the object may call it, except `wait_for_failure`."""
+    """The ranks 1 to N - 1.
+
+    Only the thread that created the object may call it, except `wait_for_failure` and `kill`.
+    """
 
     def __init__(self, executor: Executor, world_size: int) -> None:
         """Bind the sockets. Raises CapacityError."""
@@ -111,6 +114,10 @@ class Ranks:
     def remove_folder(self) -> None:
         """Delete the folder of the sockets. Connected sockets do not need it, and this process may be killed later."""
         remove_folder(self._folder)
+
+    def kill(self) -> None:
+        """End the ranks at once, which makes the steps that wait for them fail."""
+        self._executor.close(0.0)
 
     def close(self) -> None:
         """End the ranks and wait for them. Those that do not exit in time, or after a failure, are killed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -88,9 +88,7 @@ def plan_only(
     config = resolved.config
     device = resolve_device(config.device)
     assembly = assemble(resolved, catalog, device, only_plan=True)
-    num_parameters = resolved.num_parameters
-    is_known = resolved.quantization is None and resolved.parallel.world_size == 1
-    weights = num_parameters * assembly.build.dtype.itemsize if is_known else None
+    weights = _weight_bytes(assembly)
     is_cpu = device.type == "cpu"
     plan = assembly.selector.plan()
     _log_kernel_notices(plan, device)
@@ -115,6 +113,22 @@ def plan_only(
         **left,
     }
     return plan, sizes, assembly.build.schemes
+
+
+def _weight_bytes(assembly: Assembly) -> int | None:
+    """Return the bytes of this process's weights; None if they depend on how the weights are quantized."""
+    resolved = assembly.resolved
+    if resolved.quantization is not None:
+        return None
+    if resolved.parallel.world_size == 1:
+        return resolved.num_parameters * assembly.build.dtype.itemsize
+    weight_map: Callable[[], Iterable[Any]] | None = getattr(assembly.model, "weight_map", None)
+    if weight_map is None or resolved.draft_model is not None:
+        return None
+    # Several slots may be views of one tensor.
+    storages = (slot.target.untyped_storage() for slot in weight_map())
+    sizes: dict[int, int] = {each._cdata: each.nbytes() for each in storages}
+    return sum(sizes.values())
 
 
 def _describe_groups(layout: PageLayout) -> dict[str, float]:

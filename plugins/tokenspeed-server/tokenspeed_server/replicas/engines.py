@@ -23,8 +23,6 @@ from tokenspeed_core.commands.serving import (
 from tokenspeed_server.replicas.memory import ReplicaMemory, prefix_digests
 from tokenspeed_server.replicas.router import ReplicaLoad, choose
 
-WORKER_SHIFT = 40  # of sequence ids, as in the core's messages
-
 
 class EngineReplicas:
     """The clients of all replicas. With one replica, requests go to it without a look at their prefixes.
@@ -47,7 +45,6 @@ class EngineReplicas:
         self.on_heartbeat: Callable[[int, Heartbeat], None] = lambda replica, heartbeat: None
         self._memory = memory or ReplicaMemory(1, len(addresses))
         self._worker = worker
-        self._next_id = (worker << WORKER_SHIFT) + 1
         self._prefills: dict[int, tuple[int, int]] = {}  # sequence: replica, tokens to compute
         self._num_prefill = [0] * len(addresses)
         self._num_computed = [0] * len(addresses)
@@ -80,9 +77,7 @@ class EngineReplicas:
 
     def take_ids(self, count: int) -> int:
         """Allocate `count` consecutive sequence ids, unique among replicas, and return the first."""
-        first = self._next_id
-        self._next_id += count
-        return first
+        return self.clients[0].take_ids(count)
 
     def submit(self, request: Submit, sinks: Sequence[Sink]) -> None:
         """Send a request to a replica; `sinks[i]` gets the tokens of sequence i. Raises RequestFailedError."""
