@@ -43,7 +43,7 @@ def serve(
     abort_after: int | None = None,
 ) -> Served:
     """Serve one engine's prompts, each a list of token ids. Its first request is aborted after so many steps."""
-    rank = build.group("data").rank
+    rank, num_engines = build.group("data").rank, build.group("data").size
     for other, row in enumerate(connections):
         for each in row if other != rank else ():
             if each is not None:
@@ -51,7 +51,7 @@ def serve(
     peers = Peers([-1 if each is None else each.detach() for each in connections[rank]])
     distributed.init = lambda layout, address, device: build._handles
     distributed.close = lambda: None
-    sharing = {"data_parallel_size": 2, "enable_expert_parallel": True}
+    sharing = {"data_parallel_size": num_engines, "enable_expert_parallel": True}
     config = read_keywords(None, settings).resolved(**sharing)
     catalog = discover(config)
     resolved = resolve(config, catalog, num_threads=1, replica=rank)

@@ -51,18 +51,24 @@ def qwen3_moe(tmp_path_factory: pytest.TempPathFactory) -> str:
 def together(
     pool: ProcessPool, model: str, prompts: Sequence[Prompts], abort_after: int | None = None
 ) -> Sequence[Served]:
-    first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    num_engines = len(prompts)
+    connections = [
+        [None if fd < 0 else socket.socket(fileno=fd) for fd in row]
+        for row in connect_peers(num_engines)
+    ]
     found = pool.run(
         serve,
-        Sizes(experts=2, data=2),
+        Sizes(experts=num_engines, data=num_engines),
         {**SETTINGS, "model": model},
-        ((None, first), (second, None)),
+        connections,
         prompts,
         NUM_TOKENS,
         abort_after,
     )
-    first.close()
-    second.close()
+    for row in connections:
+        for each in row:
+            if each is not None:
+                each.close()
     return found
 
 
@@ -98,6 +104,13 @@ def test_an_idle_engine_joins_the_steps_of_another(pool: ProcessPool, qwen3_moe:
     assert tokens(busy) == alone(qwen3_moe, prompts)[1]
     assert (idle.num_steps, idle.num_joined) == (0, busy.num_steps)
     assert busy.num_joined == 0
+
+
+def test_four_engines_generate_the_tokens_of_one_process(pool: ProcessPool, qwen3_moe: str) -> None:
+    prompts: Sequence[Prompts] = ([], UNEVEN[0][:2], [], UNEVEN[1])
+    served = together(pool, qwen3_moe, prompts)
+    assert [tokens(each) for each in served] == alone(qwen3_moe, prompts)
+    assert len({each.num_steps + each.num_joined for each in served}) == 1
 
 
 def test_an_abort_leaves_the_tokens_of_other_requests(pool: ProcessPool, qwen3_moe: str) -> None:
