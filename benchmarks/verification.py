@@ -23,6 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import last_token_weights
 import numpy as np
 import torch
 from runner_step import prefilled
@@ -159,11 +160,17 @@ def time_steps(folder: Path, options: argparse.Namespace) -> None:
 class User:
     """One user of an `LLM`."""
 
-    def __init__(self, folder: Path, num_tokens: int, drafting: dict[str, Any] | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        num_tokens: int,
+        drafting: dict[str, Any] | None,
+        load_format: str = "dummy",
+    ) -> None:
         """Start the model, with a drafter if its settings are given."""
         given: dict[str, Any] = {} if drafting is None else {"speculative_config": drafting}
         self.llm = LLM(
-            str(folder), load_format="dummy", max_num_seqs=4, max_total_tokens=8192, **given
+            str(folder), load_format=load_format, max_num_seqs=4, max_total_tokens=8192, **given
         )
         self.num_tokens = num_tokens
 
@@ -216,11 +223,11 @@ def check_outputs(folder: Path, answers: Path) -> None:
 def serve_one(folder: Path, answers: Path, options: argparse.Namespace) -> None:
     """Print the ms per token of one user, without and with draft tokens."""
     prompt = [(31 * i) % 990 for i in range(128)]
-    plain = User(folder, options.tokens, None)
+    plain = User(folder, options.tokens, None, "last_token")
     expected, _ = plain.ask([prompt])
     plain_ms = 1e3 * min(plain.ask([prompt])[1] for _ in range(2)) / options.tokens
     plain.llm.shutdown()
-    user = User(folder, options.tokens, drafting(answers, options.acceptance))
+    user = User(folder, options.tokens, drafting(answers, options.acceptance), "last_token")
     known, num_taught = expected, 0
     while num_taught < MAX_TEACHING:
         answers.write_text(json.dumps(known))
@@ -267,6 +274,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         install_forced(root)
+        last_token_weights.install(root)
         sys.path.insert(0, folder)
         answers = root / "answers.json"
         check_outputs(write("small", root), answers)

@@ -101,7 +101,7 @@ class TritonAttention:
         self._beside = decode_tiling or (Tiling(16, 32, 2, 2) if wide else Tiling(16, 32, 2, 3))
         # With draft tokens, more rows are merged, so fewer parts.
         self._drafts = decode_tiling or (
-            Tiling(16, 32, 4, 2, 128, 8) if wide else Tiling(16, 64, 4, 3, 128, 8)
+            Tiling(16, 32, 4, 2, 256, 8) if wide else Tiling(16, 64, 4, 3, 256, 16)
         )
         self._prefill = prefill_tiling or (Tiling(64, 32, 4, 2) if wide else Tiling(128, 128, 8, 3))
         self._small = prefill_tiling or (Tiling(64, 32, 4, 2) if wide else Tiling(64, 64, 4, 2))
