@@ -171,3 +171,14 @@ def test_new_sequence_does_not_inherit_slot_history() -> None:
         depth.observe(slots, np.full(1, 4, np.int32), np.zeros(1, np.int32))
     depth.begin(0)
     assert depth.choose(slots, np.full(1, 4, np.int32), None, 1, 100) == fresh
+
+
+def test_short_sequences_profit_from_the_acceptance_of_earlier_ones() -> None:
+    simulation = Simulation(1, 0.95, 1.0, 0.2, seed=1, claimed=None, overhead=0.2)
+    for _ in range(60):
+        simulation.speedup(3)
+        simulation.depth.begin(0)
+    tokens, drafts = simulation.tokens, simulation.num_drafts
+    simulation.speedup(1)
+    assert simulation.num_drafts - drafts == 8, "the first step of a sequence has all drafts"
+    assert tokens / 180 > 5

@@ -24,9 +24,10 @@ _FIRST_DRAFTS = (
 )
 _NUM_PLAIN = 4  # plain steps that are measured before drafts are tried
 _PLAIN_INTERVAL = 64  # drafted steps after which a plain step is measured again
-_PRIOR_ACCEPTANCE = 0.6  # of a token whose drafter has no estimate
-_PRIOR_WEIGHT = 3.0  # draft tokens that the prior of a row counts for
+_PRIOR_ACCEPTANCE = 0.6  # of a token whose drafter has no estimate; more if other rows accept more
+_PRIOR_WEIGHT = 3.0  # draft tokens that a prior counts for
 _FORGET = 0.95  # of what was observed in a row, in each of its steps
+_FORGET_ALL = 0.99  # of what was observed in all rows, in each step
 
 
 def size_class(number: int) -> int:
@@ -148,6 +149,9 @@ class AdaptiveDepth:
         # Draft tokens that were verified until the first wrong one of each step, and that one.
         self._tried = np.zeros(max_num_seqs, np.float32)
         self._step_expected = np.zeros(max_num_seqs, np.float32)
+        # The same of all rows, from which the acceptance of a new row is expected.
+        self._accepted_by_all = 0.0
+        self._tried_by_all = 0.0
         self._num_accepted = 0
         self._since_plain = 0
         self._is_drafting = False  # the drafter was asked for the step that finishes next
@@ -172,7 +176,12 @@ class AdaptiveDepth:
         has_token = np.arange(self._max_drafts) < counts[:, np.newaxis]
         estimates = np.zeros(has_token.shape, np.float32)
         if probabilities is None:
-            rate = (self._accepted[slots] + _PRIOR_ACCEPTANCE * _PRIOR_WEIGHT) / (
+            by_all = (self._accepted_by_all + _PRIOR_ACCEPTANCE * _PRIOR_WEIGHT) / (
+                self._tried_by_all + _PRIOR_WEIGHT
+            )
+            # A low rate of other rows must not keep a new one from being tried.
+            prior = max(_PRIOR_ACCEPTANCE, by_all)
+            rate = (self._accepted[slots] + prior * _PRIOR_WEIGHT) / (
                 self._tried[slots] + _PRIOR_WEIGHT
             )
             estimates += rate[:, np.newaxis]
@@ -207,8 +216,11 @@ class AdaptiveDepth:
         has_drafts = num_drafts > 0
         drafted = slots[has_drafts]
         accepted = num_accepted[has_drafts]
+        tried = np.minimum(accepted + 1, num_drafts[has_drafts])
         self._accepted[drafted] += accepted
-        self._tried[drafted] += np.minimum(accepted + 1, num_drafts[has_drafts])
+        self._tried[drafted] += tried
+        self._accepted_by_all = _FORGET_ALL * self._accepted_by_all + float(accepted.sum())
+        self._tried_by_all = _FORGET_ALL * self._tried_by_all + float(tried.sum())
         self._expected[drafted] += self._step_expected[drafted]
         self._num_accepted += int(num_accepted.sum())
 
