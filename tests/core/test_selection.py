@@ -113,6 +113,18 @@ def test_unsuitable_ranked_kernel_is_skipped() -> None:
     assert selector.select("greedy", LOGITS).spec.backend == "portable"
 
 
+def test_unmeasured_kernel_of_a_ranked_backend_needs_its_name() -> None:
+    ranking = Ranking("greedy", None, (9, 0), (("new", "1"), ("portable", "2")))
+    new = kernel("new", ON_HOPPER, needs_name=True)
+    selector = Selector((new, PORTABLE), HOPPER, rankings=[ranking])
+    assert selector.select("greedy", LOGITS).spec.backend == "portable"
+    assert "auto does not choose kernels that have not been measured" in explain(
+        selector.plan(), "greedy"
+    )
+    named = Selector((new, PORTABLE), HOPPER, [override("greedy", "new")], rankings=[ranking])
+    assert named.select("greedy", LOGITS).spec.backend == "new"
+
+
 def test_auto_skips_a_kernel_that_fails_to_load() -> None:
     broken = kernel(
         "broken", ON_HOPPER, requires=("json",), obtain="pip install it again", load="a.b:c"

@@ -143,6 +143,8 @@ class KernelSpec:
     # A new machine needs a tool chain, or minutes of compilation, before the first call. Just-in-time compilation of
     # seconds during the warm-up does not count.
     needs_compile: bool = False
+    # No measurement covers it yet, even if a ranking names the backend: `auto` does not choose it.
+    needs_name: bool = False
     # This is the op's reference, the last candidate of all. `load` must be the contract's `reference`.
     reference: bool = False
     # "module:Model", a pydantic model for `--backend-option`. The factory then takes an instance as the keyword

@@ -343,7 +343,9 @@ def _first(
 def _is_auto(kernel: InstalledKernel, figures: Mapping[str, str]) -> bool:
     """Return whether `auto` may choose a kernel that fits."""
     is_measured = kernel.spec.backend in figures
-    return not kernel.spec.needs_compile and (is_measured or not kernel.needs_ranking)
+    if kernel.spec.needs_compile or kernel.spec.needs_name:
+        return False
+    return is_measured or not kernel.needs_ranking
 
 
 def _verdicts(
@@ -365,6 +367,8 @@ def _verdicts(
                 why = f"another kernel of this name, from {first.distribution}, comes first"
             elif spec.needs_compile and spec.backend not in names:
                 why = "auto does not choose kernels that must be compiled before the first call"
+            elif spec.needs_name and spec.backend not in names:
+                why = "auto does not choose kernels that have not been measured"
             elif needs_name and spec.backend not in names:
                 why = "auto does not choose third-party kernels that have no measured ranking"
             else:

@@ -71,7 +71,7 @@ FA4 = KernelSpec(
         head_sizes=(64, 80, 96, 112, 128, 256),
         # Not 128: with its tile size the library reads the unwritten rest of a row's last block.
         block_sizes=(16, 32, 64),
-        features=frozenset({"graph_safe", "window"}),
+        features=frozenset({"graph_safe", "window", "soft_cap", "sinks"}),
     ),
     load="tokenspeed_kernels_blackwell.attention.fa4:attention",
     requires=("flash_attn", "quack"),  # flash_attn alone could be FlashAttention-2

@@ -57,6 +57,7 @@ GIVEN = {  # arguments that the backend passes, by method of the library
         "causal",
         "sm_scale",
         "window_left",
+        "logits_soft_cap",
         "q_data_type",
         "kv_data_type",
         "disable_split_kv",
@@ -166,6 +167,8 @@ class Wrapper:
             at = blocks[first + key // k.shape[1]].long(), key % k.shape[1]
             queries = q[start:stop].float().unflatten(1, (k.shape[2], -1))
             scores = torch.einsum("tkgd,lkd->tkgl", queries, wide(k)[at]) * named["sm_scale"]
+            if cap := named["logits_soft_cap"]:
+                scores = cap * torch.tanh(scores / cap)
             left = named["window_left"]
             hidden = ((key > position) & named["causal"]) | ((key < position - left) & (left >= 0))
             scores = scores.masked_fill(hidden[:, None, None], float("-inf"))

@@ -63,7 +63,7 @@ _ANY = Capability(
     kv_dtypes=(*_HALVES, "float8_e4m3fn"),
     head_sizes=_HEAD_SIZES,
     block_sizes=_BLOCK_SIZES,
-    features=frozenset({"graph_safe", "window"}),
+    features=frozenset({"graph_safe", "window", "soft_cap"}),
 )
 
 ATTENTION = attention_specs(compiled_modules())

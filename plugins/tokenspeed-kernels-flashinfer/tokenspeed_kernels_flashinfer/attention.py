@@ -250,6 +250,7 @@ class FlashInferAttention:
             causal=is_causal,
             sm_scale=problem.scale,
             window_left=-1 if problem.window is None else problem.window - 1,
+            logits_soft_cap=problem.soft_cap or 0.0,  # 0: no bound
             q_data_type=self._dtype,
             kv_data_type=self._kv_dtype,
             disable_split_kv=not self._can_split(

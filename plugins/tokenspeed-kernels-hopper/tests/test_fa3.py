@@ -11,16 +11,25 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
-from tokenspeed_kernels_hopper import FA3
+from tokenspeed_kernels_hopper import FA3, FA3_SCORES
 from tokenspeed_kernels_hopper.fa3 import MIN_QUERIES, MIN_TOKENS, gathering_pays
 from tokenspeed_testing.attention import check_attention
 from tokenspeed_testing.signatures import kept, library_of, read
 from torch import Tensor
 
-from tokenspeed_core.api import AttentionStep
+from tokenspeed_core.api import AttentionProblem, AttentionStep, KernelSpec, PlatformInfo
+from tokenspeed_core.kernels.installed import (
+    installed_kernels,
+    installed_ops,
+    installed_rankings,
+)
+from tokenspeed_core.kernels.overrides import Override
+from tokenspeed_core.kernels.select import Selector
+from tokenspeed_core.plugins import Catalog
 
 HAS_LIBRARY = importlib.util.find_spec("flash_attn_interface") is not None
 WHEELS = os.environ.get("TOKENSPEED_VENDOR_WHEELS")
@@ -41,7 +50,9 @@ USED = (  # arguments that the backend passes or leaves at these defaults, in th
     "bool is_causal = False",
     "int window_size_left = -1",
     "int window_size_right = -1",
+    "int attention_chunk = 0",
     "int num_splits = 0",
+    "Tensor? sinks = None",
 )
 RESULT = "(Tensor(out!), Tensor, Tensor, Tensor)"
 
@@ -61,10 +72,14 @@ def attend(
     is_causal: bool,
     window_size_left: int = -1,
     window_size_right: int = -1,
+    attention_chunk: int = 0,
     num_splits: int = 0,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute what the library's op computes from these arguments; rows without keys get zeros."""
     assert is_causal and window_size_right == 0
+    assert not attention_chunk or window_size_left == -1, "chunks are not combined with windows"
+    assert sinks is None or sinks.dtype == torch.bfloat16, "the library requires it"
     assert cu_seqlens_k is max_seqlen_k is None, "keys are gathered on a device alone"
     assert page_table.shape[0] == seqused_k.shape[0] == cu_seqlens_q.shape[0] - 1
     assert {cu_seqlens_q.dtype, seqused_k.dtype, page_table.dtype} == {torch.int32}
@@ -77,7 +92,13 @@ def attend(
         queries = q[start:stop].float().unflatten(1, (k.shape[2], -1))
         scores = torch.einsum("tkgd,lkd->tkgl", queries, k[at].float()) * softmax_scale
         hidden = (key > position) | ((key < position - window_size_left) & (window_size_left >= 0))
-        weights = scores.masked_fill(hidden[:, None, None], float("-inf")).softmax(-1).nan_to_num()
+        if attention_chunk:
+            hidden |= key < position // attention_chunk * attention_chunk
+        scores = scores.masked_fill(hidden[:, None, None], float("-inf"))
+        if sinks is not None:
+            column = sinks.float().view(1, k.shape[2], -1, 1).expand(len(scores), -1, -1, 1)
+            scores = torch.cat((scores, column), dim=-1)
+        weights = scores.softmax(-1).nan_to_num()[..., :length]
         out[start:stop] = (
             torch.einsum("tkgl,lkd->tkgd", weights, v[at].float()).flatten(1, 2).to(out.dtype)
         )
@@ -99,9 +120,39 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     HAS_LIBRARY, reason="the library itself is installed, and it computes nothing on a CPU"
 )
 @pytest.mark.usefixtures("stand_in")
-def test_backend_conforms_over_a_stand_in() -> None:
-    some_sizes = replace(FA3, capability=replace(FA3.capability, head_sizes=(64, 128)))
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(FA3, id="plain"),
+        pytest.param(FA3_SCORES, id="scores", marks=pytest.mark.release),
+    ],
+)
+def test_backend_conforms_over_a_stand_in(spec: KernelSpec) -> None:
+    some_sizes = replace(spec, capability=replace(spec.capability, head_sizes=(64, 128)))
     assert check_attention(some_sizes, torch.device("cpu")) > 20
+
+
+@pytest.mark.parametrize("changes", [{"has_sinks": True}, {"window": 128, "is_chunked": True}])
+def test_sinks_and_chunks_run_only_by_name(changes: dict[str, Any]) -> None:
+    plain = AttentionProblem("prefill", 64, 8, 64, "bfloat16", "bfloat16", 16, 0.125, None)
+    catalog = Catalog.discover()
+
+    def taken(problem: AttentionProblem, *names: str) -> str:
+        selector = Selector(
+            installed_kernels(catalog),
+            PlatformInfo("cuda", (9, 0)),
+            [Override.parse("attention", names)] if names else [],
+            ops=installed_ops(catalog),
+            rankings=installed_rankings(catalog),
+            module_exists=lambda name: name != "flashinfer",
+        )
+        with pytest.MonkeyPatch.context() as patch:  # the library is not loaded
+            patch.setattr(Selector, "_load_failure", lambda *given: ())
+            return selector.select_attention(problem).spec.backend
+
+    assert taken(plain) == "fa3"
+    assert taken(replace(plain, **changes)) == "triton"
+    assert taken(replace(plain, **changes), "fa3") == "fa3"
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tokenspeed_core.api import Capability, KernelSpec
 
-__all__ = ["FA3"]
+__all__ = ["ATTENTION", "FA3", "FA3_SCORES"]
 
 _HALVES = ("bfloat16", "float16")
 
@@ -27,3 +29,14 @@ FA3 = KernelSpec(
     requires=("flash_attn_interface",),
     obtain="pip install 'tokenspeed-kernels-hopper[fa3]'",
 )
+FA3_SCORES = replace(
+    FA3,
+    capability=replace(
+        FA3.capability,
+        dtypes=("bfloat16",),  # the dtype of the library's sinks
+        kv_dtypes=("bfloat16",),
+        features=FA3.capability.features | {"chunked", "sinks"},
+    ),
+    needs_name=True,
+)
+ATTENTION = (FA3, FA3_SCORES)

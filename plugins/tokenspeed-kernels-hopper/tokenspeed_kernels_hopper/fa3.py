@@ -38,7 +38,9 @@ class Fa3Attention:
         import_module(LIBRARY)
         self._attend = torch.ops.flash_attn_3.fwd.default
         self._scale = problem.scale
-        self._window_left = -1 if problem.window is None else problem.window - 1
+        self._chunk = problem.window or 0 if problem.is_chunked else 0
+        has_window = problem.window is not None and not problem.is_chunked
+        self._window_left = (problem.window or 0) - 1 if has_window else -1
         self._step: AttentionStep | None = None
         self._memory = _memory(problem, limits, device)
         self._gathered: Gathered | None = None
@@ -51,8 +53,15 @@ class Fa3Attention:
             self._gathered = self._memory
             self._gathered.place(step)
 
-    def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
-        """Attend. q, out [T, H, D]; caches [B, block_size, K, D], strided on B."""
+    def forward(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        out: Tensor,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """Attend. q, out [T, H, D]; caches [B, block_size, K, D], strided on B; sinks float32 [H]."""
         step, gathered = self._step, self._gathered
         assert step is not None, "forward before prepare"
         where: dict[str, Any]
@@ -74,7 +83,9 @@ class Fa3Attention:
             is_causal=True,
             window_size_left=self._window_left,
             window_size_right=0,
+            attention_chunk=self._chunk,
             num_splits=0,
+            sinks=None if sinks is None else sinks.to(torch.bfloat16),
             **where,
         )
 

@@ -55,8 +55,10 @@ def attend(
     page_table: Tensor,
     softmax_scale: float,
     causal: bool,
+    softcap: float | None,
     window_size_left: int | None,
     window_size_right: int,
+    learnable_sink: Tensor | None,
     num_splits: int,
     out: Tensor,
 ) -> tuple[Tensor, None, None, None, None]:
@@ -82,7 +84,14 @@ def attend(
         hidden = key > position
         if window_size_left is not None:
             hidden |= key < position - window_size_left
-        weights = scores.masked_fill(hidden[:, None, None], float("-inf")).softmax(-1).nan_to_num()
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(hidden[:, None, None], float("-inf"))
+        if learnable_sink is not None:
+            assert learnable_sink.shape == q.shape[1:2]
+            column = learnable_sink.view(1, k.shape[2], -1, 1).expand(len(scores), -1, -1, 1)
+            scores = torch.cat((scores, column), dim=-1)
+        weights = scores.softmax(-1).nan_to_num()[..., :length]
         out[start:stop] = (
             torch.einsum("tkgl,lkd->tkgd", weights, v[at].float()).flatten(1, 2).to(out.dtype)
         )
@@ -184,6 +193,13 @@ def test_library_has_the_recorded_signature() -> None:
     with zipfile.ZipFile(wheel()) as archive:
         (about,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         assert b"\nRequires-Dist: quack-kernels" in archive.read(about)
+
+
+@NEEDS_WHEEL
+def test_library_takes_sinks_in_float32_and_a_soft_cap() -> None:
+    called = source("interface")
+    assert "_LEARNABLE_SINK_DTYPES = (torch.float16, torch.bfloat16, torch.float32)" in called
+    assert "score_mod = utils.create_softcap_scoremod(softcap)" in called
 
 
 @NEEDS_WHEEL

@@ -26,14 +26,22 @@ class Fa4Attention:
         self._attend = import_module(LIBRARY)._flash_attn_fwd
         self._scale = problem.scale
         self._window_left = None if problem.window is None else problem.window - 1
+        self._soft_cap = problem.soft_cap
         self._step: AttentionStep | None = None
 
     def prepare(self, step: AttentionStep) -> None:
         """Keep the step for `forward`, which reads its tensors on the device."""
         self._step = step
 
-    def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
-        """Attend. q, out [T, H, D]; caches [B, block_size, K, D], strided on B."""
+    def forward(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        out: Tensor,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """Attend. q, out [T, H, D]; caches [B, block_size, K, D], strided on B; sinks float32 [H]."""
         step = self._step
         assert step is not None, "forward before prepare"
         self._attend(
@@ -48,8 +56,10 @@ class Fa4Attention:
             page_table=step.block_table,
             softmax_scale=self._scale,
             causal=True,
+            softcap=self._soft_cap,
             window_size_left=self._window_left,
             window_size_right=0,
+            learnable_sink=sinks,
             num_splits=1,
         )
 
