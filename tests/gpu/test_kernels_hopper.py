@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from tokenspeed_kernels_hopper import FA3, fa3
+from tokenspeed_kernels_hopper import FA3, FA3_SCORES, fa3
 from tokenspeed_kernels_hopper.gather import Gathered
 from tokenspeed_testing.attention import attention_problems, check_attention
 
 from tokenspeed_core import LLM
-from tokenspeed_core.api import AttentionLimits, AttentionProblem, AttentionStep
+from tokenspeed_core.api import AttentionLimits, AttentionProblem, AttentionStep, KernelSpec
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
@@ -27,8 +27,9 @@ pytestmark = [
 ]
 
 
-def test_backend_conforms() -> None:
-    assert check_attention(FA3, torch.device("cuda")) > 50
+@pytest.mark.parametrize("spec", [FA3, FA3_SCORES], ids=["plain", "scores"])
+def test_backend_conforms(spec: KernelSpec) -> None:
+    assert check_attention(spec, torch.device("cuda")) > 50
 
 
 def test_gathered_keys_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
