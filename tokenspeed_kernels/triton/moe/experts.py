@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tokenspeed_core.api import Problem
 from tokenspeed_kernels.triton import precompile
-from tokenspeed_kernels.triton.moe import kernel
+from tokenspeed_kernels.triton.moe import gemm_kernel, kernel
 from tokenspeed_kernels.triton.moe.few_tokens import FewTokens
 from tokenspeed_kernels.triton.pdl import supports_pdl
 
@@ -136,7 +136,7 @@ def run_gate_up(
     """Return silu(x @ gate) * (x @ up) of the sorted pairs [P, I], for weights [E, 2I, N]."""
     num_experts, inner, size = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
     hidden = torch.empty((len(pairs), inner), dtype=x.dtype, device=x.device)
-    kernel.gate_up[(triton.cdiv(inner, tiling.up.columns), len(tiles))](
+    gemm_kernel.gate_up[(triton.cdiv(inner, tiling.up.columns), len(tiles))](
         x,
         gate_up,
         hidden,
@@ -160,7 +160,7 @@ def run_down(
     """Return weight * hidden @ down, [P, N] in the order of tokens, for weights [E, N, I]."""
     num_experts, size, inner = down.shape
     scaled = torch.empty((len(pairs), size), dtype=hidden.dtype, device=hidden.device)
-    kernel.down[(triton.cdiv(size, tiling.down.columns), len(tiles))](
+    gemm_kernel.down[(triton.cdiv(size, tiling.down.columns), len(tiles))](
         hidden,
         down,
         scaled,
@@ -262,7 +262,7 @@ def sort_by_expert(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
         return pairs, tally[0]
     tally = torch.zeros((2, num_experts), dtype=torch.int32, device=ids.device)
     grid = (triton.cdiv(num_pairs, 1024),)
-    kernel.count[grid](ids, tally[0], num_pairs, E=num_experts, BLOCK=1024)
+    kernel.count[grid](ids, tally[0], num_pairs, E=num_experts, BLOCK_E=block_e, BLOCK=1024)
     kernel.place[grid](
         ids, pairs, tally[0], tally[1], num_pairs, E=num_experts, BLOCK_E=block_e, BLOCK=1024
     )
