@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
+from draft_requests import VOCAB, check, known, requests
 from drafted import Guesser, Reply, finish, make_engine
 from host_graphs import capture
-from test_speculation import VOCAB, check, known, requests
 from tokenspeed_testing.requests import request
 
 from tokenspeed_core.api.step import LateInputs, StepPlan

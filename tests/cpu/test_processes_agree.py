@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+from tokenspeed_server.settings import ServerConfig
 
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.messages import Failed, to_api
@@ -19,9 +20,8 @@ from tokenspeed_core.plugins import Catalog
 def ended(module: str, folder: Path, digest: str) -> tuple[int, str, str]:
     """Run a process with a plugin digest; return its status, its stderr, and the failure it sent."""
     address = f"ipc://{folder}/engine"
-    config = Config.from_keywords(
-        device="cpu", model=str(folder / "no-model"), served_model_name="none"
-    )
+    kind = Config if module.startswith("tokenspeed_core") else ServerConfig
+    config = kind.from_keywords(device="cpu", model=str(folder / "no-model"))
     settings = {
         "config": config.to_wire(),
         "catalog_digest": digest,

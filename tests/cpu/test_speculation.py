@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from draft_requests import VOCAB, check, known, requests
 from drafted import Guesser, Reply, finish, make_engine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -18,35 +19,6 @@ from tokenspeed_core.api.step import I32
 from tokenspeed_core.engine.messages import Submit
 from tokenspeed_core.worker.local import LocalRunner
 
-VOCAB = 97
-KINDS: tuple[dict[str, Any], ...] = (
-    {},
-    {"temperature": 0.8, "seed": 3},
-    {"temperature": 1.0, "seed": 4, "top_k": 20, "top_p": 0.9, "n": 2},
-    {"presence_penalty": 1.5, "frequency_penalty": 0.7},
-    {"repetition_penalty": 1.6, "temperature": 0.5, "seed": 5},
-    {"min_tokens": 7, "stop_token_ids": np.arange(0, VOCAB, 2, dtype=np.int32)},
-    {"stop_token_ids": np.arange(0, 20, dtype=np.int32)},
-    {"logprobs": 3},
-    {"logprobs": 0, "temperature": 1.2, "seed": 6, "frequency_penalty": 0.5},
-    {
-        "bias_ids": np.asarray([5, 9], np.int32),
-        "bias_values": np.asarray([4.0, -8.0], np.float32),
-    },
-)
-
-
-def requests(seed: int = 0) -> list[Submit]:
-    """Return two requests of each kind, some of which share a long prefix."""
-    random = np.random.default_rng(seed)
-    shared, made, number = random.integers(0, VOCAB, 40).tolist(), [], 0
-    for i, kind in enumerate((*KINDS, *KINDS)):
-        tail = random.integers(0, VOCAB, int(random.integers(1, 12))).tolist()
-        prompt = (shared if i % 3 else []) + tail
-        made.append(request(number, prompt, **{"max_tokens": 3 + 5 * i % 17, **kind}))
-        number += kind.get("n", 1)
-    return made
-
 
 @pytest.fixture(scope="module")
 def runner(make_runner: Callable[..., LocalRunner]) -> LocalRunner:
@@ -56,23 +28,6 @@ def runner(make_runner: Callable[..., LocalRunner]) -> LocalRunner:
 @pytest.fixture(scope="module")
 def expected(runner: LocalRunner) -> dict[int, Reply]:
     return finish(make_engine(runner), requests())
-
-
-def known(expected: dict[int, Reply]) -> list[list[int]]:
-    """Return the prompts and outputs of all sequences."""
-    return [
-        [*submit.prompt.tolist(), *expected[submit.request_id + i].token_ids]
-        for submit in requests()
-        for i in range(submit.n)
-    ]
-
-
-def check(found: dict[int, Reply], expected: dict[int, Reply]) -> None:
-    for number, reply in expected.items():
-        got = found[number]
-        assert (got.token_ids, got.finish) == (reply.token_ids, reply.finish), number
-        assert got.logprobs == reply.logprobs
-        assert np.allclose(got.values, reply.values, atol=1e-3)
 
 
 @settings(

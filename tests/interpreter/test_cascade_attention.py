@@ -163,7 +163,7 @@ def test_shared_prefix_ends_at_the_first_difference(num_rows: int, first_odd: in
     seq_lens = torch.full((num_rows,), 605 * block_size, dtype=torch.int32)
     problem = replace(PROBLEM, block_size=block_size)
     shared = SharedPrefix(
-        problem, AttentionLimits(num_rows, num_rows, 8 * num_columns, num_columns), CPU, 16
+        problem, AttentionLimits(num_rows, num_rows, 8 * num_columns, num_columns), CPU, 16, 16
     )
     launch = shared.launch(num_rows)
     assert launch is not None

@@ -14,6 +14,7 @@ from tokenspeed_testing.explain import explain
 
 from tokenspeed_core.api.attention import AttentionProblem
 from tokenspeed_core.api.kernels import PlatformInfo
+from tokenspeed_core.cli import main
 from tokenspeed_core.errors import SelectionError
 from tokenspeed_core.kernels.installed import installed_kernels, installed_ops, installed_rankings
 from tokenspeed_core.kernels.overrides import Override
@@ -94,11 +95,10 @@ def test_unsupported_problems_use_triton() -> None:
         assert reason in explain(chosen.plan(), "attention")
 
 
-def test_dry_run_without_gpu_gives_the_reason() -> None:
-    lines = dry_run(ServerConfig.from_keywords(device="cpu")).splitlines()
-    (message,) = [line for line in lines if "blackwell: " in line]
-    assert message.endswith("(attention)")
-    assert "blackwell: device cpu is not supported" in message
+def test_plugins_why_without_gpu_gives_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plugins", "why", "attention", "--device", "cpu"]) == 0
+    _, _, found = capsys.readouterr().out.partition("blackwell from tokenspeed-kernels-blackwell\n")
+    assert "device cpu is not supported" in found.splitlines()[0]
 
 
 def test_naming_it_without_gpu_is_an_error() -> None:

@@ -145,8 +145,13 @@ def test_every_setting_has_a_flag(served: list[ServerConfig]) -> None:
         "dist_init_addr": ["--nnodes", "2", "--world-size", "2"],
         "distributed_executor_backend": ["--world-size", "2"],
         "speculative_num_draft_tokens": ["--speculative-algorithm", "a"],
+        "speculative_num_steps": ["--speculative-algorithm", "a"],
+        "speculative_draft_model_path": ["--speculative-algorithm", "a"],
+        "eagle3_layers_to_capture": ["--speculative-algorithm", "eagle3"],
     }
     for name, field in ServerConfig.model_fields.items():
+        if name == "speculative_eagle_topk":  # has one value
+            continue
         if field.annotation is bool:
             off = field.default is True
             words = [f"--no-{flag(name)[2:]}" if off else flag(name)]
