@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import json
 import os
@@ -127,6 +128,47 @@ def test_closed_idle_connection_is_replaced() -> None:
         assert counts == [2, 2]
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (b'{\n  "id": "a\\n",\r\n  "n": 1\n}\n', {"id": "a\n", "n": 1}),
+        (b"<h1>\n502 Bad Gateway</h1>", "<h1>\n502 Bad Gateway</h1>"),
+        (b"", ""),
+        (b"\xff", "\ufffd"),
+    ],
+)
+def test_any_body_becomes_one_line_of_json(body: bytes, expected: object) -> None:
+    async def run() -> list[dict[str, Any]]:
+        output = io.BytesIO()
+        async with scenario([[ok(body), ok(b"{}")]]) as (url, _):
+            batch = OnlineBatch(HttpClient(url), concurrency=1)
+            assert await batch.run(io.BytesIO(line("a") + line("b")), output)
+        return answers(output)
+
+    first, second = asyncio.run(run())
+    assert first["response"]["body"] == expected
+    assert second["response"]["body"] == {}
+
+
+def test_timeout_of_a_connection_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def read(self: asyncio.StreamReader, n: int = -1) -> bytes:
+        raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")
+
+    async def run() -> None:
+        async with scenario([[]]) as (url, _):
+            monkeypatch.setattr(asyncio.StreamReader, "read", read)
+            with pytest.raises(ServerLostError, match=url):
+                await HttpClient(url).get("/v1/models")
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("url", "key"), [("http://höst", None), ("http://host", "schlüssel")])
+def test_text_that_http_cannot_send_is_refused(url: str, key: str | None) -> None:
+    with pytest.raises(ConfigError):
+        HttpClient(url, key)
 
 
 @pytest.mark.parametrize(

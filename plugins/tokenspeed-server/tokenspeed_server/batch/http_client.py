@@ -41,11 +41,11 @@ class HttpClient:
     """Sends requests to the server at a URL, with or without a scheme, which may end in `/v1`."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        """Connect to nothing yet. Raises ConfigError if the URL is not an HTTP address."""
+        """Connect to nothing yet. Raises ConfigError for a URL that is no HTTP address, and for a wrong key."""
         with_scheme = url if "://" in url else f"http://{url}"
         try:
             parts = urlsplit(with_scheme)
-            is_whole = bool(parts.hostname) and parts.port != 0
+            is_whole = bool(parts.hostname) and parts.port != 0 and with_scheme.isascii()
         except ValueError:
             is_whole = False
         if not is_whole or parts.scheme not in ("http", "https") or set(url) & _SPACES:
@@ -59,8 +59,10 @@ class HttpClient:
         self._root = urlsplit(self.url).path
         self._headers = [("Host", parts.netloc.rpartition("@")[2])]
         if api_key:
-            first, _, _ = api_key.partition(",")  # the setting may list several
-            self._headers.append(("Authorization", f"Bearer {first.strip()}"))
+            first = api_key.partition(",")[0].strip()  # the setting may list several
+            if not (first.isascii() and first.isprintable()):
+                raise ConfigError("the API key has characters that no HTTP header can have.")
+            self._headers.append(("Authorization", f"Bearer {first}"))
         self._idle: list[_Connection] = []
 
     async def get(self, path: str) -> Answer:
@@ -122,7 +124,7 @@ class HttpClient:
         request = h11.Request(method=method, target=self._root + path, headers=headers)
         for event in (request, h11.Data(data=body), h11.EndOfMessage()):
             connection.writer.write(connection.state.send(event) or b"")
-        with suppress(ConnectionError):  # an answer may have come before the end of the body
+        with suppress(OSError):  # an answer may have come before the end of the body
             await connection.writer.drain()
 
     async def _receive(self, connection: _Connection) -> Answer:
@@ -133,7 +135,7 @@ class HttpClient:
             if event is h11.NEED_DATA:
                 try:
                     data = await connection.reader.read(_READ_BYTES)
-                except ConnectionError:
+                except OSError:  # reset, timed out, or wrong TLS
                     data = b""
                 if not data and not answer.status:
                     raise _ClosedEarlyError

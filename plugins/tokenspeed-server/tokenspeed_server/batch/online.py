@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import IO
 
 from tokenspeed_core.commands.serving import ConfigError
+from tokenspeed_server.asgi import Answer
 from tokenspeed_server.batch.files import check_paths, file_runner, run_on_files, stop_on_signals
 from tokenspeed_server.batch.http_client import HttpClient
 from tokenspeed_server.batch.runner import Counts
 
 MAX_BODY_BYTES = 64 << 20  # read at once; the server also limits it
+_LINE_BREAKS = bytes.maketrans(b"\r\n", b"  ")
 
 
 def run(
@@ -48,7 +51,7 @@ class OnlineBatch:
         stopped = stop_on_signals()
         try:
             runner, bar = file_runner(
-                self._client.post,
+                self._post,
                 reading,
                 writing,
                 concurrency=self._concurrency,
@@ -59,6 +62,20 @@ class OnlineBatch:
                 return await runner.run(stopped)
         finally:
             await self._client.close()
+
+    async def _post(self, path: str, body: bytes) -> Answer:
+        answer = await self._client.post(path, body)
+        answer.body = _in_one_line(answer.body)
+        return answer
+
+
+def _in_one_line(body: bytes) -> bytes:
+    """Return JSON without line breaks; anything else, such as the page of a proxy, as a JSON string."""
+    try:
+        json.loads(body)
+    except (ValueError, RecursionError):
+        return json.dumps(body.decode("utf-8", "replace")).encode()
+    return body.translate(_LINE_BREAKS)  # strings in JSON have none
 
 
 async def check_server(client: HttpClient) -> None:
