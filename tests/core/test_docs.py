@@ -14,6 +14,7 @@ pytestmark = pytest.mark.tree
 
 ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#\s]+)")
+FOLDERS = ("benchmarks", "docs", "examples", "plugins", "tests", "tools")
 
 
 def test_site_builds_without_warnings(tmp_path: Path) -> None:
@@ -55,3 +56,15 @@ def test_chart_is_current() -> None:
         check=True,
     )
     assert done.stdout == (ROOT / "docs/assets/benchmarks.svg").read_text(encoding="utf-8")
+
+
+def test_tables_begin_with_a_header() -> None:
+    rule = re.compile(r"\|[-:| ]+\|")
+    broken = []
+    for page in (*ROOT.glob("*.md"), *(p for f in FOLDERS for p in (ROOT / f).rglob("*.md"))):
+        fence = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+        lines = ["", *fence.sub("", page.read_text(encoding="utf-8")).splitlines(), ""]
+        for before, line, after in zip(lines, lines[1:], lines[2:], strict=False):
+            if line.startswith("|") and not before.startswith("|") and not rule.fullmatch(after):
+                broken.append(f"{page.relative_to(ROOT)}: {line}")
+    assert broken == []
