@@ -63,7 +63,7 @@ class ParallelSettings(Settings):
     tensor_parallel_size: int | None = setting(
         None,
         "parallel",
-        "Processes that share the model; default for the sizes of all process groups.",
+        "Processes that share the model; default of --attn-tp-size and --dense-tp-size.",
         unit="processes",
         also=("tp",),
         ge=1,
@@ -88,7 +88,7 @@ class ParallelSettings(Settings):
     moe_tp_size: int | None = setting(
         None,
         "parallel",
-        "Processes that share each expert; default: TP size / number of groups.",
+        "Processes that share each expert; default: --tp divided by --ep-size.",
         unit="processes",
         ge=1,
         le=4096,
@@ -108,7 +108,7 @@ class ParallelSettings(Settings):
     expert_parallel_size: int | None = setting(
         None,
         "parallel",
-        "Process groups that share the experts; default: 1.",
+        "Groups of processes among which experts are distributed; default: 1.",
         unit="groups",
         also=("ep_size",),
         ge=1,
