@@ -77,7 +77,7 @@ class JsonFormatter(logging.Formatter):
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the object of a record."""
+        """Return a record as a JSON object in one line."""
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line: dict[str, Any] = {
             "timestamp": f"{seconds}.{int(record.msecs):03}Z",

@@ -18,7 +18,7 @@ from tokenspeed_core.plugins.entry import load_target
 def find_kv_scales(
     config: Config, checkpoint: ResolvedCheckpoint, catalog: Catalog
 ) -> tuple[KVScale, ...]:
-    """Return the scales of each layer; empty if all are 1.
+    """Return the scales of an FP8 KV cache for each layer; empty if all are 1.
 
     Raises ConfigError or CheckpointError for scales that are missing for some layers, or not positive and finite.
     """

@@ -93,8 +93,8 @@ def config_of(command: str) -> type[Config]:
 def with_settings(kind: type[Config], function: Callable[..., int]) -> Callable[..., int]:
     """Add the flags of all settings to a command.
 
-    The function is called with its own parameters and `flags`: the given values by setting or
-    `setting.key`.
+    The function is called with its own parameters and `flags`, a dictionary of the values that were
+    given. Its keys are `setting` or `setting.key`.
     """
     own = [
         p

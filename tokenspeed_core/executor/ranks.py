@@ -112,7 +112,7 @@ class Ranks:
         return self.failure
 
     def remove_folder(self) -> None:
-        """Delete the folder of the sockets. Connected sockets do not need it, and this process may be killed later."""
+        """Delete the folder of the sockets, once all are connected, so that a killed process leaves no files."""
         remove_folder(self._folder)
 
     def kill(self) -> None:
@@ -184,7 +184,7 @@ class Ranks:
         self._fail(f"rank {end.rank} of {self.world_size} {end.reason}{said}")
 
     def _fail(self, reason: str) -> None:
-        """Keep the first reason."""
+        """Record the first failure, end waiting calls, and report it. Later failures are ignored."""
         with self._changed:
             if self._is_closing or self.failure is not None:
                 return

@@ -23,7 +23,7 @@ class WorkerProcess:
     """Starts a worker process, copies its log to stderr, and reports its end."""
 
     def __init__(self, settings: Settings, on_exit: Callable[[WorkerExit], None]) -> None:
-        """Start it. `on_exit` is called once, from another thread."""
+        """Start the process. `on_exit` is called once, from another thread."""
         self._settings = settings
         self._on_exit = on_exit
         self._lines: deque[str] = deque(maxlen=MAX_LINES)
@@ -35,7 +35,7 @@ class WorkerProcess:
         self._thread.start()
 
     def close(self, seconds: float) -> None:
-        """Close its pipe, and kill it unless it ends within `seconds`. Can be called twice."""
+        """Close the worker's pipe, and kill the worker if it does not exit within `seconds`. Can be called twice."""
         with self._lock:
             self._is_closed = True
             pipe, self._pipe = self._pipe, -1

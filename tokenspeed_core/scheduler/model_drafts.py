@@ -31,7 +31,7 @@ class ModelDrafts:
 
     @property
     def needs_results(self) -> bool:
-        """Whether a decoding row may draft: the depth follows the newest acceptance."""
+        """Whether the next plan needs all results: a row may draft, and its depth follows the newest acceptance."""
         slots = self._columns.decoding()
         return bool((self._may_draft(slots) & (self._depth.max_drafts(slots) > 0)).any())
 

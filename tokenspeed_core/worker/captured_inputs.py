@@ -17,7 +17,7 @@ class SharedBuffers:
     """Buffers that all buckets share, sized for the largest."""
 
     def __init__(self, state: SlotState, sizes: Sequence[BucketSize], num_int64: int) -> None:
-        """Allocate for these sizes, and uploads of `num_int64`."""
+        """Allocate buffers for steps of these sizes, and for uploads of `num_int64` values."""
         device = state.words.device
         num_rows = max(size.num_rows for size in sizes)
         num_tokens = max(size.num_tokens for size in sizes)

@@ -61,7 +61,7 @@ class DraftRunner:
     """Runs a draft model after steps of its target."""
 
     def __init__(self, model: DraftModel, info: DraftModelInfo, context: DraftContext) -> None:
-        """Bind the model. `padding` is set when the arena is."""
+        """Keep the model and its context. `padding` is set together with the arena."""
         self._model, self._info, self._context = model, info, context
         self.padding: Sequence[int] = ()  # the padding block of each group
 
@@ -212,7 +212,7 @@ class _Decodes:
         ]
 
     def begin(self, positions: torch.Tensor) -> torch.Tensor:
-        """Prepare attention for tokens at `positions` int64 [S], and return these within the longest sequence."""
+        """Prepare attention for tokens at `positions` int64 [S]. Return the positions, clamped to `max_model_len`."""
         context, slots = self._context, self._slots
         positions = positions.clamp(max=context.max_model_len - 1)
         seq_lens = (positions + 1).to(torch.int32)
@@ -221,7 +221,7 @@ class _Decodes:
             block_table = table.new_empty((num, table.shape[1]))
             kv_slots = slots.new_empty(num)
             context.kernels.map(table, slots, slots, positions, block_table, kv_slots)
-            # Behind its capacity a table names blocks of other sequences.
+            # Entries of a table beyond its capacity may be blocks of other sequences.
             kv_slots = torch.where(
                 positions < self._capacity, kv_slots, padding * context.block_size
             )

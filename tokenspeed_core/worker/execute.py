@@ -74,7 +74,7 @@ class LocalRunner:
     """
 
     def __init__(self, assembly: Assembly, num_pages: int) -> None:
-        """Allocate slots and an arena of `num_pages`, and one more for padding. Weights come separately."""
+        """Allocate slots and an arena of `num_pages`, and one more for padding. Weights are loaded separately."""
         self._assembly = assembly
         self.resolved = assembly.resolved
         self._device = assembly.build.device

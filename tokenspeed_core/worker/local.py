@@ -49,9 +49,10 @@ def build(
     handles: Mapping[str, Any] | None = None,
     agree: Agree = int,
 ) -> LocalRunner:
-    """Build a runner that is ready to serve. `progress(what, done, total)` reports the stages.
+    """Return a runner that is ready to serve. `progress(what, done, total)` is called for each stage.
 
-    `handles` are those of `worker.distributed.init`. All ranks of an engine call it together.
+    All ranks of an engine call it at the same time. `handles` are the result of `worker.distributed.init`. `agree`
+    returns the smallest of the ranks' values, so that all ranks have KV caches of the same size.
     Raises CheckpointError, SelectionError, ConfigError or CapacityError.
     """
     device = resolve_device(resolved.config.device)

@@ -97,7 +97,10 @@ class SlotLayout:
         return np.concatenate(words), np.concatenate(values)
 
     def draft_writes(self, plan: StepPlan) -> tuple[I64, I32]:
-        """Return the words of a plan's draft tokens and these tokens; none if the device has them already."""
+        """Return the words of the slot state for a plan's draft tokens, and the tokens.
+
+        Both are empty if the device has the tokens already.
+        """
         if plan.draft_token_ids is None:
             return _NO_WORDS, _NO_VALUES
         counts = plan.num_query_tokens[: plan.num_decodes] - 1

@@ -1,6 +1,6 @@
-"""What the API workers know together about the replicas: prefixes that were sent, and loads. In shared memory.
+"""Shared memory of the API workers: the prefixes that were sent to each replica, and the loads of the replicas.
 
-A value has 8 bytes and is written at once, so that a reader sees old or new values, never halves.
+A value has 8 bytes and is written in one store, so that a reader never sees half of it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from tokenspeed_core.api.step import I32
 from tokenspeed_core.commands.serving import HashChain
 from tokenspeed_server.replicas.router import ReplicaLoad
 
-GRANULARITY = 64  # tokens of a digest
-NUM_CELLS = 2**16  # of a replica: 4 million tokens
+GRANULARITY = 64  # tokens per digest
+NUM_CELLS = 2**16  # per replica, for 4 million tokens
 _LOAD_FIELDS = 3
 
 
