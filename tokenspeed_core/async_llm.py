@@ -256,7 +256,7 @@ def _prepare(
     catalog = discover(config)
     adjusted = Hooks.load(catalog).adjust_config(config)
     checkpoint = resolve_checkpoint(adjusted, catalog)
-    settled = adjusted.resolved(model=str(checkpoint.path), revision=None, download_dir=None)
+    settled = adjusted.resolved(model=str(checkpoint.path))
     processors = LogitsProcessorTable.of(settled, catalog)
     (program,) = engine_programs(settled, catalog)
     return program, settled, checkpoint, processors

@@ -16,7 +16,8 @@ from tokenspeed_server.settings import ServerConfig
 
 from tokenspeed_core import llm
 from tokenspeed_core.checkpoint.resolve import resolve_checkpoint
-from tokenspeed_core.engine.factory import discover
+from tokenspeed_core.config import Config
+from tokenspeed_core.engine.factory import discover, resolve
 from tokenspeed_core.engine.subprocesses import Program
 from tokenspeed_core.errors import CheckpointError, ConfigError, PluginError
 
@@ -103,7 +104,37 @@ def test_server_processes_get_the_downloaded_directory(
     assert run(ServerConfig(device="cpu", port=0, **hub)) == 0
     config = ServerConfig.from_wire(engines[0].data["config"])
     assert config.model == str(downloaded.path)
-    assert (config.revision, config.download_dir) == (None, None)
+    assert resolve_checkpoint(config, discover(config)).path == downloaded.path
+
+
+@pytest.mark.parametrize(
+    ("model", "draft", "revision"),
+    [(str(CHECKPOINT), "maker/tiny", None), ("maker/tiny", str(CHECKPOINT), "v2")],
+)
+def test_one_of_target_and_draft_model_may_be_downloaded(
+    monkeypatch: pytest.MonkeyPatch, model: str, draft: str, revision: str | None
+) -> None:
+    downloads = []
+
+    def download(*arguments: Any) -> Path:
+        downloads.append(arguments[:3])
+        return CHECKPOINT
+
+    monkeypatch.setattr("tokenspeed_core.checkpoint.resolve.download", download)
+    config = Config.from_keywords(
+        model=model,
+        revision=revision,
+        download_dir="folder",
+        speculative_algorithm="draft_model",
+        speculative_draft_model_path=draft,
+    )
+    catalog = discover(config)
+    resolved = resolve(config, catalog, with_weights=False)
+    assert downloads == [("maker/tiny", revision, "folder")]
+    # The other ranks get the directory, and the settings that the draft model needs.
+    of_rank = resolved.config.resolved(model=str(resolved.checkpoint.path))
+    resolve(of_rank, catalog, with_weights=False)
+    assert downloads[1:] == ([] if revision else [("maker/tiny", None, "folder")])
 
 
 def test_missing_tokenizer_fails_before_weights_load(

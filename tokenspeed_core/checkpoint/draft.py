@@ -16,8 +16,8 @@ def resolve_draft(
     name: str, config: Config, catalog: Catalog, *, with_weights: bool = True
 ) -> DraftCheckpoint:
     """Find the checkpoint of a draft model, downloading it if it is a hub id. Raises as `resolve_checkpoint` does."""
-    config = config.resolved(revision=None)
-    path, _ = locate(name, config, catalog, with_weights)
+    main = config.resolved(revision=None)  # --revision is the target's
+    path, _ = locate(name, main, catalog, with_weights)
     json = read_json(path / "config.json")
     if "quantization_config" in json:
         raise CheckpointError(

@@ -55,7 +55,7 @@ def resolve_checkpoint(
     ConfigError or PluginError.
     """
     name = config.model if config.model is not None else DEFAULT
-    path, files = locate(name, config, catalog, with_weights)
+    path, files = locate(name, config, catalog, with_weights, _hub_settings(config))
     model_config = read_json(path / "config.json")
     # ModelOpt writes the quantization settings to a separate file.
     quantization = path / "hf_quant_config.json"
@@ -115,13 +115,20 @@ def check_cache_groups(info: ModelInfo) -> None:
 
 
 def locate(
-    name: str, config: Config, catalog: Catalog, with_weights: bool
+    name: str,
+    config: Config,
+    catalog: Catalog,
+    with_weights: bool,
+    hub_settings: Sequence[str] = (),
 ) -> tuple[Path, tuple[str, ...]]:
-    """Return the directory of a checkpoint and its files. A name is a path, a bundled checkpoint, or a hub id."""
+    """Return the directory of a checkpoint and its files. A name is a path, a bundled checkpoint, or a hub id.
+
+    Raises ConfigError if `hub_settings` are given and the name is not a hub id.
+    """
     # Path.expanduser raises for an unknown user.
     folder = Path(os.path.expanduser(name))
     if folder.is_dir():
-        _refuse_hub_settings(config, f"{name} is a local directory")
+        _refuse(hub_settings, config, f"{name} is a local directory")
         return folder, _names(folder)
     if folder.is_file():
         raise CheckpointError(
@@ -130,7 +137,7 @@ def locate(
         )
     bundled = catalog.names("checkpoints")
     if catalog.is_installed("checkpoints", name):
-        _refuse_hub_settings(config, f"{name} is a bundled checkpoint")
+        _refuse(hub_settings, config, f"{name} is a bundled checkpoint")
         folder = Path(catalog.need(catalog.get("checkpoints", name), Checkpoint).path)
         return folder, _names(folder)
     if name == DEFAULT:
@@ -158,9 +165,18 @@ def locate(
     return folder, tuple(listed) or _names(folder)
 
 
-def _refuse_hub_settings(config: Config, why: str) -> None:
-    """Raise ConfigError if a setting for downloads is given for a model that is not downloaded."""
-    for name in ("revision", "download_dir"):
+def _hub_settings(config: Config) -> tuple[str, ...]:
+    """Return the settings that have no effect if the target model is not downloaded."""
+    if config.origin("model") == "auto":  # another process downloaded it to this directory
+        return ()
+    drafter = config.speculation()
+    has_draft_model = drafter is not None and drafter.draft_model is not None
+    return ("revision",) if has_draft_model else ("revision", "download_dir")
+
+
+def _refuse(names: Sequence[str], config: Config, why: str) -> None:
+    """Raise ConfigError if one of these settings is given."""
+    for name in names:
         value = getattr(config, name)
         if value is not None:
             setting, origin = called(name, config.origin(name))

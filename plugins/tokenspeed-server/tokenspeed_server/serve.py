@@ -93,10 +93,7 @@ def _run_once(config: ServerConfig, catalog: Catalog, hooks: Hooks, restarts: Re
         checkpoint = resolve_checkpoint(config, catalog)
         log.info("TokenSpeed %s starts %s", __version__, checkpoint.name)
         settled = config.resolved(
-            # The other processes read the downloaded directory.
-            model=str(checkpoint.path),
-            revision=None,
-            download_dir=None,
+            model=str(checkpoint.path),  # the other processes read the downloaded directory
             served_model_name=config.served_model_name or checkpoint.name,
             api_workers=1 + len(others),
         )

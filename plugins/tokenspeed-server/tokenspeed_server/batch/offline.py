@@ -49,8 +49,6 @@ def run(config: ServerConfig, source: Path, target: Path, *, overwrite: bool) ->
     checkpoint = resolve_checkpoint(config, catalog)
     settled = config.resolved(
         model=str(checkpoint.path),
-        revision=None,
-        download_dir=None,
         served_model_name=config.served_model_name or checkpoint.name,
         api_workers=1,
         api_key=None,
