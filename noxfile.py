@@ -143,13 +143,13 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Tests of the core, on the CPU, and of the plugins; types in the meantime."""
+    """Tests of the core, on the CPU, and of the plugins. mypy runs at the same time."""
     python = ready(session)
     if session.posargs:
         pytest(session, python, *SUITE)
         return
     with meanwhile(session, python, "tools/check_types.py"):
-        # Many start processes and end them at any moment. The summary lists what passed only the second time.
+        # Many tests depend on the timing of processes. The summary lists those that passed only the second time.
         pytest(session, python, "--reruns", "1", "-raR", *SUITE)
 
 

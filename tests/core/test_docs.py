@@ -68,3 +68,11 @@ def test_tables_begin_with_a_header() -> None:
             if line.startswith("|") and not before.startswith("|") and not rule.fullmatch(after):
                 broken.append(f"{page.relative_to(ROOT)}: {line}")
     assert broken == []
+
+
+def test_testing_page_lists_every_session() -> None:
+    source = (ROOT / "noxfile.py").read_text(encoding="utf-8")
+    page = (ROOT / "docs/development/testing.md").read_text(encoding="utf-8")
+    sessions = re.findall(r"^@nox\.session\n(?:@.*\n)*def (\w+)", source, re.MULTILINE)
+    assert "tests" in sessions
+    assert [name for name in sessions if f"| `{name}` |" not in page] == []
