@@ -249,7 +249,7 @@ class Config(ParallelSettings, SpeculationSettings):
     moe_backend: BackendChoice = setting(
         {"default": AUTO},
         "backends",
-        "Backends of experts by preference; a last auto serves ops that they lack.",
+        "Mixture-of-experts backends by preference; a last auto serves ops that they lack.",
         kind="kernels.moe",
         takes="NAME[,NAME...]",
     )

@@ -73,7 +73,7 @@ class SpeculationSettings(Settings):
     speculative_num_draft_tokens: int | None = setting(
         None,
         "speculation",
-        f"Maximum tokens to verify in a row, its last token included; default: {1 + DEFAULT_MAX_DRAFTS}.",
+        f"Maximum tokens to verify per row, its last token included; default: {1 + DEFAULT_MAX_DRAFTS}.",
         unit="tokens",
         ge=2,
         le=1 + MAX_DRAFTS,
@@ -93,7 +93,7 @@ class SpeculationSettings(Settings):
     speculative_num_steps: int | None = setting(
         None,
         "speculation",
-        "Maximum draft tokens of a row; --speculative-num-draft-tokens is one more.",
+        "Maximum draft tokens per row; --speculative-num-draft-tokens is one more.",
         unit="tokens",
         ge=1,
         le=MAX_DRAFTS,

@@ -17,7 +17,7 @@ class LimitSettings(Settings):
     allowed_hosts: Annotated[tuple[Name, ...], BeforeValidator(split_names)] = setting(
         (),
         "limits",
-        "Accepted host names, or *. Empty: all, or on loopback this machine's names.",
+        "Accepted Host headers, or *; default: all, or on loopback this machine's names.",
         takes="NAME[,NAME...]",
     )
     max_connections: int = setting(
