@@ -100,16 +100,16 @@ class TokenCounts:
     __slots__ = ("_counts", "_num_processes")
 
     def __init__(self, num_processes: int) -> None:
-        """Start without a step: every process has as many tokens as the one that asks."""
+        """Begin with no counts: `of` assumes that all processes have as many tokens as this one."""
         self._num_processes = num_processes
         self._counts: tuple[int, ...] | None = None
 
     def begin(self, counts: tuple[int, ...] | None) -> None:
-        """Set the numbers of tokens of the next step; None: every process has as many as the one that asks."""
+        """Set the numbers of tokens of the next step; None: all processes have as many as this one."""
         self._counts = counts
 
     def of(self, num_tokens: int) -> tuple[int, ...]:
-        """Return the numbers of tokens; this process has `num_tokens`."""
+        """Return the number of tokens of each process. This process has `num_tokens`."""
         return self._counts or (num_tokens,) * self._num_processes
 
 

@@ -143,7 +143,7 @@ class KVManager:
         return lease.capacity + (fits - 1) * self.block_size
 
     def _num_missing(self, lease: BlockLease, num_blocks: int) -> list[int]:
-        """Return the pages of each group for `num_blocks` more blocks of a lease than its tables have."""
+        """Return how many pages of each group must be taken to extend a lease by `num_blocks` blocks."""
         return [
             max(0, -((len(spare) - num_blocks) // per_page))
             for per_page, spare in zip(self._blocks_per_page, lease.spare, strict=True)

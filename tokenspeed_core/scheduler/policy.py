@@ -84,7 +84,10 @@ class Ordered:
 
 
 def _chunks(rest: I32, budget: int, limits: Limits) -> I32:
-    """Return the chunk of each prompt. `rest` are the prompts' remaining tokens, most important first."""
+    """Return how many tokens of each prompt to compute, int32 [N].
+
+    `rest` int32 [N] are the remaining tokens of each prompt, in order of descending priority.
+    """
     before = np.cumsum(rest) - rest
     if not limits.is_chunking:
         budget = max(budget, int(rest[0]))  # a longer prompt runs alone

@@ -82,5 +82,5 @@ def _starts(lengths: Iterable[int]) -> I32:
 
 
 def _to_int64(seed: int) -> int:
-    """Wrap a seed around: adding the index of a sequence may have carried it past 64 bits."""
+    """Return a seed as a signed 64-bit integer. A seed plus the index of a sequence may exceed it and wraps around."""
     return (seed + 2**63) % 2**64 - 2**63

@@ -163,7 +163,7 @@ class DraftRows:
         return self.offsets < counts
 
     def is_kept(self, num_new: I32) -> Bool:
-        """Do as `is_new` on the host."""
+        """Return the mask of `is_new`, computed on the host, bool [R]."""
         kept: Bool = self.host.offsets < np.repeat(num_new, self.host.num_drafts + 1)
         return kept
 

@@ -50,21 +50,21 @@ class SlotLayout:
         return self.padding_slot, self.column("seq_len") + self.padding_slot
 
     def column(self, name: str) -> int:
-        """Return the first word of a column. Seeds, of two words each, come first."""
+        """Return the index of the first word of a column. Seeds, of two words each, come first."""
         return 0 if name == "seed" else (2 + _COLUMNS.index(name)) * self.num_slots
 
     def table(self, group: int) -> int:
-        """Return the first word of a cache group's block tables."""
+        """Return the index of the first word of a cache group's block tables."""
         return (2 + len(_COLUMNS) + group * self.num_blocks) * self.num_slots
 
     @property
     def drafts(self) -> int:
-        """Return the first word of the draft tokens, `max_drafts` of each slot."""
+        """The index of the first word of the draft tokens. Each slot has `max_drafts` words."""
         return self.table(self.num_groups)
 
     @property
     def heads(self) -> tuple[int, int]:
-        """The first word of the last tokens, and the number of slots; the lengths follow."""
+        """The index of the first word of the last tokens, and the number of slots. The lengths follow."""
         return self.column("last_token"), self.num_slots
 
     @property

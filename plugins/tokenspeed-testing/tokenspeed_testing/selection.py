@@ -36,11 +36,11 @@ class Asked:
         self, problem: Problem, platform: PlatformInfo, needs: frozenset[str] = frozenset()
     ) -> tuple[str, ...]:
         """Return the reasons against the spec for a problem, or none if it is selected."""
-        wish = Override(self._op, (self._backend,), f"--kernel-backend {self._op}")
+        override = Override(self._op, (self._backend,), f"--kernel-backend {self._op}")
         selector = Selector(
             self._kernels,
             platform,
-            (wish,),
+            (override,),
             ops=self._ops,
             needs=needs,
             module_exists=lambda name: True,
