@@ -41,6 +41,22 @@ def test_dry_run_reports_tokenizer_and_template(
     assert "tokenizer none" in dry_run(ServerConfig(device="cpu", skip_tokenizer_init=True))
 
 
+def test_dry_run_reports_drafter_and_its_model() -> None:
+    assert "drafter none\n" in dry_run(ServerConfig(device="cpu"))
+    report = dry_run(
+        ServerConfig(
+            device="cpu",
+            speculative_algorithm="eagle3",
+            speculative_draft_model_path="demo-eagle3",
+            speculative_num_steps=3,
+        )
+    )
+    line = next(line for line in report.splitlines() if line.startswith("drafter "))
+    assert line.startswith("drafter eagle3 of tokenspeed-models ")
+    assert "at most 3 draft tokens per row, 1,377,280 parameters" in line
+    assert "checkpoint_eagle3" in line
+
+
 @pytest.mark.parametrize(
     ("settings", "value"), [({}, "2 (auto)"), ({"api_workers": 1}, "1 (Python)")]
 )

@@ -29,7 +29,7 @@ from tokenspeed_core.scheduler.scheduler import Scheduler
 
 @dataclass(frozen=True, slots=True)
 class DrafterChoice:
-    """A drafter with its settings. `max_drafts` is the number of draft tokens of a row at most.
+    """A drafter with its settings. `max_drafts` is the maximum number of draft tokens of a row.
 
     `model` is set if the drafter is a model on the device.
     """
@@ -41,8 +41,11 @@ class DrafterChoice:
     model: DraftModelInfo | None = None
 
     def __str__(self) -> str:
-        """Describe the choice for the log."""
-        return f"{self.entry}, at most {self.max_drafts} draft tokens"
+        """Describe the choice in one line."""
+        model = self.model
+        parameters = f", {model.num_parameters:,} parameters, {model.weights}" if model else ""
+        plugin = f"{self.entry.distribution} {self.entry.version}"
+        return f"{self.entry.name} of {plugin}, at most {self.max_drafts} draft tokens per row{parameters}"
 
 
 def find_drafter(

@@ -30,6 +30,7 @@ def dry_run(config: ServerConfig) -> str:
         [
             f"model {checkpoint.name}: {info.architecture}, {info.num_parameters:,} parameters, {checkpoint.path}",
             f"weights {plan.weights.name}",
+            f"drafter {plan.resolved.drafter or 'none'}",
             text,
             describe_parsers(config, parsers),
             "settings",
