@@ -49,7 +49,7 @@ def describe_collectives(collectives: Iterable[PlannedCollective]) -> Iterator[s
     sent = {True: 0, False: 0}  # to sampling, and to other modules
     for planned in collectives:
         each = planned.collective
-        size = f"{planned.bytes_per_token:,} B a token"
+        size = f"{planned.bytes_per_token:,} B per token"
         where = f"{each.group}, {planned.num_processes} processes"
         key = (f"{each.op} ({where}): {size}", re.sub(r"\.\d+\.", ".*.", each.reason))
         counts[key] = counts.get(key, 0) + 1
@@ -58,8 +58,7 @@ def describe_collectives(collectives: Iterable[PlannedCollective]) -> Iterator[s
         yield "collectives: none"
         return
     yield (
-        f"collectives: each process sends {sent[False]:,} B for a token, and {sent[True]:,} B more for one that is "
-        "sampled from"
+        f"collectives: each process sends {sent[False]:,} B per token, and {sent[True]:,} B more per sampled token"
     )
     for (what, reason), count in counts.items():
         yield f"  {count} x {what}"
