@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from engine_world import World
 from tokenspeed_testing.drafts import FixedDepth
+from tokenspeed_testing.requests import request
 
 from tokenspeed_core.api.step import I32
 from tokenspeed_core.scheduler.columns import SlotColumns
@@ -106,3 +108,17 @@ def test_paused_model_follows_prompts_only(drafts: ModelDrafts, depth: Paused) -
     assert drafts.next_drafts(slots(0), 7) == NextDraftCount(0)
     depth.is_paused = False
     assert drafts.count(slots(0), slots(9)) is None, "nothing was made meanwhile"
+
+
+@pytest.mark.parametrize(("num_pages", "num_left"), [(18, 12), (36, 6)])
+def test_draft_tokens_leave_a_page_for_each_row(num_pages: int, num_left: int) -> None:
+    """A prompt fills a page. Twelve draft tokens and the next token need four."""
+    world = World(num_pages=num_pages, chunk_size=24, num_drafts=12)
+    scheduler = world.scheduler
+    scheduler.use_drafts(ModelDrafts(FixedDepth(12), scheduler.limits, scheduler.columns))
+    for sequence_id in range(6):
+        world.submit(request(sequence_id, [10 + sequence_id] * 4, max_tokens=20))
+    builder = scheduler.plan()
+    assert builder is not None
+    assert builder.num_tokens == 24
+    assert scheduler.kv.pool.num_available == num_left

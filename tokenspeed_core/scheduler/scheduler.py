@@ -225,9 +225,7 @@ class Scheduler:
             num_blocks = 2 * limits.max_num_seqs + limits.max_num_tokens // self.kv.block_size
             min_available = num_blocks * self.kv.num_groups
         elif self.sequences.num_waiting:
-            min_available = (
-                self.kv.pool.num_pages
-            )  # nothing runs, so the first one must be admitted
+            min_available = self.kv.pool.num_pages  # the first sequence must be admitted now
         self.kv.release_ended(MAX_BLOCKS_PER_STEP, min_available)
 
     def _check_progress(self) -> None:
@@ -280,19 +278,28 @@ class Scheduler:
             builder.set_drafts(self.drafts.take(slots, num_query - 1))
 
     def _plan_next_drafts(self, builder: StepPlanBuilder, drafts: DraftSource) -> None:
-        """Let a draft model follow the step, with blocks for its draft tokens if there are enough pages."""
+        """Let a draft model follow the step, if it does."""
         slots = builder.sampling_slots()
         wanted = drafts.next_drafts(slots, builder.num_chunk_tokens)
         if wanted is None:
             return
-        num_drafts = wanted.num_drafts
+        if wanted.num_drafts:
+            self._extend_for_drafts(builder, slots, wanted.num_drafts)
+        builder.set_next_drafts(wanted.num_drafts, returns_ids=wanted.returns_ids)
+
+    def _extend_for_drafts(self, builder: StepPlanBuilder, slots: I32, num_drafts: int) -> None:
+        """Make room for draft tokens, and the token before them, if every row still gets a block to decode.
+
+        So draft tokens never cause a preemption.
+        """
         columns, kv = self.columns, self.kv
         end = np.minimum(columns.num_bound[slots] + num_drafts, columns.max_len[slots])
-        # Enough pages are left to decode: draft tokens never cause a preemption.
-        if num_drafts and kv.pool.num_available >= 2 * kv.num_groups * self.sequences.num_running:
-            for i in np.flatnonzero(end > columns.capacity[slots]):
-                self._extend(builder, int(slots[i]), 0, int(end[i]))
-        builder.set_next_drafts(num_drafts, returns_ids=wanted.returns_ids)
+        num_pages = kv.num_new_pages(columns.resumed[slots], columns.capacity[slots], end)
+        num_kept = kv.num_groups * self.sequences.num_running
+        if int(num_pages.sum()) + num_kept > kv.pool.num_available:
+            return
+        for i in np.flatnonzero(end > columns.capacity[slots]):
+            self._extend(builder, int(slots[i]), 0, int(end[i]))
 
     def _plan_chunk(self, builder: StepPlanBuilder, slot: int, num_tokens: int) -> None:
         """Plan the next `num_tokens` known tokens of a slot, or fewer if tokens or pages run out."""
