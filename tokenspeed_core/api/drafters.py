@@ -127,6 +127,5 @@ class ModelDrafterSpec(AnyDrafterSpec):
     # "module:function"; `function(request: DraftRequest)` returns a DraftModelInfo. It raises ValueError if the target
     # or the draft model does not fit, and imports no tensor library.
     plan: str
-    needs_checkpoint: (
-        bool  # whether `--speculative-draft-model-path` must be given; otherwise it is refused
-    )
+    # Whether `--speculative-draft-model-path` must be given; otherwise it is refused.
+    needs_checkpoint: bool

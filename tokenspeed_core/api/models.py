@@ -60,6 +60,12 @@ class ModelSpec:
     config.json and the checkpoint's folder and returns their `DraftModelInfo`, or raises ValueError if there are none.
     """
 
+    architecture: str
+    describe: str
+    load: str
+    runs_remote_code: bool = False
+    mtp: str | None = None
+
     def make(self, config: Mapping[str, Any], build: BuildContext) -> Model:
         """Build a model. Raises what its constructor raises."""
         model: Model = load_target(self.load)(config, build)
@@ -71,12 +77,6 @@ class ModelSpec:
             raise ValueError(f"{self.architecture} has no layers for multi-token prediction")
         info: DraftModelInfo = load_target(self.mtp)(config, path)
         return info
-
-    architecture: str
-    describe: str
-    load: str
-    runs_remote_code: bool = False
-    mtp: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,9 +232,8 @@ class BuildContext(Protocol):
 
         With `is_chunked`, the window is the length of chunks (see `AttentionProblem`), and the group a `SlidingWindow`.
         The window, heads, head sizes and number of layers must match the group. Values have `value_head_size` elements
-        per head (None: `head_size`). `sinks` (float32 [H]) is a parameter
-        whose memory attention reads in each step. With a `rotation`, one kernel may rotate and write the cache; without,
-        q and k are used unchanged.
+        per head (None: `head_size`). `sinks` (float32 [H]) is a parameter whose memory attention reads in each step.
+        With a `rotation`, one kernel may rotate and write the cache; without, q and k are used unchanged.
         """
 
     def latent_attention(
@@ -310,9 +309,9 @@ class DraftModelInfo:
 class DraftModel(Protocol):
     """A model that drafts tokens after each step of a target model.
 
-    It computes its cache entries for the positions that the target computes, in the same step. A model that reads hidden
-    states gets, for the hidden state of a position, the token that follows it; for the newest position of a sequence
-    that is the token that was just chosen. Otherwise it gets the token of the position itself.
+    It computes its cache entries for the positions that the target computes, in the same step. A model that reads
+    hidden states gets, for the hidden state of a position, the token that follows it; for the newest position of a
+    sequence that is the token that was just chosen. Otherwise it gets the token of the position itself.
     """
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext, target: Model) -> None:

@@ -83,10 +83,10 @@ class PromptTargets:
 class NextDrafts:
     """The work of a draft model after a step: its cache entries of the step, then draft tokens for the next one.
 
-    It makes `num_drafts` tokens for each row that samples, and keeps them on the device. `following` [chunk rows] are the
-    prompt tokens after chunks; those of rows that sample are not used. `capacity` [S] counts the tokens that the row's
-    blocks hold: entries behind them are not kept. With `returns_ids` the tokens are part of the step's result too, which
-    then waits for the draft model.
+    It makes `num_drafts` tokens for each row that samples, and keeps them on the device. `following` [chunk rows] are
+    the prompt tokens after chunks; those of rows that sample are not used. `capacity` [S] counts the tokens that the
+    row's blocks hold: entries behind them are not kept. With `returns_ids` the tokens are part of the step's result
+    too, which then waits for the draft model.
     """
 
     num_drafts: int
@@ -186,7 +186,8 @@ class PromptLogprobs:
 class StepResult:
     """The tokens of a step: `num_tokens[i]` for row i, concatenated. A token of -1: the row had no finite logit.
 
-    `next_draft_ids` are the draft tokens for the next step, `num_drafts` of each row that samples, if the plan wants them.
+    `next_draft_ids` are the draft tokens for the next step, `NextDrafts.num_drafts` of each row that samples; None
+    unless the plan asks for them with `returns_ids`.
     """
 
     step_id: int

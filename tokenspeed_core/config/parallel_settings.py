@@ -229,7 +229,10 @@ class ParallelSettings(Settings):
         return sizes
 
     def _sizes_of_sharing_engines(self) -> ParallelSizes:
-        """Return the sizes for engines that share their experts. Raises ValueError for settings of several processes."""
+        """Return the sizes for engines that share their experts.
+
+        Raises ValueError for settings that give an engine several processes, and for sizes that contradict each other.
+        """
         num_engines = self.data_parallel_size
         for name in (
             "tensor_parallel_size",

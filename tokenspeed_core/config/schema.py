@@ -42,7 +42,9 @@ def _chunk(value: int) -> int:
 
 
 class Config(ParallelSettings, SpeculationSettings):
-    """The settings of a model and its engine, frozen. The server extends them. Resolving "auto" returns a new object (`resolved`).
+    """The settings of a model and its engine, frozen. The server extends them.
+
+    Resolving "auto" returns a new object (`resolved`).
 
     The constructor raises `pydantic.ValidationError`. `from_keywords` and the other sources raise
     `ConfigError` with the setting, its value and its origin.

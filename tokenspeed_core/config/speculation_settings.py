@@ -128,7 +128,7 @@ class SpeculationSettings(Settings):
     )
 
     @model_validator(mode="after")
-    def _refuse_two_drafters(self) -> Self:
+    def _check_speculation(self) -> Self:
         given = self.speculative_config
         if given is not None and self.speculative_algorithm is not None:
             raise ValueError(

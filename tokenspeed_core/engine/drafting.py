@@ -100,7 +100,10 @@ def check_is_alone(choice: DrafterChoice | None, sizes: ParallelSizes) -> None:
 
 
 def use_drafter(scheduler: Scheduler, choice: DrafterChoice, *, with_prompts: bool) -> None:
-    """Make a drafter, and give the scheduler's rows its draft tokens; see `Scheduler.use_drafts`. Raises PluginError."""
+    """Make a drafter, and give the scheduler's rows its draft tokens, as `Scheduler.use_drafts` does.
+
+    Raises PluginError.
+    """
     limits = scheduler.limits
     depth = AdaptiveDepth(limits.max_num_seqs, choice.max_drafts)
     drafts: DraftSource

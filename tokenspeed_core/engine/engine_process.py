@@ -27,7 +27,8 @@ EXIT_SECONDS = 10.0  # that a drained engine has to exit
 def engine_programs(config: Config, catalog: Catalog) -> list[Program]:
     """Return the programs of `--data-parallel-size` engines.
 
-    Their model is a path; they get no settings of the server, such as API keys. Engines that share experts are connected, and all of them must be started.
+    Their model is a path; they get no settings of the server, such as API keys. Engines that share experts are
+    connected, and all of them must be started.
     """
     num_sharing = config.parallel_sizes().num_sharing
     peers = connect_peers(num_sharing) if num_sharing > 1 else [[]] * config.data_parallel_size

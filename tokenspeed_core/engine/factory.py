@@ -217,7 +217,7 @@ def start(
     """Load the model, size the KV cache, and build the engine, with its other ranks if it has several processes.
 
     `is_batch` removes the limit on waiting requests and the limit on prefill while others decode. `on_failure` is
-    called from another thread if a rank fails. `peers` are the engines that share the experts. Raises what `resolve`
+    called from another thread if a rank or one of `peers` fails. `peers` are the engines that share the experts. Raises what `resolve`
     raises, SelectionError, CapacityError if memory is too small, and EngineDeadError if the warm-up fails or computes
     logits that are not finite, or if a rank fails.
     """

@@ -161,7 +161,7 @@ def connect_peers(num_engines: int) -> list[list[int]]:
 
 
 class TokenRunner(Runner, Protocol):
-    """A runner whose collectives depend on the numbers of tokens of all engines."""
+    """A runner with collectives that depend on the numbers of tokens of all engines."""
 
     @property
     def token_counts(self) -> TokenCounts:

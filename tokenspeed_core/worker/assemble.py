@@ -82,8 +82,8 @@ def assemble(
     """Select kernels for `device` and construct the model there (on the meta device with `only_plan`).
 
     A plan may be for another `platform` of the device's kind. `handles` are the torch.distributed groups by name, of
-    those with several processes. Raises CheckpointError for a configuration that the
-    family refuses, and SelectionError if an op has no kernel.
+    those with several processes. Raises CheckpointError for a configuration that the family refuses, and SelectionError
+    if an op has no kernel.
     """
     config, checkpoint = resolved.config, resolved.checkpoint
     kernels = installed_kernels(catalog, resolved.overrides)

@@ -21,9 +21,8 @@ _SMALLEST_CHUNK, _CHUNK_STEP = 32, 64
 # A bucket has one chunk row for this many tokens. Unused rows cost kernel time too.
 _TOKENS_PER_CHUNK = 16
 _FEW_CHUNKS = 16
-_MAX_DRAFTING = (
-    64  # decodes of the largest bucket with draft tokens; larger steps verify drafts eagerly
-)
+# Decodes of the largest bucket with draft tokens. Larger steps verify drafts eagerly.
+_MAX_DRAFTING = 64
 # Draft tokens per row of these buckets, besides the maximum. Few tokens take about as long as one.
 _FEW_DRAFTING, _DRAFTS_OF_FEW, _DRAFTS_OF_MANY = 8, (4,), (1, 2, 4)
 
@@ -95,8 +94,8 @@ def draft_sizes(
 ) -> tuple[BucketSize, ...]:
     """Return the buckets of decodes with draft tokens, at most `max_drafts` of a row and `max_draft_tokens` in all.
 
-    Their decodes are some of the captured `decodes`, each at least twice the last, up to 64. Rows share the draft tokens
-    of a bucket, so that one may have more than another.
+    Their decodes are some of the captured `decodes`: the smallest, numbers that are each at least twice the one before,
+    and the largest up to 64. Rows share the draft tokens of a bucket, so that one may have more than another.
     """
     small = [each for each in decodes if each <= _MAX_DRAFTING]
     chosen: list[int] = []

@@ -1,4 +1,4 @@
-"""The inputs of captured steps: buffers at fixed addresses, and attention inputs with the sizes of a bucket as bounds."""
+"""The inputs of captured steps: buffers at fixed addresses, and attention inputs bounded by the sizes of a bucket."""
 
 from __future__ import annotations
 

@@ -86,8 +86,8 @@ class SampledTokens:
 class DraftRows:
     """Sampled tokens with their columns on the device.
 
-    `num_drafts`, `first` and `slots` int64 [S]; `offsets` int64 [R]; `ends` int32 [S] are the slots' lengths after the step if
-    all draft tokens are accepted. No row has more than `max_drafts` of them.
+    `num_drafts`, `first` and `slots` int64 [S]; `offsets` int64 [R]; `ends` int32 [S] are the slots' lengths after the
+    step if all draft tokens are accepted. No row has more than `max_drafts` of them.
     """
 
     host: SampledTokens
@@ -138,9 +138,9 @@ class DraftRows:
     ) -> None:
         """Accept draft tokens up to the first that differs from the token chosen there, ids int32 [R].
 
-        `kernel` is the op verify_drafts. `token_ids` int64 [T] are the step's query tokens, `tokens` int64 [R] those that
-        the R rows of logits follow. Sets the slots' last tokens and lengths, so it may be called again for other `ids`,
-        and the number of new tokens of each row, `num_new` int32 [S].
+        `kernel` is the op verify_drafts. `token_ids` int64 [T] are the step's query tokens, `tokens` int64 [R] the
+        places of those that the R rows of logits follow. Writes the slots' last tokens and lengths, and the number of
+        new tokens of each row, `num_new` int32 [S]. It may be called again for other `ids`.
         """
         kernel(
             ids,

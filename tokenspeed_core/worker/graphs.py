@@ -57,8 +57,8 @@ class _Bucket:
     """A captured step: its part of the upload, its inputs (views of shared buffers), and its graphs.
 
     `slots` are those of its rows of logits, int64 [R]. `drafts` are its rows with draft tokens, with as many sampled
-    tokens as `num_new` says. `own_logits` is the forward's output while the graphs that read it are captured. `no_shared_prefix` is the variant
-    for short decodes without a shared prefix, if there is one.
+    tokens as `num_new` says. `own_logits` is the forward's output while the graphs that read it are captured.
+    `no_shared_prefix` is the variant for short decodes without a shared prefix, if there is one.
     """
 
     layout: StagedLayout

@@ -38,7 +38,7 @@ OVERVIEW = (
 
 
 class BatchError(TokenSpeedError):
-    """Options that exclude each other."""
+    """The options of `run-batch` exclude each other."""
 
 
 def run(
