@@ -251,7 +251,7 @@ class Config(ParallelSettings, SpeculationSettings):
     moe_backend: BackendChoice = setting(
         {"default": AUTO},
         "backends",
-        "Mixture-of-experts backends by preference; a last auto serves ops that they lack.",
+        "Mixture-of-experts backends by preference; a last auto serves ops they lack.",
         kind="kernels.moe",
         takes="NAME[,NAME...]",
     )
