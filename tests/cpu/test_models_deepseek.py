@@ -14,6 +14,7 @@ from quantized_build import (
     checkpoint_logits,
     load,
     logprob_errors,
+    read_schemes,
     relative,
     transformers_logits,
 )
@@ -26,7 +27,11 @@ from tokenspeed_models_deepseek.describe import (
     describe_v2,
     describe_v3,
 )
-from tokenspeed_models_deepseek.model import DeepseekV3ForCausalLM, KimiK25ForConditionalGeneration
+from tokenspeed_models_deepseek.model import (
+    DeepseekMTP,
+    DeepseekV3ForCausalLM,
+    KimiK25ForConditionalGeneration,
+)
 from tokenspeed_quantization.schemes import FP8_BLOCK
 
 from tokenspeed_core import LLM, SamplingParams
@@ -124,6 +129,14 @@ K2: dict[str, Any] = {
     "topk_group": 1,
     "vocab_size": 163840,
 }
+# `quantization_config` of DeepSeek-V3
+BLOCK_WISE: dict[str, Any] = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "scale_fmt": "ue8m0",
+    "weight_block_size": [128, 128],
+}
 K25 = {"architectures": ["KimiK25ForConditionalGeneration"], "text_config": K2}
 
 
@@ -180,6 +193,22 @@ def test_layers_for_multi_token_prediction_are_not_read(tmp_path: Path) -> None:
     torch.testing.assert_close(found, transformers_logits(reference), atol=1e-4, rtol=1e-4)
 
 
+def test_join_of_multi_token_prediction_is_never_quantized(tmp_path: Path) -> None:
+    sizes = {"q_lora_rank": 256, "intermediate_size": 256, "moe_intermediate_size": 256}
+    save_reference("DeepseekV3", tmp_path, num_nextn_predict_layers=1, **sizes)
+    config = json.loads((tmp_path / "config.json").read_text())
+    build = QuantizedBuild(FP8_BLOCK)
+    _, build.is_quantized = read_schemes(BLOCK_WISE)
+    target = DeepseekV3ForCausalLM(config, build)
+    build.problems.clear()
+    DeepseekMTP(config, build, target)
+    hidden = config["hidden_size"]
+    join = {"in_size": 2 * hidden, "out_size": hidden, "dtype": "float32"}
+    assert ("linear", join) in build.problems
+    assert ("linear_fp8_block", join) not in build.problems
+    assert "linear_fp8_block" in dict(build.problems), "the other layers are quantized"
+
+
 def test_kimi_k25_language_model_is_found(tmp_path: Path) -> None:
     reference = save_reference("DeepseekV3", tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
@@ -234,13 +263,7 @@ def test_block_wise_checkpoint_is_loaded(tmp_path: Path) -> None:
                 stack(parameters, name, tensor)
     save_file(weights, tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "scale_fmt": "ue8m0",
-        "weight_block_size": [128, 128],
-    }
+    config["quantization_config"] = BLOCK_WISE
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = checkpoint_logits(DEEPSEEK_V3, tmp_path, QuantizedBuild(FP8_BLOCK))
     # Activations are quantized too.

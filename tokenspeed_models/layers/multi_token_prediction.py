@@ -11,7 +11,7 @@ from tokenspeed_models.layers.causal_lm import CausalLM
 from tokenspeed_models.layers.decoder import Layer
 from tokenspeed_models.layers.linear import Linear, Projection
 from tokenspeed_models.layers.norm import RMSNorm
-from tokenspeed_models.layers.scheme import ModuleBuild
+from tokenspeed_models.layers.scheme import UnquantizedBuild
 from tokenspeed_models.sharding import Replicated, ShardingSpec, compile_sharding
 from tokenspeed_models.weights import WeightMap
 
@@ -39,7 +39,8 @@ class MultiTokenPredictor:
         self._embedding_norm = RMSNorm(build, hidden_size, norm_eps)
         self._hidden_norm = RMSNorm(build, hidden_size, norm_eps)
         joined = (Projection("eh_proj", hidden_size, None),)
-        self._join = Linear(ModuleBuild(build, name), 2 * hidden_size, joined)
+        # DeepSeek-V3 stores it in bfloat16, although its quantization_config does not except it.
+        self._join = Linear(UnquantizedBuild(build), 2 * hidden_size, joined)
         self._norm = RMSNorm(build, hidden_size, norm_eps)
         whole = ShardingSpec("eh_proj", Replicated(), Replicated(), hidden_size)
         compile_sharding(build, [whole, *layer.sharding(""), *self._norm.sharding("norm")])
