@@ -6,9 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+
+from tokenspeed_core.api import PlatformInfo
+from tokenspeed_core.worker.assemble import plan_for
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -40,6 +44,19 @@ def test_gpu_script_reports_a_missing_gpu() -> None:
     assert "Triton attention" in script("attention_tilings.py", "--help").stdout
     done = script("attention_tilings.py")
     assert (done.returncode, "CUDA device" in done.stderr.splitlines()[-1]) == (2, True)
+
+
+def test_deepseek_layers_have_kernels_on_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    layers = import_module("deepseek_v3_layers")
+    config = {**layers.REDUCED, "num_hidden_layers": 1}
+    reference = dict.fromkeys(layers.COMPARED, "torch")
+    for is_captured, chosen in ((True, {}), (False, reference)):
+        resolved, catalog = layers.resolved(config, "cuda", chosen, is_captured=is_captured)
+        plan = plan_for(resolved, catalog, PlatformInfo("cuda", (9, 0)))
+        backends = {planned.op: planned.backend for planned in plan.ops}
+        expected = chosen or dict.fromkeys(reference, "triton")
+        assert {op: backends[op] for op in expected} == expected
 
 
 @pytest.mark.release
