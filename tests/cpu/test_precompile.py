@@ -26,6 +26,7 @@ from tokenspeed_kernels import descriptors
 from tokenspeed_kernels.triton import precompile
 from tokenspeed_kernels.triton.attention.backend import attention
 from tokenspeed_kernels.triton.linear.gated_gemm import gated_linear
+from tokenspeed_kernels.triton.moe.experts import moe_experts
 
 CPU = torch.device("cpu")
 PRECOMPILED = (
@@ -162,6 +163,17 @@ def two(x_ptr, N: tl.constexpr):
     tl.store(x_ptr, N + 0.0 + 0.0 + 0.0 + 0.0 + 0.0 + 0.0 + 0.0 + 0.0)
 
 
+@triton.jit
+def long_helper(x_ptr, N: tl.constexpr):
+    tl.store(x_ptr, N + 0.0 + 0.0 + 0.0 + 0.0 + 0.0 + 0.0 + 0.0 + 0.0)
+
+
+@precompile.jit
+def three(x_ptr, N: tl.constexpr):
+    long_helper(x_ptr, N)
+    long_helper(x_ptr, N)
+
+
 def launch(x: Tensor, *sizes: int, kernel: Any = one) -> None:
     for size in sizes:
         kernel[(1,)](x, N=size)
@@ -185,6 +197,22 @@ def test_factory_precompiles_every_launched_kernel(spec: KernelSpec, compiler: C
                 f"{num_rows} rows launch a kernel that was not precompiled: {problem}"
             )
     assert found
+
+
+@pytest.mark.parametrize("num_experts", [8, 128])
+def test_experts_are_precompiled_for_any_number_of_tokens(
+    compiler: Compiler, num_experts: int
+) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16}
+    experts = moe_experts({"num_experts": num_experts, "top_k": 2, "dtype": "bfloat16", **sizes})
+    settle()
+    precompiled = compiler.names()
+    weights = torch.zeros(num_experts, 32, 16), torch.zeros(num_experts, 16, 16)
+    for num_tokens in (1, 4, 16, 40, 100, 300, 1000, 2048, 2049, 9000):
+        x = torch.zeros(num_tokens, 16, dtype=torch.bfloat16)
+        ids = torch.zeros(num_tokens, 2, dtype=torch.int32)
+        experts(x, *(each.to(x.dtype) for each in weights), ids.float(), ids)
+        assert compiler.names() == precompiled, f"not precompiled: {num_tokens} tokens"
 
 
 def test_gated_gemm_is_precompiled_for_any_number_of_rows(
@@ -306,9 +334,10 @@ def test_longest_kernel_is_compiled_first(
     x = precompile.blank("float32", 4)
     precompile.compile_for(launch, x, 1, 2, 3)
     precompile.compile_for(lambda: launch(x, 1, 2, kernel=two))
+    precompile.compile_for(lambda: launch(x, 1, kernel=three))
     may_end.set()
     settle()
-    assert [name for name, _ in compiler.compiled] == ["one", "two", "two", "one", "one"]
+    assert [name for name, _ in compiler.compiled] == ["one", "three", "two", "two", "one", "one"]
 
 
 def test_compiler_errors_are_raised_at_launch(compiler: Compiler) -> None:

@@ -75,6 +75,17 @@ def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     return _Kernel(function, **options)
 
 
+def source_length(kernel: JITFunction) -> int:
+    """Return the characters of a kernel's source, with those of a function for each call of it, as Triton inlines it."""
+    scope = kernel.fn.__globals__
+    called = {name: scope.get(name) for name in kernel.fn.__code__.co_names}
+    return len(kernel.src) + sum(
+        kernel.src.count(f"{name}(") * source_length(function)
+        for name, function in called.items()
+        if isinstance(function, JITFunction)
+    )
+
+
 class _Kernel(JITFunction):  # type: ignore[misc]
     """A kernel that is compiled by a background thread, and not launched, inside `compile_for`."""
 
@@ -94,7 +105,7 @@ class _Kernel(JITFunction):  # type: ignore[misc]
             return self._pending.pop((key, device), compile_now)()
         if (key, device) not in self._pending:
             self._pending[key, device] = once = _Once(compile_now)
-            _THREADS.put(len(self.src), partial(self._compile_with_launcher, once))
+            _THREADS.put(source_length(self), partial(self._compile_with_launcher, once))
         return None
 
     def _compile_with_launcher(self, once: Compile) -> None:

@@ -213,13 +213,14 @@ def find_tiles(counts: Tensor, num_pairs: int, block_m: int) -> Tensor:
 def blank_routings(
     problem: Problem, averages: Iterable[float], *more: int
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield (number of tokens, blank weights, blank ids) for one token, for each average of pairs, and for many tokens.
+    """Yield (number of tokens, blank weights, blank ids) for each average of pairs, and for each way to sort pairs.
 
-    `more` are other numbers of tokens.
+    `more` are other numbers of tokens. Many tokens come first, because their large tiles take longest to compile.
     """
     num_experts, top_k = problem["num_experts"], problem["top_k"]
-    by_average = [int(each) * num_experts // top_k for each in averages]
-    for num_tokens in (1, *more, *by_average, SMALL_SORT * num_experts):
+    by_average = (int(each) * num_experts // top_k for each in averages)
+    nums = {1, *more, *by_average, SMALL_SORT // top_k, SMALL_SORT * num_experts}
+    for num_tokens in sorted(nums, reverse=True):
         yield (
             num_tokens,
             precompile.blank("float32", num_tokens, top_k),
