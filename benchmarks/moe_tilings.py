@@ -1,11 +1,11 @@
 # mypy: allow-untyped-calls
-"""Time tilings of the two GEMMs of routed experts in bfloat16, beside PyTorch's grouped GEMM and the floor.
+"""Time tilings of the two GEMMs of routed experts in bfloat16, PyTorch's grouped GEMM, and the lower bound.
 
     python benchmarks/moe_tilings.py [--model qwen3-30b-a3b] [--tokens 16 64 256 8192] [--top 3] [--json FILE]
 
-Needs a CUDA device. Tokens choose random experts. A CUDA graph holds a few layers, each with weights of its own. Every
-tiling is compared with the reference first. Times are µs per layer, medians of 15. The floor is the larger of the time
-to read each used expert once at 4.5 TB/s and that of the products at 800 TFLOP/s. `grouped_mm` multiplies rows that are
+Needs a CUDA device. Tokens choose random experts. A CUDA graph holds a few layers, each with separate weights. Every
+tiling is compared with the reference first. Times are µs per layer, medians of 15. The floor is the longer of reading
+each used expert once at 4.5 TB/s and of computing the products at 800 TFLOP/s. `grouped_mm` multiplies rows that are
 already sorted by expert, without the activation.
 """
 

@@ -189,8 +189,7 @@ class User:
 
     def accepted(self) -> tuple[int, int, int]:
         """Return the draft tokens and accepted ones so far, and the steps of a row that verified some."""
-        scheduler = self.llm._engine.scheduler
-        stats = scheduler.counters.snapshot(scheduler.kv, 0)
+        stats = self.llm.stats()
         return stats.num_draft_tokens, sum(stats.num_accepted), stats.num_draft_rows
 
 

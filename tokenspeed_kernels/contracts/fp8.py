@@ -127,7 +127,7 @@ FP8 = (
         "(x [T, N], gate_up float8_e4m3fn [E, 2I, N], gate_up_scale float32 [E, 2I, 1], down float8_e4m3fn [E, N, I], "
         "down_scale float32 [E, N, 1], weights float32 [T, k], ids int32 [T, k]) -> y [T, N]: sum over a token's "
         "experts of weight * down @ q(silu_mul(gate_up @ q(x))), where q is quantize_fp8; sums are float32, inputs of "
-        "q are rounded to the dtype",
+        "q are rounded to the dtype. An id of E means no expert",
         EXPERTS_AXES,
         f"{REFERENCE}.moe_w8a8:moe_experts_fp8",
         f"{INPUTS}:moe_experts_fp8",

@@ -38,9 +38,8 @@ class Fa3Attention:
         import_module(LIBRARY)
         self._attend = torch.ops.flash_attn_3.fwd.default
         self._scale = problem.scale
-        self._chunk = problem.window or 0 if problem.is_chunked else 0
-        has_window = problem.window is not None and not problem.is_chunked
-        self._window_left = (problem.window or 0) - 1 if has_window else -1
+        window = problem.window or 0  # the window of a query counts the query itself; 0 is none
+        self._chunk, self._window_left = (window, -1) if problem.is_chunked else (0, window - 1)
         self._step: AttentionStep | None = None
         self._memory = _memory(problem, limits, device)
         self._gathered: Gathered | None = None

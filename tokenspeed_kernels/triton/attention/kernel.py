@@ -330,8 +330,9 @@ def attend(
 ):
     """Attend to the paged keys of each row. Grid (tiles, KV heads, splits).
 
-    ONE_TILE: each row is one tile. Otherwise a tile searches for its row: the tiles of row i start at query_start[i]
-    // TOKENS + i, and the few surplus tiles return at once. the caches have the same stride between blocks.
+    ONE_TILE: each row is one tile. Otherwise a tile searches for its row: the tiles of row i start at
+    query_start[i] // TOKENS + i, and the few surplus tiles return at once. The caches have the same stride between
+    blocks.
 
     SPLIT (requires ONE_TILE): a row's keys are split into up to `num_splits` parts of at least `min_split` keys. If
     there are several parts, each program writes its result to its own slice of `partial` and `lse` and counts itself

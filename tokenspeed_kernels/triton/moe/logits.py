@@ -102,7 +102,7 @@ def moe_logits(problem: Problem) -> Callable[[Tensor, Tensor], Tensor]:
             return torch.mm(x.to(torch.float32), weight.t())
         y = torch.empty((num_tokens, num_experts), dtype=torch.float32, device=x.device)
         if num_tokens > MAX_FEW_TOKENS:
-            block_m, num_warps = (16, 4) if num_tokens <= SMALL_TILES else (64, 4)
+            block_m = 16 if num_tokens <= SMALL_TILES else 64
             grid = triton.cdiv(num_experts, BLOCK_E), triton.cdiv(num_tokens, block_m)
             _many_logits[grid](
                 *(x, weight, y, num_tokens, x.stride(0)),
@@ -111,7 +111,7 @@ def moe_logits(problem: Problem) -> Callable[[Tensor, Tensor], Tensor]:
                 BLOCK_M=block_m,
                 BLOCK_E=BLOCK_E,
                 BLOCK_K=128,
-                num_warps=num_warps,
+                num_warps=4,
                 num_stages=3,
             )
         elif num_tokens:
