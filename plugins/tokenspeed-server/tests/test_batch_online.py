@@ -165,7 +165,10 @@ def test_timeout_of_a_connection_ends_the_run(monkeypatch: pytest.MonkeyPatch) -
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(("url", "key"), [("http://höst", None), ("http://host", "schlüssel")])
+@pytest.mark.parametrize(
+    ("url", "key"),
+    [("http://höst", None), (f"http://{'a' * 64}", None), ("http://host", "schlüssel")],
+)
 def test_text_that_http_cannot_send_is_refused(url: str, key: str | None) -> None:
     with pytest.raises(ConfigError):
         HttpClient(url, key)

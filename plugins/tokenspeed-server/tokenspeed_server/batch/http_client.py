@@ -46,6 +46,7 @@ class HttpClient:
         try:
             parts = urlsplit(with_scheme)
             is_whole = bool(parts.hostname) and parts.port != 0 and with_scheme.isascii()
+            (parts.hostname or "").encode("idna")  # as a connection does; raises UnicodeError
         except ValueError:
             is_whole = False
         if not is_whole or parts.scheme not in ("http", "https") or set(url) & _SPACES:
