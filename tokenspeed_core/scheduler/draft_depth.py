@@ -15,7 +15,7 @@ from tokenspeed_core.api.step import F32, I32
 
 MAX_LOSS = 0.01  # share of the time of all steps that speculation may lose
 MARGIN = 1.02  # predicted speed-up from which drafts are verified
-_CREDIT = 4.0  # plain steps that speculation may lose before it has saved anything
+_CREDIT = 2.0  # plain steps that speculation may lose before it has saved anything
 _MAX_SAVED = 64.0  # plain steps of savings that later losses may use
 _WEIGHT = 0.1  # of the newest step in the running means
 _MAX_OUTLIER = 8.0  # a longer step counts as this multiple of the mean
@@ -44,24 +44,21 @@ class StepCost:
     def __init__(self) -> None:
         """Start without measurements."""
         self._seconds: dict[tuple[int, int], float] = {}
-        self._num_plain: dict[int, int] = {}
+        self._num_steps: dict[tuple[int, int], int] = {}
         self._most_tried: dict[int, int] = {}
 
     def observe(self, num_rows: int, num_drafts: int, seconds: float) -> None:
         """Record a step without prompt tokens."""
         key = (size_class(num_rows), size_class(num_drafts))
-        mean = self._seconds.get(key)
-        if mean is None:
-            self._seconds[key] = seconds
-        else:
-            self._seconds[key] = mean + _WEIGHT * (min(seconds, _MAX_OUTLIER * mean) - mean)
+        mean = self._seconds.get(key, seconds)
+        self._num_steps[key] = count = self._num_steps.get(key, 0) + 1
+        weight = max(_WEIGHT, 1 / count)  # an average at first, so that no single step dominates
+        self._seconds[key] = mean + weight * (min(seconds, _MAX_OUTLIER * mean) - mean)
         self._most_tried[key[0]] = max(num_drafts, self._most_tried.get(key[0], 0))
-        if not num_drafts:
-            self._num_plain[key[0]] = self._num_plain.get(key[0], 0) + 1
 
     def num_plain(self, num_rows: int) -> int:
         """Return how many steps without drafts were measured with about this many rows."""
-        return self._num_plain.get(size_class(num_rows), 0)
+        return self._num_steps.get((size_class(num_rows), 0), 0)
 
     def max_drafts(self, num_rows: int) -> int:
         """Return the most draft tokens whose time can be predicted."""
@@ -128,7 +125,7 @@ class Account:
     def record(self, saved: float) -> None:
         """Record the plain steps that a step with drafts saved; negative: lost."""
         self.balance = min(_MAX_SAVED, self.balance + saved)
-        if saved > 0.0:
+        if self.balance >= _CREDIT:  # not after one step, whose time may be shorter by chance
             self._next_pause = 16
         elif self.balance <= 0.0:
             self.pause = self._next_pause
