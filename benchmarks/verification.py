@@ -64,7 +64,7 @@ class Clock:
         self._marks: list[Any] = []
 
     def mark(self) -> None:
-        """Mark the end of what was launched so far."""
+        """Mark the end of the work that was launched so far."""
         if self._stream is None:
             self._marks.append(time.perf_counter())
         else:
