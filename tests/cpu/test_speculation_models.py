@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from draft_requests import check
 from drafted import Reply, finish, make_engine
 from host_graphs import capture
 from hypothesis import HealthCheck, given, settings
@@ -88,14 +89,6 @@ def runner(catalog: Catalog) -> LocalRunner:
 @pytest.fixture(scope="module")
 def expected(runner: LocalRunner) -> dict[int, Reply]:
     return finish(make_engine(runner), requests())
-
-
-def check(found: dict[int, Reply], expected: dict[int, Reply]) -> None:
-    for number, reply in expected.items():
-        got = found[number]
-        assert (got.token_ids, got.finish) == (reply.token_ids, reply.finish), number
-        assert got.logprobs == reply.logprobs
-        assert np.allclose(got.values, reply.values, atol=1e-3)
 
 
 @settings(
