@@ -3,8 +3,9 @@
 Each task runs with every number of users in turn, without and with each drafter in alternation, `--repeats` times with
 other items each time, so that no drafter has seen the answers. The engines take turns in being the first. `speedup` is
 the ratio of the seconds, and `cpu_speedup` that of the process's CPU seconds, which depend less on other load. The
-drafter `none` in `--drafters` is a control: its ratios show the error. The answers must be equal. `accepted` is the
-share of draft tokens that the model accepted. Example:
+drafter `none` in `--drafters` is a control: its ratios show the error. `equal` is the share of answers that equal those
+without drafts: 1 on a CPU in float32; elsewhere rounding may change a choice between almost equal logits. `accepted` is
+the share of draft tokens that the model accepted. Example:
 
     OMP_NUM_THREADS=1 python benchmarks/speculation.py --drafters none,ngram,suffix --users 1,8 --items 24
     python benchmarks/speculation.py --model demo-deepseek --drafters none,mtp --num-draft-tokens 4
@@ -25,6 +26,7 @@ from tokenspeed_demo.render import TEMPLATE, Renderer
 from tokenspeed_core import LLM, SamplingParams
 
 TASKS = "edit,copy,tool_call,sum_three_digits"
+MIN_EQUAL = 0.95  # share of equal answers, below which something other than rounding differs
 DRAFT_MODELS = {"eagle3": "demo-eagle3"}
 
 
@@ -56,6 +58,13 @@ class Engine:
         self.llm = LLM(dtype=dtype, max_num_seqs=num_users, max_total_tokens=65536, **settings)
         self.seconds: list[float] = []
         self.cpu_seconds: list[float] = []
+        self.num_tokens = self.num_equal = 0
+
+    def clear(self) -> None:
+        """Forget what was measured."""
+        self.seconds.clear()
+        self.cpu_seconds.clear()
+        self.num_tokens = self.num_equal = 0
 
     def run(self, prompts: list[dict[str, Any]]) -> list[list[int]]:
         """Answer all prompts with an empty prefix cache, and note the seconds."""
@@ -67,6 +76,11 @@ class Engine:
         self.seconds.append(time.perf_counter() - started)
         self.cpu_seconds.append(time.process_time() - cpu_started)
         return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def note(self, answers: list[list[int]], expected: list[list[int]]) -> None:
+        """Count the tokens of answers, and those that equal the expected ones."""
+        self.num_tokens += sum(map(len, answers))
+        self.num_equal += sum(map(list.__eq__, answers, expected))
 
     def drafts(self) -> tuple[int, tuple[int, ...]]:
         """Return the draft tokens since the start, and how many were accepted at each position."""
@@ -95,20 +109,19 @@ def main() -> None:
         for task in arguments.tasks.split(","):
             before = [engine.drafts() for engine in engines]
             for engine in engines:
-                engine.seconds.clear()
-                engine.cpu_seconds.clear()
-            num_tokens = 0
+                engine.clear()
             for repeat in range(arguments.repeats):
                 prompts = prompts_of(task, arguments.items, repeat)
                 first = repeat % len(engines)
-                expected, *others = (
-                    engine.run(prompts) for engine in engines[first:] + engines[:first]
-                )
-                assert all(other == expected for other in others), "the answers differ"
-                num_tokens += sum(map(len, expected))
-            plain, cpu_plain = sum(engines[0].seconds), sum(engines[0].cpu_seconds)
+                order = engines[first:] + engines[:first]
+                answers = {id(engine): engine.run(prompts) for engine in order}
+                expected = answers[id(engines[0])]
+                for engine in engines:
+                    engine.note(answers[id(engine)], expected)
+            num_answers = arguments.items * arguments.repeats
+            plain = engines[0]
             for engine, (num_before, accepted_before) in zip(engines, before, strict=True):
-                seconds = sum(engine.seconds)
+                seconds, cpu_seconds = sum(engine.seconds), sum(engine.cpu_seconds)
                 num_drafts, accepted = engine.drafts()
                 num_proposed = num_drafts - num_before
                 num_accepted = sum(accepted) - sum(accepted_before)
@@ -116,12 +129,14 @@ def main() -> None:
                     "task": task,
                     "users": num_users,
                     "drafter": engine.drafter,
-                    "tokens_per_s": round(num_tokens / seconds, 1),
-                    "speedup": round(plain / seconds, 2),
-                    "cpu_speedup": round(cpu_plain / sum(engine.cpu_seconds), 2),
+                    "tokens_per_s": round(engine.num_tokens / seconds, 1),
+                    "speedup": round(sum(plain.seconds) / seconds, 2),
+                    "cpu_speedup": round(sum(plain.cpu_seconds) / cpu_seconds, 2),
+                    "equal": round(engine.num_equal / num_answers, 2),
                     "accepted": round(num_accepted / num_proposed, 2) if num_proposed else None,
                 }
                 print(json.dumps(row), flush=True)
+                assert row["equal"] >= MIN_EQUAL, "draft tokens change the answers"
         for engine in engines:
             engine.llm.shutdown()
 
