@@ -85,7 +85,7 @@ def build(command: str | None) -> typer.Typer:
     """
     app = typer.Typer(
         name="tokenspeed",
-        help="Fast inference of language models, built of plugins.",
+        help="An inference engine for large language models, built from plugins.",
         rich_markup_mode=None,
         add_completion=command is None,
         pretty_exceptions_enable=False,

@@ -193,7 +193,7 @@ def _overview(kind: type[Config], command: Overview) -> str:
     lines = [f"Usage: {usage}", "", *textwrap.wrap(text, width), ""]
     for form, meaning in (
         *own,
-        ("--help=SECTION", "Show the options of a section, a flag or a word, or all."),
+        ("--help=SECTION", "Show the options of a section, those that match a word, or all."),
     ):
         lines += textwrap.wrap(
             f"  {form:<22} {meaning}", width, subsequent_indent=" " * 25, break_long_words=False

@@ -13,11 +13,11 @@ OVERVIEW = (
     "Chat with a running server, or start one with the options of serve. With PROMPT or a pipe, "
     "print one answer and exit.",
     (
-        ("--url URL", "a running server; default: the one at --host and --port, or start one"),
-        ("--system TEXT", "the system message"),
-        ("--temperature NUMBER", "0 is greedy; default: the model's own"),
-        ("--max-tokens NUMBER", "maximum length of an answer"),
-        ("--config FILE", "read settings from a YAML file"),
+        ("--url URL", "A running server; default: the one at --host and --port, or start one."),
+        ("--system TEXT", "The system message."),
+        ("--temperature NUMBER", "Sampling temperature; 0 is greedy; default: the model's own."),
+        ("--max-tokens NUMBER", "Maximum length of an answer."),
+        ("--config FILE", "Read settings from a YAML file."),
     ),
 )
 

@@ -23,9 +23,9 @@ OVERVIEW = (
     (
         (
             "--config FILE",
-            "read settings from a YAML file; flags and the environment take precedence",
+            "Read settings from a YAML file; flags and the environment take precedence.",
         ),
-        ("--dry-run", "show model, plugins, kernels and memory without loading weights"),
+        ("--dry-run", "Show model, plugins, kernels and memory without loading weights."),
     ),
 )
 

@@ -23,15 +23,15 @@ CONCURRENCY = 256
 
 OVERVIEW = (
     "tokenspeed run-batch IN.jsonl OUT.jsonl [MODEL] [OPTIONS]",
-    "Answer the requests of a file in OpenAI's batch format, without a server or by a running one. "
+    "Answer the requests of a file in OpenAI's batch format, in this process or with a running server. "
     "Results are in the order of the lines.",
     (
-        ("--url URL", "a running server, which answers instead of an engine in this process"),
-        ("--concurrency N", "requests sent to --url at once; default: 256"),
-        ("--overwrite", "replace OUT.jsonl if it exists"),
+        ("--url URL", "Send the requests to a running server."),
+        ("--concurrency N", "Requests sent to --url at once; default: 256."),
+        ("--overwrite", "Replace OUT.jsonl if it exists."),
         (
             "--config FILE",
-            "read settings from a YAML file; flags and the environment take precedence",
+            "Read settings from a YAML file; flags and the environment take precedence.",
         ),
     ),
 )
