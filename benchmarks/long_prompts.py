@@ -148,7 +148,7 @@ def stream_gaps(base: str, num_events: int) -> list[float]:
 
 
 def measure(base: str, case: str, num_events: int) -> dict[str, Any]:
-    """Return the gaps of a stream, and what the sender of a case saw."""
+    """Return the gaps of a stream, and the observations of a case's sender."""
     command = [sys.executable, __file__, "--send", base, case]
     sender = None
     if case != "quiet":

@@ -19,9 +19,8 @@ from tokenspeed_server.replicas import router
 from tokenspeed_server.replicas.memory import GRANULARITY, ReplicaMemory, prefix_digests
 from tokenspeed_server.replicas.router import ReplicaLoad, choose
 
-OUTPUT_COST = (
-    4  # prompt tokens that take as long as an output token of one sequence in a large batch
-)
+# The cost of an output token of a sequence in a large batch, in prompt tokens.
+OUTPUT_COST = 4
 NUM_OUTPUT = 200  # tokens of a turn
 NUM_SYSTEM = 2000  # tokens of a system prompt and its tools
 NUM_TURN = 400  # new tokens that a turn adds: the answer, and the result of a tool

@@ -3,9 +3,9 @@
     python benchmarks/runner_step.py qwen3-0.6b --rows 1 64 256 --context 512 --chunk 128 512
     python benchmarks/runner_step.py qwen3-0.6b --rows 1 64 --chunk 8 --prompts 1 16 17 64
 
-Each line of output is JSON. `step_ms` is the time of a step with two in flight (what serving sees),
-`sync_ms` of one alone, `host_us` of the launching calls, `floor_ms` the bytes that a step must read (weights
-once, each row's keys and values once) over `--bandwidth`.
+Each line of output is JSON. `step_ms` is the time of a step with two in flight, as in serving; `sync_ms` is the time of
+a step that runs alone; `host_us` is the time of the launching calls; `floor_ms` is the lower bound: the bytes that a
+step must read (weights once, each row's keys and values once) over `--bandwidth`.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def in_us(name: str, times: Sequence[float]) -> dict[str, float]:
 def host_cost(
     compiler: GrammarCompiler, schema: str, num_rows: int, num_steps: int
 ) -> dict[str, Any]:
-    """Return what compiling, masks and tokens take. Each row chooses its tokens at random."""
+    """Return the times of compilation, masks and tokens. Each row chooses its tokens at random."""
     begin = time.perf_counter()
     compiled = compiler.compile("json", schema)
     compile_seconds = time.perf_counter() - begin

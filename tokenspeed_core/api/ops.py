@@ -59,9 +59,8 @@ class OpContract:
     # The ops that a fused op composes, in order. They run if no kernel of the fused op fits.
     parts: tuple[str, ...] = ()
     cases: tuple[Problem, ...] = ()  # problems without their dtype, for the conformance kit
-    errors: str = (
-        "none; shapes are checked when the model is built"  # when implementations may raise
-    )
+    # When implementations may raise.
+    errors: str = "none; shapes are checked when the model is built"
 
     def cut(self, axes: Problem) -> Problem:
         """Return the axes of this op from a problem that may have more."""

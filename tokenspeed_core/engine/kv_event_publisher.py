@@ -11,9 +11,8 @@ from tokenspeed_core.config.kv_events import KVEventsConfig
 from tokenspeed_core.errors import CapacityError
 from tokenspeed_core.kv_cache.events import KVEventLog
 
-MAX_QUEUED = (
-    100_000  # messages for a slow subscriber; later ones are dropped, as sequence numbers show
-)
+# Messages for a slow subscriber. Later ones are dropped, and leave a gap in the sequence numbers.
+MAX_QUEUED = 100_000
 LINGER_MS = 1000
 
 

@@ -26,9 +26,8 @@ class Sequence:
     chain: HashChain
     tokens: I32  # prompt and output
     num_cached: int = -1  # prompt tokens found in the cache at the first admission; -1 before
-    grammar: object | None = (
-        None  # follows the output; created and used by the engine's late source
-    )
+    # Follows the output. The engine's late source creates and uses it.
+    grammar: object | None = None
     last_step: int = 0  # id of the last step that it was planned in before it lost its slot
     # Prompt tokens whose successor has log-probabilities, or needs none.
     num_scored: int = 2**31 - 1

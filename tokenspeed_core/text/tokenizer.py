@@ -26,9 +26,8 @@ V = TypeVar("V")
 
 MAX_PARTS = 16_384  # per text; every part costs interpreter time
 MAX_BYTES = 128 * 2**20  # size of the cache of parts
-ENTRY_BYTES = (
-    512  # overhead of an entry, in addition to its characters (up to 4 bytes each) and ids
-)
+# Overhead of a cache entry, in addition to its characters (up to 4 bytes each) and ids.
+ENTRY_BYTES = 512
 
 _NAMED_TOKENS = (
     "bos_token",

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     from tokenspeed_core.api import StepRecord
 
-VARIABLE = "TOKENSPEED_BENCH_RECORDER"  # of the environment: the folder
+VARIABLE = "TOKENSPEED_BENCH_RECORDER"  # environment variable with the folder
 STEPS = "tokenspeed_steps"  # a trace's key of its steps by the names that torch gave them
-WARM_UP = 4  # steps for which torch's profiler runs and keeps nothing, for what its start costs
+WARM_UP = 4  # steps that torch's profiler discards, because its start makes them slow
 
 
 @dataclass(frozen=True, slots=True)

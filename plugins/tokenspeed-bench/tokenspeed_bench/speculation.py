@@ -48,7 +48,7 @@ class DraftCounts:
         """Return the figures of a run.
 
         `accepted_per_step` counts the steps with 0, 1, … accepted drafts. `accepted_at_position` is the share of steps
-        whose first, second, … draft was accepted.
+        that accepted their first, second, … draft.
         """
         num_accepted = sum(self.num_accepted)
         at_least = (self.num_steps, *self.num_accepted, 0)

@@ -49,7 +49,7 @@ class Traffic:
     sessions: list[Session] = field(repr=False)
 
     def describe(self) -> dict[str, Any]:
-        """Return what two results must share to be compared."""
+        """Return the values that two results must share to be compared."""
         return {"name": self.name, **self.parameters}
 
     def waves(self) -> Workload:

@@ -1,4 +1,4 @@
-"""The command `tokenspeed chat`: its help, and what to import when it runs."""
+"""The command `tokenspeed chat`: its help, and the deferred import of its code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the user sees and types: answers on stdout, everything else on stderr."""
+"""The terminal: the user's input, answers on stdout, and everything else on stderr."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Screen:
             self._write_dimmed(text + "\n")
 
     def read(self) -> str:
-        """Return what the user types: a line, continued lines, or lines between triple quotes.
+        """Return the user's input: a line, continued lines, or lines between triple quotes.
 
         Raises EOFError at Ctrl-D and KeyboardInterrupt at Ctrl-C.
         """

@@ -57,7 +57,7 @@ def check(options: Mapping[str, Any]) -> None:
 
 
 class EarlierAnswers:
-    """What was learned from one tenant's sequences."""
+    """The earlier answers of one tenant, with an index of their tokens."""
 
     def __init__(self, max_tokens: int) -> None:
         """Start empty."""

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 LIBRARY = "flash_attn_interface"  # importing it registers the op
 MAX_GATHERED = 65536  # most tokens of a step that are gathered
-MIN_QUERIES = 1024  # queries per key, on average, from which gathering the keys pays
-# Tokens of a step. A single prompt of this size pays, so the warm-up compiles what requests use.
+MIN_QUERIES = 1024  # queries per key, on average, from which gathering the keys saves time
+# Tokens of a step from which keys are gathered. A single prompt of this size has enough queries per key, so the
+# warm-up compiles the kernels for it.
 MIN_TOKENS = 2 * MIN_QUERIES
 
 

@@ -1,8 +1,8 @@
 """Compares a loaded model with transformers: eight tokens, with the real weights.
 
-Recording shows what a model asks of its attention, but not whether tokens influence each other in another way, such
-as through a convolution. So the model runs here as it will serve, in two chunks, with attention computed by plain
-PyTorch, and once more as transformers runs it, without any replaced module and without a cache.
+Recording shows how a model calls attention, but not whether tokens influence each other in another way, such as
+through a convolution. Therefore the model runs twice here: in two chunks as in serving, with attention computed by plain
+PyTorch, and as in transformers, without replaced modules and without a cache.
 """
 
 from __future__ import annotations

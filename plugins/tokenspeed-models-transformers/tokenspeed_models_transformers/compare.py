@@ -14,7 +14,7 @@ _NUM_ROWS = 3
 
 
 def same(found: object, expected: Tensor) -> bool:
-    """Return whether a module computed what a formula did, up to rounding."""
+    """Return whether a module's result equals that of a formula, up to rounding."""
     return (
         isinstance(found, Tensor)
         and found.shape == expected.shape

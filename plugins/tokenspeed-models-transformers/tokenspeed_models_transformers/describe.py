@@ -1,7 +1,7 @@
 """Describes a checkpoint for the core. Imports no tensor library.
 
-The classes of transformers, whose defaults a `config.json` may rely on, import torch. A process without torch therefore
-asks a subprocess.
+A `config.json` may rely on defaults of a class of transformers, and these classes import torch. A process without torch
+therefore asks a subprocess.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class QuantizedExperts:
 
 
 def fits_kernel(module: Any) -> bool:
-    """Return whether `moe_experts` computes what an experts module does."""
+    """Return whether `moe_experts` can replace an experts module."""
     is_plain = module.has_gate and module.is_concatenated
     if not is_plain or module.is_transposed or module.has_bias or module.has_post_expert_norm:
         return False

@@ -65,7 +65,7 @@ class TransformersModel:
         allocate_parameters(self._causal_lm, build.device)
         self._names = CheckpointNames(self._causal_lm, replacer.slots)
         self._is_quantized = bool(replacer.slots)
-        # The head is the model without its decoder, whose result is given.
+        # The head is the model with a decoder that returns given hidden states.
         self._given = _Given()
         parent, _, name = recorded.decoder.rpartition(".")
         setattr(self._causal_lm.get_submodule(parent), name, self._given)
@@ -115,7 +115,7 @@ class TransformersModel:
 
 
 class _Given(nn.Module):
-    """Takes the place of a decoder whose hidden states are known."""
+    """Replaces a decoder, and returns given hidden states."""
 
     hidden: Tensor
 

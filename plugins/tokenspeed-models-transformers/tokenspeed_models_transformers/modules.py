@@ -118,7 +118,7 @@ def find_gated_mlp(module: nn.Module) -> list[str] | None:
 class Replacer:
     """Replaces modules of a model, and counts the replaced and the remaining ones.
 
-    `slots` are those of quantized layers, whose modules lose their parameters.
+    `slots` are the weight slots of quantized layers. The modules of these layers lose their parameters.
     """
 
     def __init__(self, build: BuildContext) -> None:
@@ -238,7 +238,7 @@ class Replacer:
         self._set(module, "quantized linear layers", vars(module)[QUANTIZED])
 
     def _stack(self, name: str, module: Any, parts: Sequence[str]) -> Stacked:
-        """Return one GEMM for linear layers inside a module, whose forwards are not used any more."""
+        """Return one GEMM for linear layers inside a module. The layers' own forwards are no longer used."""
         layers = [(f"{name}.{part}", module.get_submodule(part)) for part in parts]
         stacked, slots = stack(self._build, layers)
         self.slots += slots

@@ -1,7 +1,7 @@
-"""Attention modules whose projections, norms and rotation TokenSpeed's kernels compute too.
+"""Attention modules that run on TokenSpeed's kernels, with their projections, norms and rotation.
 
-The usual module projects queries, keys and values, may normalise and rotate their heads, attends and projects the
-result. It becomes one GEMM, one kernel that normalises, rotates and writes the cache, attention, and one GEMM.
+The usual module projects queries, keys and values, may normalize and rotate their heads, attends, and projects the
+result. It becomes one GEMM, one kernel that normalizes, rotates and writes the cache, attention, and one GEMM.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def _computes(
 
 
 def rotated(x: Tensor, table: Tensor, *, interleaved: bool) -> Tensor:
-    """Return heads [T, H, D] whose first elements are rotated by a table [T, R]."""
+    """Return heads [T, H, D] with their first R elements rotated by a table [T, R]."""
     cos, sin = table.unsqueeze(1).chunk(2, dim=-1)
     turned, rest = x[..., : table.shape[1]], x[..., table.shape[1] :]
     if interleaved:

@@ -1,4 +1,4 @@
-"""What a model of transformers passes to its attention function, found by running it on the meta device.
+"""Records a transformers model's calls of its attention function, by running it on the meta device.
 
 A forward on the meta device computes shapes only. It takes well under a second for a model of any size, and fails if
 the model's control flow depends on values, which a CUDA graph could not capture either.
@@ -56,7 +56,7 @@ class Recording:
 
 
 class UnsupportedModelError(ValueError):
-    """A model does something that cannot run on a paged KV cache. The message says what."""
+    """A model cannot run on a paged KV cache. The message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def observe(
     arguments: Mapping[str, Any],
     window: int | None = None,
 ) -> RecordedAttention:
-    """Return what one call of the attention function by the module at `path` asks for. q, k, v are [1, heads, T, size].
+    """Return the record of a call of the attention function by the module at `path`. q, k, v are [1, heads, T, size].
 
     `window` is that of the mask if no mask was made. Raises UnsupportedModelError.
     """

@@ -1,7 +1,7 @@
-"""Decoder layers whose first residual addition and second RMS norm run as one kernel.
+"""Decoder layers in which the first residual addition and the second RMS norm run as one kernel.
 
-The usual layer adds attention of the first norm to its input, then the MLP of the second norm. Everything but the
-additions stays with the modules of the layer.
+The usual layer adds attention of the first norm to its input, then the MLP of the second norm. The layer's own modules
+compute everything but the additions.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ QUANTIZED = "tokenspeed_quantized"
 """The attribute of a quantized linear layer with the forward that replaces that of transformers."""
 
 Stacked = Callable[[Any], Tensor]
-"""Maps x [T, in], or what a quantizing op returned for it, to [T, sum of outputs]."""
+"""Maps x [T, in], or the result of a quantizing op for x, to [T, sum of outputs]."""
 
 
 @dataclass(frozen=True, slots=True)

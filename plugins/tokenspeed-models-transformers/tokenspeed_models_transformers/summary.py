@@ -1,4 +1,4 @@
-"""What the core needs to know about a model of transformers, as JSON.
+"""A description of a transformers model for the core, as JSON.
 
 As a program it reads a configuration from standard input and prints the summary, or `{"error": ...}`.
 """
@@ -62,7 +62,7 @@ def summarize(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_unsupported(config: PreTrainedConfig, architecture: str) -> None:
-    """Raise ValueError for what cannot be seen in a forward."""
+    """Raise ValueError for unsupported properties that a forward does not show."""
     if config.is_encoder_decoder:
         raise ValueError(f"{architecture} cannot run through transformers: it has an encoder")
     text = config.get_text_config()

@@ -146,7 +146,7 @@ def expert_names(model: PreTrainedModel, path: str) -> ExpertNames:
 
 
 def _pattern(expressions: Iterable[str] | None) -> re.Pattern[str]:
-    """Return a pattern that matches what one of the expressions matches."""
+    """Return a pattern that matches if any of the expressions does."""
     return re.compile("|".join(f"(?:{each})" for each in expressions or ()) or r"(?!)")
 
 

@@ -57,7 +57,7 @@ def mistral(calls: Sequence[Call]) -> str:
 
 
 def mistral_ids(calls: Sequence[Call]) -> Sequence[str]:
-    """Return the ids in what `mistral` writes."""
+    """Return the call ids that `mistral` writes."""
     return [f"Ab3dE6gH{number}" for number in range(len(calls))]
 
 
@@ -77,7 +77,7 @@ def kimik2(calls: Sequence[Call]) -> str:
 
 
 def kimi_ids(calls: Sequence[Call]) -> Sequence[str]:
-    """Return the ids in what `kimik2` writes."""
+    """Return the call ids that `kimik2` writes."""
     return [f"functions.{name}:{number}" for number, (name, _) in enumerate(calls)]
 
 

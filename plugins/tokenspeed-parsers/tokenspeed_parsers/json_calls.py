@@ -42,7 +42,7 @@ class CallObject:
         self._on_call, self._on_arguments = on_call, on_arguments
         self._accepts, self._needs_arguments = accepts, needs_arguments
         self._raw: list[str] = []  # text that was read and is in no event
-        self._next = "{"  # what may come next: "{", '"', '"}', ":", "value" or ",}"
+        self._next = "{"  # the marks that may come next: "{", '"', '"}', ":", "value" or ",}"
         self._scanner: JsonScanner | None = None
         self._value: list[str] = []
         self._key = ""  # of the value that is read; empty while a key is read
@@ -55,7 +55,7 @@ class CallObject:
         return self._scanner is not None and self._scanner.in_string
 
     def feed(self, text: str, at: int = 0) -> int:
-        """Read a piece from position `at`; return the position after what belongs to the object."""
+        """Read a piece from position `at`; return the position after the part that belongs to the object."""
         while at < len(text) and self.status is Status.READING:
             before = at
             at = self._read_value(text, at) if self._scanner else self._read_mark(text, at)

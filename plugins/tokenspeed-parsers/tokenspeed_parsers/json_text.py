@@ -23,7 +23,7 @@ class JsonScanner:
         self._is_scalar = False
 
     def feed(self, text: str, at: int = 0) -> int:
-        """Scan a piece from position `at`; return the position after what belongs to the value."""
+        """Scan a piece from position `at`; return the position after the part that belongs to the value."""
         while at < len(text) and not self.is_done:
             if self._is_escaped:
                 self._is_escaped = False

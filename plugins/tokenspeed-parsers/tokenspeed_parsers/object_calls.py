@@ -75,7 +75,7 @@ class ObjectCalls(Reader):
         return end
 
     def _after_object(self, text: str, at: int) -> int:
-        """Read what separates the calls, or ends their list."""
+        """Read a separator between calls, or the end of their list."""
         if text[at] == "]" and self._in_list:
             self._in_list, self._raw = False, []
             return at + 1

@@ -35,7 +35,7 @@ class PythonValue:
         return bool(self._quote)
 
     def feed(self, text: str, at: int, out: list[str]) -> int:
-        """Convert a piece from position `at`; return the position of what ends the value.
+        """Convert a piece from position `at`; return the position of the character that ends the value.
 
         A value ends before a comma or bracket that is not within its own brackets.
         """

@@ -149,7 +149,7 @@ class PythonCalls(Reader):
         self._step = self._between
 
     def _between(self, text: str, at: int) -> int:
-        """Read what separates the calls, or ends their list."""
+        """Read a separator between calls, or the end of their list."""
         if text[at] == "]":
             self._raw, self._step = [], self._find_list
             return at + 1

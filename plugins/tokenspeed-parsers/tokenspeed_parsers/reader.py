@@ -25,9 +25,8 @@ class Reader:
         self._markers = markers
         self._held = ""  # the beginning of a possible marker
         self._events: list[tuple[Kind, list[str], str]] = []
-        self._kind: Literal["content", "reasoning"] = (
-            "content"  # of the text that `_write_text` writes
-        )
+        # The kind of the text that `_write_text` writes.
+        self._kind: Literal["content", "reasoning"] = "content"
         self._num_newlines = 0  # newlines not yet written, since a marker may follow
         self._skipped = ""  # the characters to leave out until others follow
         self._state: Callable[[str, bool], None] = self._in_content

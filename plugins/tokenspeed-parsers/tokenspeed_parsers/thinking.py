@@ -27,7 +27,7 @@ _CALLS = {
 }
 _MARKERS = Markers(OPEN, CLOSE, *_CALLS)
 _NAME = re.compile(r"[\w.:-]+")
-_MAX_SPACE = 64  # characters between a call's marker and what follows it
+_MAX_SPACE = 64  # white space after a call's marker, in characters
 _MAX_NAME = 256
 
 
@@ -83,7 +83,9 @@ class Thinking(Reader):
         self._names = ToolTypes(context.tools).names
         self._again, self._drops_close = again, drops_close
         self._is_inside = is_inside
-        self._lead: list[str] = []  # white space at the start, or a call's marker and what follows
+        self._lead: list[
+            str
+        ] = []  # white space at the start, or a call's marker and the text after it
         self._num_lead = 0
         self._state = self._in_lead
 

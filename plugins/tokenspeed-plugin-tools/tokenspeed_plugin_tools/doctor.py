@@ -133,7 +133,7 @@ def _outdated(entries: Sequence[Entry], distribution: Distribution | None) -> st
 
 
 def _distribution_findings(entries: Sequence[Entry]) -> Iterator[Finding]:
-    """Yield what metadata and files show about one distribution."""
+    """Yield the problems that metadata and files of a distribution show."""
     first = entries[0]
     name = first.distribution
     distribution = metadata_of(first)
@@ -198,7 +198,7 @@ def _split(line: str) -> tuple[str, str]:
 
 
 def _probe_findings(probed: Mapping[Entry, Probe]) -> Iterator[Finding]:
-    """Yield what importing the plugins showed."""
+    """Yield the problems of importing the plugins."""
     for entry, found in probed.items():
         name = entry.distribution
         what = f"{entry.kind} {entry.name}"

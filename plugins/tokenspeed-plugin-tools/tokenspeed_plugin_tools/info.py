@@ -21,7 +21,7 @@ def info(
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Print where a distribution came from, and what it provides, requires and costs to import."""
+    """Print a distribution's origin, its plugins and requirements, and the time of its import."""
     enforce_environment()
     installed = with_unreadable(Catalog.discover(check=False).all())
     record = describe(entries_of(installed, name, "info"))

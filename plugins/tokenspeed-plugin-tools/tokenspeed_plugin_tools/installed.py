@@ -106,7 +106,7 @@ def with_unreadable(entries: Iterable[Entry]) -> tuple[Entry, ...]:
 
 
 def entries_of(entries: Sequence[Entry], name: str, command: str) -> list[Entry]:
-    """Return the entries of a distribution. `name` is its name or that of one of its entries. Raises ToolsError."""
+    """Return the entries of the distribution `name`, or of the distribution with an entry `name`. Raises ToolsError."""
     wanted = normalise(name)
     names = sorted({entry.distribution for entry in entries})
     if wanted not in names:

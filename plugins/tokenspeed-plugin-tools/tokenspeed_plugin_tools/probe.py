@@ -1,4 +1,4 @@
-"""Imports plugins in another process and reports what happened.
+"""Imports plugins in another process and reports the results.
 
 A plugin may raise, print, hang or end the process when it is imported.
 """

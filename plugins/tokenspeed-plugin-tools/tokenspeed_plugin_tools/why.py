@@ -1,4 +1,4 @@
-"""`tokenspeed plugins why`: why this kernel, why not that one, and what would change it."""
+"""`tokenspeed plugins why`: the kernel of an op, the reasons against the others, and how to change the choice."""
 
 from __future__ import annotations
 

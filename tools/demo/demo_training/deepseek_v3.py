@@ -12,9 +12,8 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from .model import MLP, attend
 
-BIAS_STEP = (
-    1e-3  # by which a step changes the choice of experts that are used too much or too little
-)
+# Change of an expert's routing bias per step, if the expert is used too much or too little.
+BIAS_STEP = 1e-3
 
 
 @dataclass(frozen=True, slots=True)

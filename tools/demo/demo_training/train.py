@@ -33,9 +33,8 @@ class TrainingConfig:
     other_learning_rate: float = 3e-3
     weight_decay: float = 0.05
     warmup: float = 0.02  # share of the steps
-    prompt_weight: float = (
-        0.03  # weight of a prompt token in the loss; a completion token has weight 1
-    )
+    # Weight of a prompt token in the loss; a completion token has weight 1.
+    prompt_weight: float = 0.03
     log_interval: int = 100  # steps
     check_interval: int = 1000  # steps
 

@@ -1,4 +1,4 @@
-"""The command `tokenspeed run-batch`: its help, its own options, and what to import when it runs."""
+"""The command `tokenspeed run-batch`: its help, its own options, and the deferred import of its code."""
 
 from __future__ import annotations
 
