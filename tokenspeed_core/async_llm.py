@@ -131,8 +131,8 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
     ) -> AsyncIterator[RequestOutput]:
         """Answer a conversation, a text or a list of `{"role": ..., "content": ...}`; yield as `generate`.
 
-        `tools` and `options` (such as `enable_thinking`) go to the chat template. Raises what `generate` raises,
-        and TemplateError if the template rejects the messages.
+        `tools` and `options` (such as `enable_thinking`) go to the chat template. Raises the errors of `generate`, and
+        TemplateError if the template rejects the messages.
         """
         encode = self._encoder_of().encode_chat
         encoded = await self._in_thread(encode, messages, tools, options)

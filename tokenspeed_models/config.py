@@ -138,7 +138,7 @@ def read_decoder(
     activation: str = "silu",
     rope: Callable[[Mapping[str, Any], int], RopeConfig] = read_rope,
 ) -> DecoderConfig:
-    """Read the keys that all decoder families share. The arguments are what differs between families.
+    """Read the keys that all decoder families share. The arguments are the differences between families.
 
     `head_size` and `num_kv_heads` are defaults for a missing key; None means hidden size / heads, and one KV head per
     query head. `activation` is the family's only one, as config.json spells it. `rope` reads the rotation from the

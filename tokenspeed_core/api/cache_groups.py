@@ -135,10 +135,10 @@ class LatentAttention:
 
 
 def local_cache_group(group: CacheGroupSpec, num_processes: int) -> CacheGroupSpec:
-    """Return what each of several processes that share the KV heads keeps of a group.
+    """Return the part of a group that each process stores if `num_processes` share the KV heads.
 
-    With more processes than heads, several keep the same head. Latents belong to all heads. Raises ValueError for heads
-    that cannot be divided, and for a group of another type.
+    With more processes than heads, several store the same head. Every process stores all latents. Raises ValueError for
+    heads that cannot be divided, and for a group of another type.
     """
     if num_processes == 1 or isinstance(group, LatentAttention):
         return group

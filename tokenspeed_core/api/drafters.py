@@ -54,10 +54,10 @@ class Drafter(Protocol):
     """
 
     def begin(self, slot: int, token_ids: I32, num_prompt_tokens: int, tenant: str) -> None:
-        """Start a sequence, whose first `num_prompt_tokens` tokens are its prompt.
+        """Start a sequence. Its first `num_prompt_tokens` tokens are its prompt.
 
-        `tenant` identifies the API key and the request's cache salt. What is learned from one tenant's sequences must
-        not change the proposals for another's.
+        `tenant` identifies the API key and the request's cache salt. The sequences of a tenant must not affect the
+        proposals for another tenant.
         """
 
     def extend(self, slots: I32, counts: I32, token_ids: I32) -> None:
@@ -71,7 +71,7 @@ class Drafter(Protocol):
         """
 
     def end(self, slot: int) -> None:
-        """Free what the sequence in a slot holds. Every token of it was given to `begin` or `extend` before."""
+        """Free the memory of the sequence in a slot. `begin` and `extend` have received all its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class DraftCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """What a drafter's `plan` decides from. `draft` is the checkpoint of `--speculative-draft-model-path`, if given."""
+    """The input of a drafter's `plan`. `draft` is the checkpoint of `--speculative-draft-model-path`, if given."""
 
     target: DraftCheckpoint
     draft: DraftCheckpoint | None

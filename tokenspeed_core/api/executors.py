@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 from tokenspeed_core.plugins.entry import load_target
 
 Settings = Mapping[str, Any]
-"""What a worker process reads from its parent, as JSON: the configuration, the engine's addresses, and its rank."""
+"""The settings that a worker process gets from its parent, as JSON: configuration, addresses of the engine, rank."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,7 +101,7 @@ class CallGrammar:
 
     @classmethod
     def read(cls, text: str) -> CallGrammar:
-        """Read what `text` returned."""
+        """Parse the result of `text`."""
         value = json.loads(text)
         return cls(
             CallTemplate(**value["template"]),

@@ -56,7 +56,7 @@ class ModelSpec:
     `runs_remote_code`, `--trust-remote-code` puts the checkpoint's folder into `config`, under the key
     "trust_remote_code"; all other families refuse that flag.
 
-    `mtp` is "module:function" of a family whose checkpoints may contain layers for multi-token prediction. It takes
+    `mtp` is "module:function", for a family with layers for multi-token prediction in some checkpoints. It takes
     config.json and the checkpoint's folder and returns their `DraftModelInfo`, or raises ValueError if there are none.
     """
 
@@ -67,7 +67,7 @@ class ModelSpec:
     mtp: str | None = None
 
     def make(self, config: Mapping[str, Any], build: BuildContext) -> Model:
-        """Build a model. Raises what its constructor raises."""
+        """Build a model. Errors of its constructor propagate."""
         model: Model = load_target(self.load)(config, build)
         return model
 
@@ -93,9 +93,9 @@ class LoadFormat:
     """A weight file format: an entry point of `tokenspeed.load_formats` with the name for `--load-format`.
 
     `load` is "module:function" with the signature of `WeightReader`. `detect` are glob patterns of its weight files;
-    `--load-format auto` chooses the format if one matches. Formats without a pattern must be named, and so must those
-    whose files can contain code (`by_name_only`). `kv_scales` is "module:function", which returns the scales of an FP8
-    KV cache in a checkpoint directory, a `Mapping[int, KVScale]` by layer; it imports no tensor library.
+    `--load-format auto` chooses the format if one matches. Formats without a pattern must be named, and so must formats
+    with files that can contain code (`by_name_only`). `kv_scales` is "module:function"; it returns the scales of an FP8
+    KV cache in a checkpoint directory, a `Mapping[int, KVScale]` by layer, and imports no tensor library.
     """
 
     name: str
@@ -170,7 +170,7 @@ class LatentAttentionCall(Protocol):
         interleaved: bool,
         kv_up: torch.Tensor,
     ) -> torch.Tensor:
-        """Attend. q [T, H, N + R], whose last R values are rotated in place; returns [T, H, V].
+        """Attend. q is [T, H, N + R]; its last R values are rotated in place. Returns [T, H, V].
 
         kv [T, L + R] is the latent before its RMS norm (norm_weight [L], eps), then the key part before its rotation.
         positions, cos_sin and interleaved are as in the op `rope`. kv_up [H, N + V, L] expands a latent to each head's
@@ -232,7 +232,7 @@ class BuildContext(Protocol):
 
         With `is_chunked`, the window is the length of chunks (see `AttentionProblem`), and the group a `SlidingWindow`.
         The window, heads, head sizes and number of layers must match the group. Values have `value_head_size` elements
-        per head (None: `head_size`). `sinks` (float32 [H]) is a parameter whose memory attention reads in each step.
+        per head (None: `head_size`). `sinks` (float32 [H]) is a parameter; attention reads its memory in each step.
         With a `rotation`, one kernel may rotate and write the cache; without, q and k are used unchanged.
         """
 
@@ -269,7 +269,7 @@ class Model(Protocol):
 
 @runtime_checkable
 class CapturingModel(Protocol):
-    """A `Model` whose residual stream a draft model can read."""
+    """A `Model` that lets a draft model read its residual stream."""
 
     def forward_and_capture(
         self, token_ids: torch.Tensor, positions: torch.Tensor, layers: tuple[int, ...]

@@ -13,8 +13,8 @@ class ProcessGroup:
     """Processes that share a part of the model, and this process's place among them.
 
     `name` is "attn" (attention heads, and the vocabulary of the embedding and the output head), "dense" (features of
-    MLPs), "moe" (features of each expert), "experts" (whole experts), "data" (processes whose steps have tokens of
-    their own) or "world" (all processes).
+    MLPs), "moe" (features of each expert), "experts" (whole experts), "data" (data-parallel processes, each with its own
+    tokens) or "world" (all processes).
     """
 
     name: str
@@ -55,9 +55,9 @@ class ParallelLayout:
         """Return the layout of process `rank` for the sizes of the groups.
 
         The world has as many processes as the largest group, where "moe" and "experts" count as one group of their
-        product. Each of the four is the world or a single process. Processes of a "moe" group are neighbours. Processes
-        with tokens of their own ("data") share nothing but experts. Raises ValueError for other sizes, and for a rank
-        outside the world.
+        product. Each of the four is the world or a single process. Processes of a "moe" group have consecutive ranks.
+        Data-parallel processes ("data") share experts only. Raises ValueError for other sizes, and for a rank outside
+        the world.
         """
         sizes = {"attn": attn, "dense": dense, "moe x experts": moe * experts, "data": data}
         world_size = max(sizes.values())
@@ -71,7 +71,8 @@ class ParallelLayout:
                 )
         if data > 1 and (attn, dense, moe * experts) != (1, 1, data):
             raise ValueError(
-                f"{data} processes with tokens of their own need experts that all of them share, and share nothing else"
+                f"{data} data-parallel processes can share experts only, and all of them must: MoE TP x EP is "
+                f"{moe * experts}, attention TP {attn}, dense TP {dense}"
             )
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not one of {world_size} processes")

@@ -76,7 +76,7 @@ class CallTemplate:
 
 @dataclass(frozen=True, slots=True)
 class ParserExample:
-    """A reply as models write it, and what it contains, for the conformance kit.
+    """A reply as models write it, and its expected content, reasoning and calls, for the conformance kit.
 
     The request offers two tools: `get_weather` with the parameters `city` (a string), `days` (an
     integer), `tags` (an array of strings) and `area` (an object), and `get_time` without parameters.

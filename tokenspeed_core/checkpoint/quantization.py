@@ -107,7 +107,7 @@ def _in_order(settings: Any, catalog: Catalog) -> Iterator[Entry]:
 
 
 def _try(method: Quantization, settings: Any) -> tuple[LayerSchemes | None, str]:
-    """Return the schemes that a method reads, or None and the reason if it does not support what it found."""
+    """Return the schemes that a method reads, or None and the reason if it does not support the settings."""
     try:
         return load_target(method.read)(settings), ""
     except ValueError as error:

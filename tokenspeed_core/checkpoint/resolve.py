@@ -256,8 +256,8 @@ def wanted_files(
 ) -> list[str]:
     """Return the files of a repository to download: those at the top, with weights in one format.
 
-    If there is an index of numbered shards, other weight files are copies and are left out. Raises what
-    `choose_format` raises, also without weights.
+    If there is an index of numbered shards, other weight files are copies and are left out. Raises the errors of
+    `choose_format`, also without weights.
     """
     top = [name for name in names if "/" not in name]
     weights = _weights(top, choose_format(top, load_format, catalog))

@@ -14,7 +14,7 @@ ACCEPTED = {
     "disable_log_requests": "requests are logged only with --enable-log-requests",
     "enable_prompt_tokens_details": "usage has the cached tokens; --no-enable-cache-report removes them",
 }
-"""Switches of other engines that ask for what is always done, with the reason why they are not needed."""
+"""Switches of other engines for behavior that is always on, with the reason why they are not needed."""
 ACCEPTED_WITH_VALUE = {
     "swap_space": "preempted sequences are computed again from the prefix cache",
 }
@@ -26,7 +26,7 @@ def needless(name: str) -> str | None:
 
 
 def refuse_foreign(name: str) -> str | None:
-    """Return what to use instead of an unknown name, or None if the name is not in the table."""
+    """Return the replacement for a name of another engine, or None if the name is not in the table."""
     import yaml  # imported only for unknown names
 
     key = name.replace("-", "_").removeprefix("no_").partition(".")[0]

@@ -15,9 +15,9 @@ LOCAL = "local"  # the built-in executor
 
 @dataclass(frozen=True, slots=True)
 class ParallelSizes:
-    """The sizes of the process groups, and how many processes of an engine run on how many nodes.
+    """The sizes of the process groups, the number of nodes, and the processes of an engine on each node.
 
-    `num_sharing` engines, of one process each, share the experts; 1: every engine has its own.
+    `num_sharing` is the number of engines, each of one process, that share the experts; 1: every engine has its own.
     """
 
     attn: int
@@ -243,15 +243,15 @@ class ParallelSettings(Settings):
         ):
             if (getattr(self, name) or 1) > 1:
                 raise ValueError(
-                    "--data-parallel-size with --enable-expert-parallel runs engines of one process each; remove "
-                    f"--{name.replace('_', '-')}, or replace --enable-expert-parallel by --expert-parallel-size, which "
+                    "--data-parallel-size with --enable-expert-parallel runs engines with one process each; remove "
+                    f"--{name.replace('_', '-')}, or replace --enable-expert-parallel with --expert-parallel-size, which "
                     "gives every engine all experts"
                 )
         moe = self.moe_tp_size or 1
         if num_engines % moe or self.expert_parallel_size not in (None, num_engines // moe):
             raise ValueError(
-                f"--enable-expert-parallel shares the experts among {num_engines} engines, and --moe-tp-size {moe} "
-                f"times --expert-parallel-size {self.expert_parallel_size or num_engines // moe} is another number"
+                f"--enable-expert-parallel shares the experts among {num_engines} engines, but --moe-tp-size {moe} "
+                f"times --expert-parallel-size {self.expert_parallel_size or num_engines // moe} is not {num_engines}"
             )
         return ParallelSizes(1, 1, moe, num_engines // moe, 1, 1, num_engines)
 

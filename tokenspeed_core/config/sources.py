@@ -50,7 +50,7 @@ def _configured(kind: type[Config], environ: Mapping[str, str], file: str | None
 
 
 def _without_needless(values: Values) -> Values:
-    """Remove settings of other engines that ask for what happens anyway, each with a message."""
+    """Remove settings of other engines that are not needed here, and log a message for each."""
     kept: Values = {}
     for name, (value, origin) in values.items():
         why = needless(name)

@@ -57,7 +57,7 @@ def find_drafter(
     """Return the drafter that the settings name, if any.
 
     `resolve_draft` finds the checkpoint of a draft model. Raises PluginError, ConfigError for the drafter's options and
-    for a model that does not fit the target, and what `resolve_draft` raises.
+    for a model that does not fit the target, and the errors of `resolve_draft`.
     """
     if wanted is None:
         return None
@@ -91,7 +91,7 @@ def find_drafter(
 
 
 def check_is_alone(choice: DrafterChoice | None, sizes: ParallelSizes) -> None:
-    """Raise ConfigError for a draft model of an engine whose steps must equal those of other engines."""
+    """Raise ConfigError for a draft model in an engine that executes its steps together with other engines."""
     if choice is not None and choice.model is not None and sizes.num_sharing > 1:
         raise ConfigError(
             f"{choice.entry} is a draft model, which engines that share experts do not support; remove "

@@ -91,8 +91,8 @@ def discover_in_subprocess(
 ) -> tuple[C, Catalog]:
     """Return the configuration and the plugins of a subprocess, and set up its log.
 
-    `settings` are what the parent sent; `process` is the name of the subprocess in log lines. Raises
-    PluginError if the parent found other plugins.
+    `settings` come from the parent; `process` is the name of the subprocess in log lines. Raises PluginError if the
+    parent found other plugins.
     """
     config = kind.from_wire(settings["config"])
     logs.set_up_log(config.log_level, config.log_format, process)
@@ -129,7 +129,7 @@ def resolve(
     rank: int = 0,
     replica: int = 0,
 ) -> Resolved:
-    """Find the checkpoint, downloading it if needed, and decide what follows from it.
+    """Find the checkpoint, downloading it if needed, and resolve the settings that depend on it.
 
     Without `with_weights`, weight files are not downloaded. `rank` is that of this process. Raises CheckpointError,
     PluginError or ConfigError.
@@ -217,9 +217,9 @@ def start(
     """Load the model, size the KV cache, and build the engine, with its other ranks if it has several processes.
 
     `is_batch` removes the limit on waiting requests and the limit on prefill while others decode. `on_failure` is
-    called from another thread if a rank or one of `peers` fails. `peers` are the engines that share the experts. Raises what `resolve`
-    raises, SelectionError, CapacityError if memory is too small, and EngineDeadError if the warm-up fails or computes
-    logits that are not finite, or if a rank fails.
+    called from another thread if a rank or one of `peers` fails. `peers` are the engines that share the experts. Raises
+    the errors of `resolve`, SelectionError, CapacityError if memory is too small, and EngineDeadError if the warm-up
+    fails or computes logits that are not finite, or if a rank fails.
     """
     prepare_torch()
     if is_batch and resolved.config.kv_events_config is not None:
@@ -387,7 +387,7 @@ def _fit_model_len(resolved: Resolved, num_kv_tokens: int) -> int:
     config, max_model_len = resolved.config, resolved.limits.max_model_len
     if max_model_len <= num_kv_tokens:
         return max_model_len
-    # Only a KV cache whose size was given can be too small: otherwise the worker has refused to start.
+    # Only a KV cache of a configured size can be too small: otherwise the worker has refused to start.
     if config.origin("max_model_len") != "auto":
         sized_by = "--kv-cache-memory" if config.max_total_tokens is None else "--max-total-tokens"
         raise CapacityError(

@@ -43,7 +43,7 @@ class KVEventPublisher:
             ) from error
 
     def publish(self) -> None:
-        """Send what happened since the last call, if anything. Never blocks."""
+        """Send the events since the last call, if any. Never blocks."""
         events = self._log.take()
         if not events:
             return

@@ -89,7 +89,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 
 
 class SequenceDelta(msgspec.Struct, frozen=True):
-    """What one step added to one sequence."""
+    """The tokens that a step added to a sequence."""
 
     sequence_id: int
     token_ids: list[int]
@@ -193,7 +193,7 @@ class Ready(Message, frozen=True, tag="ready"):
 
     @property
     def longest(self) -> int:
-        """Most tokens of one sequence, prompt and output together."""
+        """Maximum tokens of a sequence, prompt and output together."""
         return min(self.max_model_len, self.num_kv_tokens)
 
 

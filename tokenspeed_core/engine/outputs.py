@@ -117,7 +117,7 @@ class SequenceCollector:
         return self._prompt_logprobs
 
     def output(self, index: int, *, is_delta: bool = False) -> SequenceOutput:
-        """Return the output so far, or with `is_delta` what is new since the last call.
+        """Return the output so far, or with `is_delta` only the part since the last call.
 
         Raises RequestFailedError if the engine could not finish the sequence.
         """

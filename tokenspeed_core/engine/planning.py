@@ -62,7 +62,7 @@ def plan_kernels(
 ) -> tuple[Catalog, KernelPlan]:
     """Select the kernels for this machine, or for another platform with the plugins installed here.
 
-    Raises what `resolve` raises, and SelectionError.
+    Raises the errors of `resolve`, and SelectionError.
     """
     catalog = discover(config)
     adjusted = Hooks.load(catalog).adjust_config(config)

@@ -112,7 +112,7 @@ class EngineLoop:
                 return
 
     def _step_together(self) -> list[Outputs]:
-        """Step; or, without a step of its own, take part in that of another engine if there is one."""
+        """Execute a step. Without work, take part in another engine's step, if there is one."""
         assert self._lockstep is not None
         num_before = self._lockstep.num_steps
         outputs = self.engine.step()
@@ -234,7 +234,7 @@ def run_engine(
     parent_fd: int,
     replica: int = 0,
 ) -> None:
-    """Serve, and publish KV events if they are on. Raises what `EngineLoop.run` raises, and CapacityError."""
+    """Serve, and publish KV events if they are on. Raises the errors of `EngineLoop.run`, and CapacityError."""
     events = config.kv_events_config
     if events is None or not events.enable_kv_cache_events:
         EngineLoop(

@@ -96,7 +96,7 @@ def num_output_tokens(num_prompt: int, max_tokens: int | None, limits: Ready) ->
 
 
 def _context_limit(limits: Ready) -> str:
-    """Return what limits the context, in the words that client libraries look for."""
+    """Return the limit of the context, in the words that client libraries look for."""
     if limits.max_model_len <= limits.num_kv_tokens:
         return f"this model's maximum context length is {limits.max_model_len} tokens"
     return f"the KV cache holds {limits.num_kv_tokens} tokens"

@@ -33,7 +33,7 @@ class HistogramCounts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Histogram:
-    """Counts values by bucket. A value belongs to the first bucket whose bound is not smaller."""
+    """Counts values by bucket. A value belongs to the first bucket with a bound that is not smaller."""
 
     __slots__ = ("_bucket", "_counts", "_total", "_value", "bounds")
 
@@ -41,7 +41,7 @@ class Histogram:
         self.bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._total = 0.0
-        # Sequences of one step have the same times, and the search takes half of the time here.
+        # The last value and its bucket: sequences of a step have equal times, and the search is half of the cost.
         self._value, self._bucket = 0.0, 0
 
     def observe(self, value: float, times: int = 1) -> None:

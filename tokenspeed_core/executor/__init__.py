@@ -1,7 +1,7 @@
-"""The processes of an engine that has several: rank 0 sends plans, and executors start the other ranks.
+"""Engines with several processes: rank 0 sends plans, and executors start the other ranks.
 
-`Ranks` is rank 0's view of the others, `DistributedRunner` executes a step on all of them, and
-`tokenspeed_core.worker.process` is what each of the others runs.
+`Ranks` is rank 0's view of the others. `DistributedRunner` executes a step on all of them. Each of the others runs
+`tokenspeed_core.worker.process`.
 """
 
 from __future__ import annotations

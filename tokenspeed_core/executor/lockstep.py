@@ -1,7 +1,7 @@
 """Engines that share experts: each plans its own steps, and all of them execute a step at the same time.
 
-Before each step the engines exchange how many tokens they have, which the collectives need. An engine without work
-executes a step of one unused token whenever another one waits for it, and sleeps otherwise.
+Before each step the engines exchange their numbers of tokens, because the collectives need them. An engine without work
+executes a step of one padding token whenever another one waits for it, and sleeps otherwise.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class LockstepRunner:
 
 
 def empty_plan(slot: int, num_groups: int) -> StepPlan:
-    """Return a step of one token in an unused slot, whose keys and values go to the page for padding."""
+    """Return a step of one padding token: its slot is unused, and its keys and values go to the page for padding."""
     none = np.zeros(0, np.int32)
     zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
     return StepPlan(

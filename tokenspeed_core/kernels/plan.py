@@ -90,7 +90,7 @@ class PlannedCollective:
     def sent_bytes_per_token(self) -> int:
         """The bytes that each process sends for a token, if the processes form a ring.
 
-        Where processes have tokens of their own, it is a token of this process, which all others get.
+        Between data-parallel processes, it is one of this process's tokens, which all others get.
         """
         others = self.num_processes - 1
         if self.collective.op in ("all_gather_tokens", "reduce_scatter_tokens"):

@@ -281,7 +281,7 @@ class Selector:
         missing = tuple(
             Reason(
                 f"module {module!r} is not installed",
-                spec.obtain or f"install what provides {module!r}",
+                spec.obtain or f"install a distribution that provides {module!r}",
             )
             for module in spec.requires
             if not self.module_exists(module)

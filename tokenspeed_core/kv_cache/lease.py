@@ -16,8 +16,8 @@ class BlockLease:
     """The block tables of one sequence, one per cache group; `ABSENT` marks an entry without a block.
 
     `spare` are the blocks of each group's last page that the table does not use yet, the next one last. `capacity` is
-    the number of tokens that the tables have room for. `num_hashed_tokens` is the number of tokens whose blocks are in
-    the prefix index.
+    the number of tokens that fit into the tables' blocks. `num_hashed_tokens` is the number of tokens in blocks that the
+    prefix index lists.
     """
 
     tables: list[list[int]]

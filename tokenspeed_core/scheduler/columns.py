@@ -33,7 +33,7 @@ class SlotColumns:
         self.resumed = np.zeros(max_num_seqs, np.int32)
         # Tokens that the sequence's blocks can hold.
         self.capacity = np.zeros(max_num_seqs, np.int32)
-        # Tokens whose blocks are in the prefix index.
+        # Tokens in blocks that the prefix index lists.
         self.num_hashed_tokens = np.zeros(max_num_seqs, np.int32)
         self.priority = np.zeros(max_num_seqs, np.int32)
         self.arrival = np.zeros(max_num_seqs, np.int64)

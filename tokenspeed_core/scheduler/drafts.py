@@ -77,7 +77,7 @@ class DraftDepth(Protocol):
         """
 
     def begin(self, slot: int) -> None:
-        """Forget what was observed in a slot: another sequence has it."""
+        """Discard the observations of a slot: another sequence has it."""
 
     def observe(self, slots: I32, num_drafts: I32, num_accepted: I32) -> None:
         """Learn how many draft tokens of some rows the model accepted."""
@@ -89,7 +89,7 @@ class DraftDepth(Protocol):
 
 
 class HostDrafts:
-    """Draft tokens of a drafter that runs on the host, for rows whose tokens the host knows.
+    """Draft tokens of a drafter that runs on the host, for rows with all tokens known to the host.
 
     If the drafter fails, no row gets draft tokens from then on.
     """

@@ -13,11 +13,11 @@ from tokenspeed_core.scheduler.limits import SchedulerLimits
 class ModelDrafts:
     """Counts the draft tokens that the device has for each slot.
 
-    Their ids stay there, unless a row has a grammar, whose masks depend on them: then the host gets those of all rows.
+    Their ids stay there, unless a row has a grammar: its masks depend on them, so the host gets the ids of all rows.
 
-    The depth decides when they are made: a step makes as many as the next one verifies. While it wants none, the draft
-    model follows steps with tokens of prompts only, so that decoding costs nothing. It lacks the tokens that were
-    decoded meanwhile, which makes later draft tokens of these sequences worse.
+    `DraftDepth` decides how many are made: as many as the next step verifies. While that number is 0, the draft model
+    runs only after steps with prompt tokens, and does not slow down decode steps. It lacks the tokens that were decoded
+    meanwhile, which makes later draft tokens of these sequences worse.
     """
 
     def __init__(self, depth: DraftDepth, limits: SchedulerLimits, columns: SlotColumns) -> None:

@@ -41,7 +41,7 @@ class PluginPolicy:
         return make(self.entry, factory, lambda: self.policy.key(priority, arrival), tuple)
 
     def decide(self, view: View, limits: Limits) -> Decision:
-        """Return the policy's decision, reduced to what each row wants."""
+        """Return the policy's decision, with at most the tokens that each row wants."""
         factory = f"{self.entry.value}.decide"
         return make(self.entry, factory, lambda: _decide(self.policy, view, limits), Decision)
 

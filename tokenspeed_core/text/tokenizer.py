@@ -148,9 +148,9 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool, salt: str = "") -> I32:
         """Return the ids of a text, int32 [T]. Takes about 1 ms per 1,000 new tokens, without the GIL.
 
-        `add_special_tokens` is for plain prompts and adds what the post-processor of tokenizer.json says;
-        like transformers 5, it ignores add_bos_token. Chat templates write their own special tokens, and
-        their texts are cached in parts by `salt` (`PartEncoder`). Raises TypeError on lone surrogates.
+        `add_special_tokens` is for plain prompts and adds the tokens of tokenizer.json's post-processor. As in
+        transformers 5, it ignores add_bos_token. Chat templates write their own special tokens, and their texts are
+        cached in parts by `salt` (`PartEncoder`). Raises TypeError on lone surrogates.
         """
         if not add_special_tokens:
             return self._parts.encode(text, salt)

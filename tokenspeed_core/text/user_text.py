@@ -28,7 +28,7 @@ class UserTextGuard:
     def __init__(
         self, control_tokens: Iterable[str], normalize: Callable[[str], str] | None = None
     ) -> None:
-        """Tokens of one character cannot be broken and are left alone.
+        """Make a guard for some control tokens. Tokens of one character cannot be broken and are ignored.
 
         `normalize` is the tokenizer's normalization, which it applies before it searches some of the tokens.
         """

@@ -264,7 +264,7 @@ class ModelBuild:
         )
 
     def select_attention(self, block_size: int) -> None:
-        """Choose the backends of all layers, and what rotates and writes their caches, for a block size.
+        """Choose the backends of all layers, and the kernels that rotate and write their caches, for a block size.
 
         Raises SelectionError.
         """
@@ -331,8 +331,8 @@ def solve_block_size(build: ModelBuild, wanted: int | None, scratch: Callable[[]
     """Return the block size at which layers and phases get the best-placed backends.
 
     Among equals, the smallest of 16, 32, …, since prefixes are shared in whole blocks. A `wanted` size is returned
-    unchanged. `scratch` makes a selector whose decisions are discarded. Raises SelectionError if no size works, with
-    the reasons at the size that satisfied most decisions.
+    unchanged. `scratch` makes a selector for trials; its decisions are discarded. Raises SelectionError if no size
+    works, with the reasons at the size that satisfied most decisions.
     """
     if wanted is not None:
         return wanted

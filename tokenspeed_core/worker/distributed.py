@@ -24,7 +24,7 @@ CommGroup = Any
 
 
 def free_address(address: str) -> str:
-    """Return a rendezvous address with a free port, from `tcp://HOST`; a file stays as it is."""
+    """Return a rendezvous address: for `tcp://HOST` with a free port, for a file unchanged."""
     if not address.startswith("tcp://"):
         return address
     host = address.removeprefix("tcp://")

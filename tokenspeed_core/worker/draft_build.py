@@ -14,10 +14,10 @@ from tokenspeed_core.worker.latent import LatentLayer
 
 
 class DraftBuild:
-    """A `BuildContext` whose layers follow those of the target model.
+    """The `BuildContext` of a draft model. Its layers are numbered after those of the target model.
 
-    `groups` are the cache groups of both models that hold the draft model's. The target's quantization applies if the
-    weights come from its checkpoint.
+    `groups` maps the draft model's cache groups to those of the engine. The target's quantization applies if the weights
+    come from its checkpoint.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""A draft model on the device: it follows each step of the target, and drafts tokens for the next one.
+"""A draft model on the device: it runs after each step of the target, and drafts tokens for the next one.
 
 After a step's tokens were chosen, the draft model computes its cache entries for the step's query tokens, with the same
-block tables and the same attention inputs. So its cache covers the tokens that the target's covers: prefix hits,
-chunks, preemption and rejected drafts need no code of their own. Then it runs once for each further draft token, with
-one query token a row. The draft tokens stay in the slots' state.
+block tables and the same attention inputs. So its cache covers the same tokens as the target's, and prefix hits, chunks,
+preemption and rejected drafts need no extra code. Then it runs once for each further draft token, with one query token
+per row. The draft tokens stay in the state of the slots.
 """
 
 from __future__ import annotations

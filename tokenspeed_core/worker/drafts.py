@@ -102,7 +102,7 @@ class DraftRows:
     def captured(
         cls, columns: Mapping[str, torch.Tensor], ends: torch.Tensor, max_drafts: int
     ) -> DraftRows:
-        """Return the rows of a captured step, padding included, whose columns are those of a StagedLayout."""
+        """Return the rows of a captured step, padding included. `columns` are those of a StagedLayout."""
         nothing = np.zeros(0, np.int64)
         return cls(
             SampledTokens(nothing, nothing, nothing, nothing),

@@ -112,9 +112,9 @@ def pages_of_device(limits: PoolLimits, budget: DeviceBudget) -> int:
 def pages_of_host(limits: PoolLimits, available: int, wanted: int | None = None) -> int:
     """Return the number of pages on a CPU: `wanted`, or a default.
 
-    The default takes a quarter of the `available` bytes, at most 4 GiB, and at most what 256 sequences of the
-    maximum length need. Raises CapacityError if no such sequence fits, or if `wanted` exceeds the available memory:
-    the system would overcommit it, and kill the process on use.
+    The default is the smallest of a quarter of the `available` bytes, 4 GiB, and the size for 256 sequences of the
+    maximum length. Raises CapacityError if no such sequence fits, or if `wanted` exceeds the available memory: the
+    system would overcommit it, and kill the process on use.
     """
     if wanted is not None:
         if (wanted + 1) * limits.page_bytes > available:

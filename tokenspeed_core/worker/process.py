@@ -79,7 +79,7 @@ class RankZero:
         return message.value
 
     def close(self) -> None:
-        """Send what was reported, and close."""
+        """Send the remaining reports, and close."""
         self._plans.close(linger=0)
         self._reports.close(linger=2000)
 

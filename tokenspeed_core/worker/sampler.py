@@ -58,7 +58,7 @@ class SamplingRows:
     drafts: DraftRows | None = None
 
     def at(self, places: torch.Tensor) -> SamplingRows:
-        """Return rows whose device tensors are those of other rows, int64 [R]."""
+        """Return rows with the device tensors of the rows at `places`, int64 [R]."""
         last = places if self.last is None else self.last[places]
         slots, positions = self.device_slots[places], self.new_positions[places]
         return replace(self, device_slots=slots, new_positions=positions, last=last)
@@ -230,7 +230,7 @@ class Sampler:
         """Verify the draft tokens of the rows. Returns the number of new tokens of each row of the plan."""
         if rows.drafts is None:
             return None
-        assert rows.last is not None, "steps with draft tokens say what they sample"
+        assert rows.last is not None, "steps with draft tokens list the sampled rows"
         num_new = torch.empty(len(rows.drafts.slots), dtype=torch.int32, device=ids.device)
         verify = self._kernels.verify
         rows.drafts.verify(verify, rows.token_ids, rows.last, ids, self._state, num_new)

@@ -112,7 +112,7 @@ MLA = (
         "attention",
         "(q [T, H, N + R], cache [B, block_size, L + R], kv_up [H, N + V, L], query_start int32 [S + 1], seq_lens int32 "
         "[S], block_table int32 [S, M], host_query_start, host_seq_lens, max_expanded: int, scale: float, out [T, H, V]) "
-        "-> None: causal attention of rows as in AttentionStep, whose fields the arguments are; out is zero for rows of "
+        "-> None: causal attention of rows; the arguments are fields of AttentionStep; out is zero for rows of "
         "length 0 and for queries after query_start[S]. A key is kv_up[h, :N] @ entry[:L], then entry[L:]; a value is "
         "kv_up[h, N:] @ entry[:L]. A backend that expands entries before the step's own does so for at most max_expanded "
         "of them at a time. Blocks and table entries past a row's length may hold anything",

@@ -60,7 +60,7 @@ def moe_experts_int8_static(problem: Problem) -> ExpertsStatic:
 
 
 def _dynamic(problem: Problem, quantize: Quantize, multiply: Multiply) -> Experts:
-    """Return the experts for activations whose scales are computed."""
+    """Return the experts for activations with dynamic scales."""
 
     def experts(
         x: Tensor,
@@ -83,7 +83,7 @@ def _dynamic(problem: Problem, quantize: Quantize, multiply: Multiply) -> Expert
 
 
 def _static(problem: Problem, quantize: fp8.QuantizeStatic, multiply: Multiply) -> ExpertsStatic:
-    """Return the experts for activations whose scales are given."""
+    """Return the experts for activations with static scales."""
 
     def experts(
         x: Tensor,

@@ -25,12 +25,12 @@ _LAYER = "layers.0."
 
 
 class Eagle3Head:
-    """Implements the core's `DraftModel` with the target's embedding, a layer and an output head of its own.
+    """An EAGLE-3 head: implements the core's `DraftModel` with one layer, an output head, and the target's embedding.
 
-    The layer attends from the normalised embedding of a token joined with the normalised hidden state before it, and
-    its residual stream starts with that hidden state. The first hidden states combine those of several layers of the
-    target; the stream after the layer takes their place for further draft tokens. The output head may know only some
-    of the target's tokens.
+    The input of the layer is the normalized embedding of a token, joined with the normalized hidden state before it. The
+    residual stream starts with that hidden state. For the first draft token, the hidden states combine those of several
+    layers of the target; for further ones, they are the residual stream after the layer. The output head may cover only
+    a part of the target's vocabulary.
     """
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext, target: CausalLM) -> None:
@@ -142,8 +142,8 @@ class Eagle3Head:
         part = take_shards(slot.shard, tensor, self._groups).to(own.device, own.dtype)
         if part.shape != own.shape or not torch.equal(part, own):
             raise ValueError(
-                f"weight {_EMBEDDING} of the EAGLE-3 head differs from the target's embedding. Heads with an embedding "
-                "of their own are not supported; use a head that was trained for this model."
+                f"weight {_EMBEDDING} of the EAGLE-3 head differs from the target's embedding. Heads with their own "
+                "embedding are not supported; use a head that was trained for this model."
             )
 
     def weight_map(self) -> WeightMap:

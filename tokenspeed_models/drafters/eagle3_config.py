@@ -25,8 +25,8 @@ _UNSUPPORTED = ("fc_norm", "norm_output", "norm_before_fc", "bias", "tie_word_em
 class Eagle3Config:
     """A head of one Llama layer for a target of the same hidden size.
 
-    `layers` are the target's layers whose input the head reads. With `norm_before_residual` the head's residual stream
-    starts after the norm of the hidden states.
+    The head reads the inputs of the target's `layers`. With `norm_before_residual`, the head's residual stream starts
+    after the norm of the hidden states.
     """
 
     decoder: DecoderConfig
@@ -93,9 +93,10 @@ def read_eagle3(
     max_model_len: int,
     layers: Sequence[int] | None = None,
 ) -> Eagle3Config:
-    """Read a head's configuration for a target. `layers`, whose outputs are read, replaces the layers that it names.
+    """Read a head's configuration for a target.
 
-    Raises ValueError naming the key if the configuration is not supported.
+    `layers`, if given, replaces the layers in the configuration; the head reads their outputs. Raises ValueError naming
+    the key if the configuration is not supported.
     """
     _check_architecture(config)
     nested = config.get("transformer_layer_config")
@@ -109,17 +110,17 @@ def read_eagle3(
             raise ValueError(f"config.json: {key} is set, which EAGLE-3 heads here do not support")
     if keys.integer("num_hidden_layers", 1) != 1:
         raise ValueError(
-            f"config.json: num_hidden_layers is {config['num_hidden_layers']}, and EAGLE-3 heads of one layer are "
+            f"config.json: num_hidden_layers is {config['num_hidden_layers']}; only EAGLE-3 heads with one layer are "
             "supported"
         )
     decoder = read_llama({**config, "num_hidden_layers": 1})
     target_size = keys.integer("target_hidden_size", decoder.hidden_size)
     if target_size != decoder.hidden_size:
         raise ValueError(
-            f"config.json: target_hidden_size is {target_size} and hidden_size {decoder.hidden_size}; heads of "
-            "another hidden size than their target's are not supported"
+            f"config.json: target_hidden_size is {target_size} and hidden_size is {decoder.hidden_size}; only equal "
+            "sizes are supported"
         )
-    # Heads are trained on short texts and used for any: their rotation has no limit of its own.
+    # Heads are trained on short texts, and their max_position_embeddings does not limit their use.
     rope = replace(decoder.rope, max_positions=max(decoder.rope.max_positions, max_model_len))
     decoder = replace(decoder, rope=rope, max_model_len=rope.max_positions)
     draft_vocab_size = keys.integer("draft_vocab_size", decoder.vocab_size)

@@ -41,7 +41,7 @@ class CausalLM:
         self._embed: Callable[[torch.Tensor], torch.Tensor] = embedding
         self._head: Callable[[torch.Tensor], torch.Tensor] = head
         self._groups = build.group
-        # Processes with tokens of their own agree on the numbers of all tokens, not of the wanted rows.
+        # Data-parallel processes exchange the numbers of all tokens, not of the wanted rows.
         self._has_own_tokens = build.group("data").size > 1
         compile_sharding(build, self.sharding())
 

@@ -44,12 +44,12 @@ class Layer(Protocol):
 
 
 class FeedForward(Protocol):
-    """What follows attention in a decoder layer: an MLP, or experts of any kind."""
+    """The block after attention in a decoder layer: an MLP, or experts of any kind."""
 
     def __call__(
         self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output [T, hidden] for the normalised x + residual [T, hidden], and that sum."""
+        """Return the output [T, hidden] for the normalized x + residual [T, hidden], and that sum."""
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
         """List the weights."""
@@ -59,7 +59,7 @@ class FeedForward(Protocol):
 
 
 class FollowedNorm:
-    """The norm before a block, whose output goes through a collective. The residual stream does not."""
+    """The norm before a block, followed by a collective on its output. The residual stream has no collective."""
 
     def __init__(self, norm: RMSNorm, collective: Kernel) -> None:
         self._norm, self._collective = norm, collective

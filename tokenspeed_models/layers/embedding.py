@@ -14,7 +14,7 @@ from tokenspeed_models.weights import Shard, WeightSlot
 
 
 class VocabShard:
-    """The entries of a vocabulary whose rows this process holds: `size` of them, from `first` on."""
+    """The part of the vocabulary that this process holds: `size` entries, from `first` on."""
 
     def __init__(self, build: BuildContext, vocab_size: int) -> None:
         group = build.group("attn")

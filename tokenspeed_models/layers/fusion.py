@@ -4,7 +4,7 @@ Model files do not know about it. `fuse_layers` looks at each pair of adjacent l
 
     output projection; add, RMS norm, gate and up, SiLU; down projection; add, RMS norm, query, key and value projection
 
-which is everything between the attention of one layer and that of the next. If kernels of the op `fused_block` or
+This is everything between the attention of a layer and that of the next. If kernels of the op `fused_block` or
 `fused_block_in_place` fit, they run these steps; otherwise the layers stay as the family built them.
 """
 
@@ -103,7 +103,7 @@ class FusedLayer:
         positions: torch.Tensor,
         wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute what `DecoderLayer.forward` computes, but exchange queries, keys and values with fused neighbours."""
+        """Compute the same as `DecoderLayer.forward`, but exchange queries, keys and values with fused neighbors."""
         attention, num_rows = self._layer.attention, positions.shape[0]
         is_projected = self._before is not None and self._before.kernel(num_rows) is not None
         if residual is None or not is_projected:

@@ -46,7 +46,7 @@ class MultiTokenPredictor:
         compile_sharding(build, [whole, *layer.sharding(""), *self._norm.sharding("norm")])
 
     def begin(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the target's hidden states [T, hidden] as they are."""
+        """Return the target's hidden states [T, hidden] unchanged."""
         return hidden
 
     def forward(

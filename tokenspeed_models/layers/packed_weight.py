@@ -1,4 +1,4 @@
-"""Weights of quantized checkpoints whose tensors are repacked while they are loaded."""
+"""Weights of quantized checkpoints that are repacked while they are loaded."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class QuantizedWeight:
     def _scale_shard(
         self, shard: Shard | StackedShard | None, row_axis: int
     ) -> Shard | StackedShard | None:
-        """Return the sharding of the scales, given that of the weight, whose rows are on `row_axis`.
+        """Return the sharding of the scales, given that of the weight. `row_axis` is the axis of the weight's rows.
 
         The scale of a whole row belongs to all slices of its input features.
         """

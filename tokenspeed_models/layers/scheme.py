@@ -77,7 +77,7 @@ class UnquantizedBuild(ModuleBuild):
 
 
 def shared_scheme(build: BuildContext, layers: Iterable[str]) -> QuantizationScheme | None:
-    """Return the scheme of linear layers whose weights are stacked, None if they are not quantized.
+    """Return the scheme of linear layers with stacked weights, None if they are not quantized.
 
     Raises ValueError if they have different ones.
     """

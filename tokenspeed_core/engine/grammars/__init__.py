@@ -1,7 +1,7 @@
 """Structured output: grammars are compiled in a bounded pool, and mask the tokens of their sequences.
 
-`Grammars` is what the engine sees. Grammars come from users, so every one is compiled in a subprocess first, under
-limits of time and memory (`trial`), and only then in this process (`pool`).
+The engine uses `Grammars` only. Grammars come from users, so each is first compiled in a subprocess with limits of time
+and memory (`trial`), and only then in this process (`pool`).
 """
 
 from __future__ import annotations

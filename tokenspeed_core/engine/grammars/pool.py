@@ -27,7 +27,7 @@ log = logging.getLogger("tokenspeed.engine")
 
 
 class GrammarKey(NamedTuple):
-    """What identifies a grammar."""
+    """The identity of a grammar."""
 
     kind: GrammarKind
     text: str

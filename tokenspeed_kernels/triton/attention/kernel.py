@@ -345,8 +345,8 @@ def attend(
     `sinks` (float32 [H], or None) are scores that join each head's softmax, in its first split.
 
     PDL: this kernel may start before the previous one has finished (see `pdl`). With SHARED the previous kernel is
-    `attend_shared`. It has already waited for everything that this kernel reads, and it does not touch what this
-    kernel writes, so the wait comes last, or just before its results are merged.
+    `attend_shared`. That kernel has already waited for all inputs of this one and does not access its outputs, so the
+    wait comes last, or just before its results are merged.
     """
     if PDL:
         if not SHARED:

@@ -27,7 +27,7 @@ FEW_ROWS = 64  # most rows of x in one tile
 MAX_BLOCK_K = 128
 MIDDLE = 8  # the zero point of symmetric weights
 RUN = tl.constexpr(16)  # columns in the low bits of adjacent bytes
-# A float whose low bits are those of an integer below 16: 2^7 in bfloat16, 2^10 in float16.
+# A float that gets the value BIAS + i if an integer i below 16 replaces its low bits: 2^7 in bfloat16, 2^10 in float16.
 BIAS = {"bfloat16": 128, "float16": 1024}
 PREFETCHED_TILES = 8  # tiles of the weight prefetched to L2 before x is available
 
