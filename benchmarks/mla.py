@@ -2,6 +2,7 @@
 """Check and time the kernels of latent attention (MLA) on a GPU, for DeepSeek-V2-Lite (16 heads) and V3 (128 heads).
 
     python benchmarks/mla.py [--heads 16 128] [--tilings] [--kv-dtype bfloat16]
+    python benchmarks/mla.py --heads 16 --rows 256 --context 640 --tilings --only-decode
 
 First compares each op with its reference. Then prints µs per layer in bfloat16, medians of 7, over layers whose caches
 together exceed the L2 cache, in a CUDA graph where the kernels allow it, next to the times that reading the bytes and
@@ -15,6 +16,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from tokenspeed_testing.shapes import contract_of
 from torch import Tensor
 
 from tokenspeed_kernels import descriptors
+from tokenspeed_kernels.triton import precompile
 from tokenspeed_kernels.triton.mla.absorbed import AbsorbedAttention, Tiling
 from tokenspeed_kernels.triton.mla.heads import mla_absorb, mla_project
 from tokenspeed_kernels.triton.mla.prefill import MlaPrefill
@@ -33,12 +36,13 @@ ENTRY = LATENT + ROPE
 SCALE = (NOPE + ROPE) ** -0.5
 BANDWIDTH, PEAK = 4.8e12, 989e12  # bytes and bfloat16 operations per second of an H200
 CACHE_BYTES = 400e6  # of all layers together, many times the L2 cache
-CONTEXT = 4096
 DECODE_ROWS = (1, 16, 128)
 DECODE_TILINGS = (
     Tiling(16, 32, 4, 2),
     Tiling(16, 32, 4, 3),
-    Tiling(16, 32, 4, 5),
+    Tiling(16, 16, 4, 4),
+    Tiling(16, 32, 2, 2),
+    Tiling(16, 64, 4, 2),
     Tiling(16, 32, 8, 3),
     Tiling(16, 64, 8, 3),
     Tiling(16, 64, 8, 5),
@@ -107,12 +111,15 @@ def main() -> None:
     parser.add_argument("--heads", type=int, nargs="+", default=[16, 128])
     parser.add_argument("--tilings", action="store_true", help="also time other tilings")
     parser.add_argument("--kv-dtype", default="bfloat16", help="bfloat16 or float8_e4m3fn")
+    parser.add_argument("--rows", type=int, nargs="+", default=DECODE_ROWS, help="rows of decodes")
+    parser.add_argument("--context", type=int, default=4096, help="entries of each row of decodes")
+    parser.add_argument("--only-decode", action="store_true", help="time no prefill")
     options = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cache {options.kv_dtype}")
     for heads in options.heads:
         problem = _problem(heads, options.kv_dtype)
         check(problem)
-        for name, microseconds, floor in rows(problem, with_tilings=options.tilings):
+        for name, microseconds, floor in rows(problem, options):
             print(f"{heads:4} heads  {name:62} {microseconds:9.1f} µs   floor {floor:8.1f} µs")
 
 
@@ -142,48 +149,50 @@ def check(problem: dict[str, Any]) -> None:
         print(f"{problem['num_heads']:4} heads  {op} agrees with its reference")
 
 
-def rows(problem: dict[str, Any], *, with_tilings: bool) -> Iterator[tuple[str, float, float]]:
+def rows(
+    problem: dict[str, Any], options: argparse.Namespace
+) -> Iterator[tuple[str, float, float]]:
     """Yield a description, µs per layer, and the µs of the floor."""
-    for num_rows in DECODE_ROWS:
-        yield from decode_rows(problem, num_rows, with_tilings=with_tilings)
-    for prefill in PREFILLS:
-        yield from prefill_rows(problem, prefill, with_tilings=with_tilings)
+    for num_rows in options.rows:
+        yield from decode_rows(problem, num_rows, options.context, with_tilings=options.tilings)
+    for prefill in () if options.only_decode else PREFILLS:
+        yield from prefill_rows(problem, prefill, with_tilings=options.tilings)
 
 
 def decode_rows(
-    problem: dict[str, Any], num_rows: int, *, with_tilings: bool
+    problem: dict[str, Any], num_rows: int, context: int, *, with_tilings: bool
 ) -> Iterator[tuple[str, float, float]]:
     """Time each op of a decode step."""
     heads = problem["num_heads"]
-    layers = Layers(heads, num_rows, CONTEXT, problem["kv_dtype"])
+    layers = Layers(heads, num_rows, context, problem["kv_dtype"])
     q, kv = _random(num_rows, heads, NOPE + ROPE), _random(num_rows, ENTRY)
     absorbed, latents = _random(num_rows, heads, ENTRY), _random(num_rows, heads, LATENT)
     out = _random(num_rows, heads, VALUE)
     write, absorb, project = mla_write(problem), mla_absorb(problem), mla_project(problem)
-    norm_weight, angles = _random(LATENT), torch.rand(CONTEXT, ROPE, device="cuda")
+    norm_weight, angles = _random(LATENT), torch.rand(context, ROPE, device="cuda")
     positions = layers.lengths.long() - 1
     slots = layers.table[:, -1].long() * BLOCK_SIZE + positions % BLOCK_SIZE
     weight_bytes = 2 * heads * (NOPE + VALUE) * LATENT
-    cache_bytes = num_rows * CONTEXT * ENTRY * layers.caches[0].element_size()
-    pairs = num_rows * heads * CONTEXT
+    cache_bytes = num_rows * context * ENTRY * layers.caches[0].element_size()
+    pairs = num_rows * heads * context
 
     def attend(tiling: Tiling | None) -> Callable[[int], object]:
         kernel = AbsorbedAttention(problem, tiling)
         return lambda i: kernel.decode(
-            absorbed, layers.caches[i], layers.table, layers.lengths, CONTEXT, SCALE
+            absorbed, layers.caches[i], layers.table, layers.lengths, context, SCALE
         )
 
     def whole(i: int) -> None:
         cache, kv_up = layers.caches[i], layers.expansions[i]
         write(q, kv, norm_weight, 1e-6, positions, angles, True, cache, slots, 1.0)
-        y = kernel.decode(absorb(q, kv_up), cache, layers.table, layers.lengths, CONTEXT, SCALE)
+        y = kernel.decode(absorb(q, kv_up), cache, layers.table, layers.lengths, context, SCALE)
         project(y, kv_up, out)
 
     kernel = AbsorbedAttention(problem)
     operations = 2 * pairs * (ENTRY + LATENT)
     projection = 2 * num_rows * heads * LATENT * NOPE
     floor = _floor(cache_bytes, operations)
-    name = f"decode {num_rows} x {CONTEXT}"
+    name = f"decode {num_rows} x {context}"
     count = len(layers.caches)
     yield f"{name}: mla_decode", timed(attend(None), count), floor
     yield (
@@ -204,7 +213,26 @@ def decode_rows(
         half,
     )
     yield f"{name}: all four", timed(whole, count), floor + 2 * half
-    for tiling in DECODE_TILINGS if with_tilings else ():
+    if with_tilings and find_spec("tokenspeed_kernels_blackwell"):
+        from tokenspeed_kernels_blackwell.mla.decode import mla_decode
+
+        # Entries are the rows of its GEMMs, which also suits the wide instructions of Hopper.
+        other = mla_decode(problem)
+        cache = layers.caches[0]
+        expected = kernel.decode(absorbed, cache, layers.table, layers.lengths, context, SCALE)
+        found = other(absorbed, cache, layers.table, layers.lengths, context, SCALE)
+        torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
+        time = timed(
+            lambda i: other(
+                absorbed, layers.caches[i], layers.table, layers.lengths, context, SCALE
+            ),
+            count,
+        )
+        yield f"{name}: mla_decode of tokenspeed-kernels-blackwell", time, floor
+    tilings = DECODE_TILINGS if with_tilings else ()
+    for tiling in tilings:  # compiled in background threads
+        precompile.compile_for(attend(tiling), 0)
+    for tiling in tilings:
         yield f"{name}: mla_decode {tiling}", _try(partial(timed, attend(tiling), count)), floor
 
 

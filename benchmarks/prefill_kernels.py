@@ -34,8 +34,11 @@ def seconds(llm: LLM, num_prompts: int) -> float:
     return time.perf_counter() - begin
 
 
-def report(events: list[Any], most: int) -> None:
-    """Print the kernels with the most time between the first start and the last end."""
+def report(events: list[Any], most: int, num_layers: int = 0) -> None:
+    """Print the kernels with the most time between the first start and the last end.
+
+    Also prints their µs per layer, if the events are those of a number of layers.
+    """
     spans = sorted((event.time_range.start, event.time_range.end, event.name) for event in events)
     total: collections.Counter[str] = collections.Counter()
     count: collections.Counter[str] = collections.Counter()
@@ -47,10 +50,37 @@ def report(events: list[Any], most: int) -> None:
         end = max(end, stop)
     window = end - spans[0][0]
     for name, us in total.most_common(most):
+        per_layer = f"{us / num_layers:8.1f} us/layer " if num_layers else ""
         print(
-            f"{us / 1e3:9.2f} ms {us / window:6.1%} {count[name]:6d} x {us / count[name]:9.1f} us  {name[:100]}"
+            f"{us / 1e3:9.2f} ms {us / window:6.1%} {per_layer}{count[name]:6d} x {us / count[name]:9.1f} us  "
+            f"{name[:100]}"
         )
     print(f"{window / 1e3:9.2f} ms in total, {idle / 1e3:.2f} ms idle")
+
+
+def report_layer(events: list[Any], num_layers: int) -> None:
+    """Print the kernels of one layer in order, each with its time and the idle time before it, in µs.
+
+    `num_layers` is the number of layers in the events. The layer is one in the middle, between two launches of the
+    kernel with the most time among those that most layers run once.
+    """
+    spans = sorted((event.time_range.start, event.time_range.end, event.name) for event in events)
+    total: collections.Counter[str] = collections.Counter()
+    count: collections.Counter[str] = collections.Counter()
+    for start, stop, name in spans:
+        total[name] += stop - start
+        count[name] += 1
+    once = [name for name in total if 0.9 * num_layers <= count[name] <= num_layers]
+    if not once:
+        return
+    first_name = max(once, key=lambda name: total[name])
+    places = [place for place, span in enumerate(spans) if span[2] == first_name]
+    first, last = places[len(places) // 2 : len(places) // 2 + 2]
+    end = spans[first][0]
+    print(f"a layer of {spans[last][0] - end:.1f} us, from {first_name[:60]} on:")
+    for start, stop, name in spans[first:last]:
+        print(f"  idle {start - end:6.1f}  runs {stop - start:8.1f}  {name[:100]}")
+        end = max(end, stop)
 
 
 def main() -> None:

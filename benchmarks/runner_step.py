@@ -2,10 +2,12 @@
 
     python benchmarks/runner_step.py qwen3-0.6b --rows 1 64 256 --context 512 --chunk 128 512
     python benchmarks/runner_step.py qwen3-0.6b --rows 1 64 --chunk 8 --prompts 1 16 17 64
+    python benchmarks/runner_step.py deepseek-v2-lite --rows 256 --context 640 --prefill 4096 4096 --trace --kernels 30 --layer --start
 
-Each line of output is JSON. `step_ms` is the time of a step with two in flight, as in serving; `sync_ms` is the time of
-a step that runs alone; `host_us` is the time of the launching calls; `floor_ms` is the lower bound: the bytes that a
-step must read (weights once, each row's keys and values once) over `--bandwidth`.
+Each line of output is JSON, except for those of `--trace` and `--start`. `step_ms` is the time of a step with two in
+flight, as in serving; `sync_ms` is the time of a step that runs alone; `host_us` is the time of the launching calls;
+`floor_ms` is the lower bound: the bytes that a step must read (weights once, each row's keys and values once) over
+`--bandwidth`.
 """
 
 from __future__ import annotations
@@ -13,13 +15,17 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from prefill_kernels import report
+from prefill_kernels import report, report_layer
+from start_phases import StartPhases
 from tokenspeed_bench.shapes import SHAPES
 from tokenspeed_testing.explain import backends
 from tokenspeed_testing.plans import PlanMaker
@@ -31,7 +37,7 @@ from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.worker.local import LocalRunner, build
 
 
-def start(arguments: argparse.Namespace) -> LocalRunner:
+def start(arguments: argparse.Namespace, phases: StartPhases) -> LocalRunner:
     """Build a runner for a config.json with random weights."""
     shape = arguments.shape
     own = SHAPES[shape] if shape in SHAPES else json.loads(Path(shape).read_text())
@@ -48,13 +54,14 @@ def start(arguments: argparse.Namespace) -> LocalRunner:
                 chunked_prefill_size=8192,
                 block_size=arguments.block_size,
                 enforce_eager=arguments.eager,
-                cudagraph_capture_sizes=tuple(arguments.rows),
-                max_total_tokens=_pool_tokens(arguments),
+                cudagraph_capture_sizes=None if arguments.start else tuple(arguments.rows),
+                max_total_tokens=None if arguments.start else _pool_tokens(arguments),
             ),
             catalog,
         )
     limits = replace(resolved.limits, max_model_len=min(8192, resolved.limits.max_model_len))
-    return build(replace(resolved, limits=limits), catalog, lambda what, done, total: None)
+    phases.begin("kernels and model")
+    return build(replace(resolved, limits=limits), catalog, phases.progress)
 
 
 def _pool_tokens(arguments: argparse.Namespace) -> int:
@@ -120,24 +127,49 @@ def decode(
     return {"ms": 1e3 * total / steps, "host_us": 1e6 * statistics.median(host)}
 
 
-def device_share(
-    runner: LocalRunner, maker: PlanMaker, names: list[str], steps: int, most: int, chunk: int
-) -> dict[str, float]:
-    """Trace steps and return how much of the time between first and last kernel the device was busy.
+def prefill(runner: LocalRunner, lengths: list[int], steps: int) -> dict[str, float]:
+    """Run steps of new prompts of these lengths, two in flight; return their mean time."""
+    runner.forget()
+    maker = PlanMaker(runner.block_size)
+    for index in range(steps):
+        for place, length in enumerate(lengths):
+            prompt = [(index * 31 + place * 17 + i * 7) % 1000 for i in range(length)]
+            maker.add(f"prompt{index}.{place}", prompt, place)
+    plans = [
+        maker.plan((), {f"prompt{index}.{place}": n for place, n in enumerate(lengths)})
+        for index in range(steps)
+    ]
+    flying: list[StepPlan] = []
+    begin = time.perf_counter()
+    for plan in plans:
+        runner.forward(plan)
+        runner.sample(plan.step_id, None)
+        flying.append(plan)
+        if len(flying) == 2:
+            runner.collect(flying.pop(0).step_id)
+    for plan in flying:
+        runner.collect(plan.step_id)
+    total = time.perf_counter() - begin
+    return {"step_ms": 1e3 * total / steps, "tokens_per_s": steps * sum(lengths) / total}
 
-    Prints where that time went, by kernel, for up to `most` of them.
+
+def device_share(
+    run: Callable[[int], object], steps: int, num_layers: int, most: int, is_layer_shown: bool
+) -> dict[str, float]:
+    """Trace `run(steps)`; return how much of the time between first and last kernel the device was busy.
+
+    Prints where that time went, by kernel, for up to `most` of them, and the kernels of a layer in order.
     """
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        decode(runner, maker, names, steps, 2, chunk)
+        run(steps)
+    events = [event for event in trace.events() if "CUDA" in str(event.device_type)]
     if most:
-        report([event for event in trace.events() if "CUDA" in str(event.device_type)], most)
-    spans = sorted(
-        (event.time_range.start, event.time_range.end)
-        for event in trace.events()
-        if "CUDA" in str(event.device_type)
-    )
+        report(events, most, steps * num_layers)
+    if is_layer_shown:
+        report_layer(events, steps * num_layers)
+    spans = sorted((event.time_range.start, event.time_range.end) for event in events)
     busy, end = 0.0, spans[0][0]
     for first, last in spans:
         busy += max(0.0, last - max(first, end))
@@ -170,14 +202,36 @@ def main() -> None:
     parser.add_argument(
         "--kernels", type=int, default=0, help="with --trace: how many kernels to list"
     )
+    parser.add_argument(
+        "--layer", action="store_true", help="with --trace: list the kernels of a layer in order"
+    )
+    parser.add_argument(
+        "--prefill",
+        type=int,
+        nargs="*",
+        default=[],
+        help="also run steps of prompts of these lengths",
+    )
+    parser.add_argument(
+        "--start", action="store_true", help="start as `LLM` does, and print the phases"
+    )
+    parser.add_argument(
+        "--switch-interval", type=float, help="seconds that a thread keeps the interpreter's lock"
+    )
     arguments = parser.parse_args()
-    begin = time.perf_counter()
-    runner = start(arguments)
+    if arguments.switch_interval is not None:
+        sys.setswitchinterval(arguments.switch_interval)
+    phases = StartPhases()
+    phases.begin("config")
+    runner = start(arguments, phases)
+    phases.end()
     plan = runner.kernel_plan
+    if arguments.start:
+        phases.report()
     print(
         json.dumps(
             {
-                "start_s": round(time.perf_counter() - begin, 1),
+                "start_s": round(phases.seconds, 1),
                 "device": plan.platform,
                 "dtype": runner.resolved.config.dtype,
                 "block_size": runner.block_size,
@@ -190,13 +244,29 @@ def main() -> None:
     for num_rows in arguments.rows:
         for temperature in arguments.temperature:
             print(json.dumps(measure(runner, arguments, num_rows, temperature)), flush=True)
+    if arguments.prefill:
+        prefill(runner, arguments.prefill, 2)
+        found = prefill(runner, arguments.prefill, 8)
+        rounded = {key: round(value, 2) for key, value in found.items()}
+        print(json.dumps({"prefill": arguments.prefill, **rounded}), flush=True)
+    trace = partial(
+        device_share,
+        num_layers=runner.resolved.checkpoint.info.num_layers,
+        most=arguments.kernels,
+        is_layer_shown=arguments.layer,
+    )
+    if arguments.trace and arguments.prefill:
+        share = trace(partial(prefill, runner, arguments.prefill), 3)
+        rounded = {key: round(value, 3) for key, value in share.items()}
+        print(json.dumps({"prefill": arguments.prefill, **rounded}), flush=True)
     for num_rows in (
         arguments.rows if arguments.trace else ()
     ):  # last: tracing slows all launches after it
         maker, names = prefilled(runner, num_rows, arguments.context, 0.0)
         decode(runner, maker, names, 5, 1)
         for chunk in (0, *arguments.chunk):
-            share = device_share(runner, maker, names, 10, arguments.kernels, chunk)
+            run = partial(decode, runner, maker, names, in_flight=2, chunk=chunk)
+            share = trace(run, 10)
             rounded = {key: round(value, 3) for key, value in share.items()}
             print(json.dumps({"rows": num_rows, "chunk": chunk, **rounded}), flush=True)
 
