@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -26,9 +27,16 @@ Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[Any]]
 class Server:
     """Connections to an application that reads each body and answers with its length."""
 
-    def __init__(self, limits: ConnectionLimits, answer: bytes | None = None) -> None:
+    def __init__(
+        self,
+        limits: ConnectionLimits,
+        answer: bytes | None = None,
+        *,
+        answers_early: bool = False,  # without reading the body
+    ) -> None:
         self.state = ServerState()
         self.answer = answer
+        self.answers_early = answers_early
         self.num_disconnected = 0
         self._config = uvicorn.Config(
             self.app,
@@ -42,7 +50,7 @@ class Server:
         self._limits = limits
 
     async def app(self, scope: Any, receive: Any, send: Any) -> None:
-        size, more = 0, True
+        size, more = 0, not self.answers_early
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
@@ -160,6 +168,52 @@ def test_body_in_tiny_chunks_is_refused_early() -> None:
     assert status(answer) == 200
 
 
+@pytest.mark.parametrize("answers_early", [False, True])
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/1.1\r\nhost: x\r\nfoo bar\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: x\r\nhost: y\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n",
+        HEAD + b"content-length: 1\r\ncontent-length: 2\r\n\r\n",
+        HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n",
+        HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\naXX",
+    ],
+)
+def test_malformed_request_is_refused_in_one_line(
+    sent: bytes, answers_early: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    server = Server(ConnectionLimits(), answers_early=answers_early)
+    (answer,) = talk(server, sends(sent))
+    assert status(answer) == 400
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "malformed_request"
+    (line,) = caplog.messages
+    assert line.startswith("malformed request 400: ")
+
+
+def test_malformed_body_after_the_answer_leaves_no_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def run(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
+        writer.write(HEAD + b"transfer-encoding: chunked\r\n\r\n")
+        found = status(await reader.readuntil(b"\r\n"))
+        writer.write(b"zz\r\n")
+        await reader.read()
+        return found
+
+    assert talk(Server(ConnectionLimits(), answers_early=True), run) == [200]
+    assert not [record for record in caplog.records if record.levelname != "INFO"]
+
+
+@pytest.mark.parametrize("protocol", [b"websocket", b"h2c"])
+def test_other_protocols_are_not_offered(protocol: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    upgrade = b"connection: upgrade, close\r\nupgrade: " + protocol + b"\r\n\r\n"
+    (answer,) = talk(Server(ConnectionLimits()), sends(b"GET / HTTP/1.1\r\nhost: x\r\n" + upgrade))
+    assert status(answer) == 200
+    assert not caplog.messages
+
+
 @pytest.mark.parametrize(
     "head",
     [
@@ -171,11 +225,11 @@ def test_body_in_tiny_chunks_is_refused_early() -> None:
 )
 def test_long_head_is_refused(head: bytes) -> None:
     (answer,) = talk(Server(ConnectionLimits()), sends(head))
-    assert answer == b"" or status(answer) == 400
+    assert answer == b"" or status(answer) == 431
 
 
 @pytest.mark.parametrize(
-    ("version", "expected"), [(b"1.0", 200), (b"1.1", 200), (b"2.0", 400), (b"0.9", 400)]
+    ("version", "expected"), [(b"1.0", 200), (b"1.1", 200), (b"2.0", 505), (b"0.9", 505)]
 )
 def test_other_major_versions_are_refused(version: bytes, expected: int) -> None:
     head = b"GET / HTTP/" + version + b"\r\nhost: x\r\nconnection: close\r\n\r\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from tokenspeed_core.commands.serving import log_fields
 from tokenspeed_server.errors import ApiError
 
 MAX_HEADERS = 128
@@ -20,6 +22,9 @@ MIN_BYTES_PER_SECOND = 512  # that a client must read once the system's buffers 
 LINGER_SECONDS = 5.0  # to receive the rest of a body after the answer to it
 RESERVED_FILES = 128  # file descriptors that connections cannot take
 MAX_FILES = 65536
+MAX_REASON = 200  # characters of what is wrong with a request
+
+log = logging.getLogger("tokenspeed.http")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,7 @@ class Connection(H11Protocol):
         self._limits = limits
         self._max_connections = limits.within_file_limit()
         self._next_event = self.conn.next_event
-        self.conn.next_event = self._counted_event  # type: ignore[method-assign]
+        self.conn.next_event = self._checked_event  # type: ignore[method-assign]
         self._awaited: str | None = None  # "head" or "body", while a deadline runs
         self._deadline: asyncio.TimerHandle | None = None
         self._read_check: asyncio.TimerHandle | None = None
@@ -123,6 +128,26 @@ class Connection(H11Protocol):
             return False
         return len(self.conn.trailing_data[0]) > self._limits.max_header_bytes
 
+    def _should_upgrade(self) -> bool:
+        """Answer a request for another protocol, such as WebSocket or h2c, in HTTP/1.1."""
+        return False
+
+    def _checked_event(self) -> Any:
+        """Return the parser's next event. Refuses the request if it is malformed or beyond the limits."""
+        try:
+            return self._counted_event()
+        except h11.RemoteProtocolError as error:
+            status, reason = error.error_status_hint, str(error)[:MAX_REASON]
+            host = self.client[0] if self.client else ""
+            log.info(
+                "malformed request %s: %s",
+                status,
+                reason,
+                extra=log_fields(client=host, status=status, reason=reason),
+            )
+            self._refuse(ApiError(status, f"malformed request: {reason}", code="malformed_request"))
+            return h11.NEED_DATA
+
     def _counted_event(self) -> Any:
         """Return the parser's next event. Raises RemoteProtocolError beyond the limits."""
         event = self._next_event()
@@ -180,6 +205,9 @@ class Connection(H11Protocol):
     def _refuse(self, error: ApiError) -> None:
         """Answer with an error, if nothing was sent yet, and close the connection."""
         is_answering = self.cycle is not None and self.cycle.response_started
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True  # what the application still sends is dropped
+            self.cycle.message_event.set()
         if not is_answering or self.cycle.response_complete:
             body = error.body()
             head = (
