@@ -13,7 +13,7 @@ from tokenspeed_server.settings import ServerConfig
 
 from tokenspeed_core.config.flag_aliases import TABLES
 from tokenspeed_core.config.settings import flag
-from tokenspeed_core.config.sources import load, without_settings
+from tokenspeed_core.config.sources import key_for_server, load, without_settings
 from tokenspeed_core.errors import ConfigError
 
 
@@ -282,6 +282,21 @@ def test_server_does_not_start_without_an_intended_key(environ: dict[str, str]) 
     with pytest.raises(ConfigError, match="TOKENSPEED_API_KEY") as caught:
         load(ServerConfig, {}, environ)
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "environ", "expected"),
+    [
+        (None, {}, None),
+        (None, {"TOKENSPEED_API_KEY": ""}, None),
+        (None, {"TOKENSPEED_API_KEY": " one , two"}, "one"),
+        ("three,four", {"TOKENSPEED_API_KEY": "one"}, "three"),
+    ],
+)
+def test_commands_send_the_first_key(
+    keys: str | None, environ: dict[str, str], expected: str | None
+) -> None:
+    assert key_for_server(keys, environ) == expected
 
 
 def test_unknown_variable_is_ignored_with_a_warning(

@@ -16,7 +16,7 @@ from tokenspeed_core.config import Config
 from tokenspeed_core.config.readers import split_names
 from tokenspeed_core.config.schema import LogLevel
 from tokenspeed_core.config.settings import Settings, setting
-from tokenspeed_core.config.sources import without_settings
+from tokenspeed_core.config.sources import key_for_server, without_settings
 from tokenspeed_core.engine.parent_death import end_with_parent
 from tokenspeed_core.errors import EngineDeadError
 from tokenspeed_core.logs import set_up_log
@@ -33,6 +33,7 @@ __all__ = [
     "configure",
     "end_with_parent",
     "help_topic",
+    "key_for_server",
     "print_help",
     "set_up_log",
     "setting",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -97,6 +98,15 @@ def _unknown_variable(kind: type[Config], name: str, variable: str) -> str:
     if refuse_foreign(name) is not None or not near:
         return unknown(kind, name, variable)
     return f"{variable}: no such variable; did you mean {PREFIX}{near[0].upper()}?"
+
+
+def key_for_server(keys: str | None = None, environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the API key to send to a running server: the first of `keys`, else of TOKENSPEED_API_KEY.
+
+    The setting `api_key` may list several keys, separated by commas.
+    """
+    first, _, _ = (keys or environ.get("TOKENSPEED_API_KEY", "")).partition(",")
+    return first.strip() or None
 
 
 def without_settings(environ: Mapping[str, str]) -> dict[str, str]:

@@ -138,8 +138,6 @@ def _offline(verb: str, words: Sequence[str]) -> int:
 
 
 def _serve(words: Sequence[str]) -> int:
-    import os
-
     from tokenspeed_bench import files, online, options
     from tokenspeed_bench import result as results
     from tokenspeed_bench.connection import Target
@@ -148,6 +146,7 @@ def _serve(words: Sequence[str]) -> int:
     from tokenspeed_bench.flags import keywords
     from tokenspeed_bench.server import Api, started
     from tokenspeed_bench.signals import deferred_interrupts
+    from tokenspeed_core.commands.settings import key_for_server
 
     given, others = options.parse("serve", words)
     settings = keywords(others)
@@ -156,7 +155,7 @@ def _serve(words: Sequence[str]) -> int:
     _check_server(given, settings)
     files.check_writable(given.json, given.plot, given.profile)
     console = Console(given.json)
-    key = given.api_key or os.environ.get("TOKENSPEED_API_KEY")
+    key = key_for_server(given.api_key)
     result = results.new("serve", model_name, given.shape, settings)
 
     def measure(api: Api, seconds: float | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from tokenspeed_chat.client import ChatClient, NoServerError, ServerError, is_ad
 from tokenspeed_chat.conversation import Conversation, converse
 from tokenspeed_chat.screen import Screen
 from tokenspeed_core import TokenSpeedError
-from tokenspeed_core.commands.settings import ConfigFile, configure
+from tokenspeed_core.commands.settings import ConfigFile, configure, key_for_server
 
 PROBE_SECONDS = 2.0  # that a server at the default address may take to list its model
 ADDRESS_SETTINGS = {"host", "port", "api_key"}  # which find a server; all others start one
@@ -80,7 +79,7 @@ def _check(url: str, file: str | None, flags: dict[str, Any]) -> ServerConfig:
         raise ChatError(
             f"--url {url!r}: not an HTTP address; pass one such as http://127.0.0.1:8000"
         )
-    key = flags.get("api_key") or os.environ.get("TOKENSPEED_API_KEY")
+    key = key_for_server(flags.get("api_key"))
     return ServerConfig.from_keywords(**({"api_key": key} if key else {}))
 
 
@@ -88,7 +87,7 @@ def _check(url: str, file: str | None, flags: dict[str, Any]) -> ServerConfig:
 def _server(url: str | None, settings: ServerConfig, screen: Screen) -> Iterator[ChatClient]:
     """Yield a client of the server at `url`, of a running server, or of a server that this command starts."""
     if url is not None:
-        yield ChatClient(url, settings.api_key)
+        yield ChatClient(url, key_for_server(settings.api_key))
         return
     running = _running(settings)
     if running is not None:
@@ -97,7 +96,7 @@ def _server(url: str | None, settings: ServerConfig, screen: Screen) -> Iterator
     from tokenspeed_chat.server import started_server
 
     with started_server(settings, screen) as started:
-        yield ChatClient(started, settings.api_key)
+        yield ChatClient(started, key_for_server(settings.api_key))
 
 
 def _running(settings: ServerConfig) -> ChatClient | None:
@@ -107,7 +106,7 @@ def _running(settings: ServerConfig) -> ChatClient | None:
     """
     if settings.model_fields_set - ADDRESS_SETTINGS:
         return None
-    client = ChatClient(f"http://{settings.host}:{settings.port}", settings.api_key)
+    client = ChatClient(f"http://{settings.host}:{settings.port}", key_for_server(settings.api_key))
     try:
         return client if client.is_tokenspeed(PROBE_SECONDS) else None
     except NoServerError:

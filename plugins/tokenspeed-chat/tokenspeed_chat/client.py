@@ -52,8 +52,7 @@ class ChatClient:
         self.base_url = with_scheme.rstrip("/").removesuffix("/v1")
         self._headers = {"Content-Type": "application/json"}
         if api_key:
-            first, _, _ = api_key.partition(",")  # the setting may list several
-            self._headers["Authorization"] = f"Bearer {first.strip()}"
+            self._headers["Authorization"] = f"Bearer {api_key}"
 
     def model(self) -> str:
         """Return the name of the first served model. Raises ServerError."""

@@ -24,6 +24,7 @@ from tokenspeed_chat.screen import Progress, Screen
 from tokenspeed_core.commands.settings import (
     EngineDeadError,
     end_with_parent,
+    key_for_server,
     without_settings,
 )
 
@@ -73,7 +74,9 @@ def started_server(config: ServerConfig, screen: Screen) -> Iterator[str]:
             json.dump(values, server.stdin)
         url = f"http://127.0.0.1:{port}"
         with screen.progress(f"starting {config.model or 'the demo model'} ...") as progress:
-            is_ready = _is_ready(server, ChatClient(url, config.api_key), lines, progress)
+            is_ready = _is_ready(
+                server, ChatClient(url, key_for_server(config.api_key)), lines, progress
+            )
         if not is_ready:
             reader.join(POLL_SECONDS)  # for its last lines
             output = "".join(lines)

@@ -59,7 +59,7 @@ def test_server_answers_in_the_order_of_the_lines(suffix: str) -> None:
         lines += [b"nonsense\n", line("chat", "/v1/chat/completions", messages=[])]
         output = io.BytesIO()
         async with listening("hello " * 9, api_key=KEY) as url:
-            batch = OnlineBatch(HttpClient(url + suffix, f"{KEY}, other"), concurrency=5)
+            batch = OnlineBatch(HttpClient(url + suffix, KEY), concurrency=5)
             assert await batch.run(io.BytesIO(b"".join(lines)), output)
         assert (batch.counts.num_answered, batch.counts.num_failed) == (40, 2)
         return answers(output)

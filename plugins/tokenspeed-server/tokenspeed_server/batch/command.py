@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +14,7 @@ from tokenspeed_core.commands.settings import (
     ModelArgument,
     SettingsCommand,
     configure,
+    key_for_server,
     set_up_log,
 )
 from tokenspeed_server.settings import ServerConfig
@@ -64,7 +64,7 @@ def run(
             )
         from tokenspeed_server.batch import online
 
-        key = flags.get("api_key") or os.environ.get("TOKENSPEED_API_KEY")
+        key = key_for_server(flags.get("api_key"))
         at_once = concurrency or CONCURRENCY
         return online.run(url, key, source, target, overwrite=overwrite, concurrency=at_once)
     if concurrency is not None:

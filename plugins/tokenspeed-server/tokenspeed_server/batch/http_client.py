@@ -60,10 +60,9 @@ class HttpClient:
         self._root = urlsplit(self.url).path
         self._headers = [("Host", parts.netloc.rpartition("@")[2])]
         if api_key:
-            first = api_key.partition(",")[0].strip()  # the setting may list several
-            if not (first.isascii() and first.isprintable()):
+            if not (api_key.isascii() and api_key.isprintable()):
                 raise ConfigError("the API key has characters that no HTTP header can have.")
-            self._headers.append(("Authorization", f"Bearer {first}"))
+            self._headers.append(("Authorization", f"Bearer {api_key}"))
         self._idle: list[_Connection] = []
 
     async def get(self, path: str) -> Answer:
