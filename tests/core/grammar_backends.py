@@ -46,7 +46,9 @@ class CountingMatcher:
     def fill(self, row: I32) -> bool:
         row[:] = 0
         if self._on_fill == "slow":
-            _be_slow(self)
+            _be_slow(self, 0.3)
+        if self._on_fill == "1 ms":
+            _be_slow(self, 0.001)
         if self._on_fill == "failing" and self.num_accepted == 2:
             return False
         for token in range(VOCAB_SIZE):
@@ -71,8 +73,8 @@ class Counting:
         return CountingMatcher(self._on_fill)
 
 
-def _be_slow(matcher: CountingMatcher) -> None:
-    end = time.thread_time() + 0.3
+def _be_slow(matcher: CountingMatcher, seconds: float) -> None:
+    end = time.thread_time() + seconds
     while matcher.num_accepted == 2 and time.thread_time() < end:
         pass
 

@@ -376,7 +376,9 @@ def test_filler_leaves_slow_grammars_behind(kind: type[DirectFiller | ThreadFill
     grammars = {kind: Counting(kind.partition(" ")[0]) for kind in ("any", "slow", "slow 2")}
     names = ["any", "slow", "any", "slow 2", "slow", *["any"] * 9, "slow"]
     for _ in range(2):
-        rows = [MaskRow(SequenceGrammar(grammars[kind]), [1, 1]) for kind in names]
+        rows = [
+            MaskRow(names.index(kind), SequenceGrammar(grammars[kind]), [1, 1]) for kind in names
+        ]
         mask, too_slow = filler.fill(rows)
         assert sorted(too_slow) == [1, 3, 4, 14]
         expected = mask[0].tolist()
@@ -385,6 +387,20 @@ def test_filler_leaves_slow_grammars_behind(kind: type[DirectFiller | ThreadFill
             if name == "any":
                 assert mask[i].tolist() == expected
                 assert rows[i].grammar.num_read == 2
+    filler.close()
+
+
+@pytest.mark.parametrize("kind", [DirectFiller, ThreadFiller])
+def test_filler_bounds_the_time_of_a_request(kind: type[DirectFiller | ThreadFiller]) -> None:
+    filler = kind(np.zeros((130, VOCAB_SIZE // 32), np.int32))
+    grammar = Counting("1 ms")
+    rows = [MaskRow(1, SequenceGrammar(grammar), [1, 1]) for _ in range(128)]
+    others = [MaskRow(i, SequenceGrammar(grammar), [1, 1]) for i in (2, 3)]
+    mask, too_slow = filler.fill([others[0], *rows, others[1]])
+    assert sorted(too_slow) == [*range(1, 129)]
+    num_filled = sum(row.grammar.num_read > 0 for row in rows)
+    assert num_filled < 100  # each takes 1 ms of CPU time; about 40 on an idle machine
+    assert mask[0].tolist() == mask[129].tolist() != [0, 0]
     filler.close()
 
 

@@ -13,15 +13,15 @@ from typing import Protocol
 from tokenspeed_core.api.step import I32
 from tokenspeed_core.engine.grammars.sequence import SequenceGrammar
 
-MAX_SECONDS = 0.05  # for the first row of a grammar in a step; then its requests end
-MAX_SECONDS_PER_ROW = 0.005  # for each further row
-_POLL_SECONDS = 0.02
+MAX_SECONDS = 0.04  # for all rows of a request in a step; then the request ends
+_POLL_SECONDS = 0.005
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MaskRow:
     """One sequence of a step, its output tokens that its grammar has not read, and its draft tokens."""
 
+    request_id: int
     grammar: SequenceGrammar
     token_ids: list[int]
     draft_ids: Sequence[int] = ()
@@ -44,7 +44,7 @@ class MaskFiller(Protocol):
     """Fills the masks of a step."""
 
     def fill(self, rows: Sequence[MaskRow]) -> tuple[I32, list[int]]:
-        """Return the masks of all rows, int32 [M, W], and the indices of the rows whose grammar took too long.
+        """Return the masks of all rows, int32 [M, W], and the indices of the rows whose request took too long.
 
         The mask is valid until the next call.
         """
@@ -66,8 +66,7 @@ class DirectFiller:
         too_slow: list[int] = []
         ends = _ends(rows)
         for group in _groups(rows):
-            num_masks = sum(rows[i].num_masks for i in group)
-            end = time.thread_time() + self._max_seconds + MAX_SECONDS_PER_ROW * (num_masks - 1)
+            end = time.thread_time() + self._max_seconds
             for i in group:
                 rows[i].fill(self._mask[ends[i] - rows[i].num_masks : ends[i]])
                 if time.thread_time() > end:
@@ -122,11 +121,10 @@ class ThreadFiller:
 
 
 class _Worker:
-    """A thread, and the grammar that it handles, as an index of groups of rows."""
+    """A thread, and the request that it handles, as an index of groups of rows."""
 
     def __init__(self) -> None:
         self.group = 0
-        self._num_masks = 1
         self._began_at = _now()
         self._lock = Lock()  # held to begin a grammar and to end
         self._is_ended = False
@@ -137,8 +135,8 @@ class _Worker:
         Thread(target=self._run, name="masks", daemon=True).start()
 
     def begin(self, rows: Sequence[MaskRow], mask: I32, groups: list[list[int]]) -> None:
-        """Fill the masks of groups of rows. The rows of a group have the same grammar."""
-        self._begin_group(0, rows, groups[0])
+        """Fill the masks of groups of rows. The rows of a group belong to one request."""
+        self._begin_group(0)
         self._jobs.put((rows, mask, groups))
 
     def wait(self, seconds: float) -> bool:
@@ -150,10 +148,10 @@ class _Worker:
         return True
 
     def end_if_slow(self, max_seconds: float) -> bool:
-        """End the thread if the current grammar takes too long, without time in which the process did not run."""
+        """End the thread if the current request takes too long, without time in which the process did not run."""
         with self._lock:
             seconds = min(now - then for now, then in zip(_now(), self._began_at, strict=True))
-            self._is_ended = seconds > max_seconds + MAX_SECONDS_PER_ROW * (self._num_masks - 1)
+            self._is_ended = seconds > max_seconds
         if self._is_ended:
             self._jobs.put(None)
         return self._is_ended
@@ -164,12 +162,11 @@ class _Worker:
             self._is_ended = True
         self._jobs.put(None)
 
-    def _begin_group(self, index: int, rows: Sequence[MaskRow], group: list[int]) -> bool:
+    def _begin_group(self, index: int) -> bool:
         """Record which group the thread starts. Returns False if the thread must end."""
         with self._lock:
             if not self._is_ended:
-                num_masks = sum(rows[i].num_masks for i in group)
-                self._began_at, self._num_masks, self.group = _now(), num_masks, index
+                self._began_at, self.group = _now(), index
             return not self._is_ended
 
     def _run(self) -> None:
@@ -177,9 +174,11 @@ class _Worker:
             rows, mask, groups = job
             ends = _ends(rows)
             for index, group in enumerate(groups):
-                if not self._begin_group(index, rows, group):
+                if not self._begin_group(index):
                     return
                 for i in group:
+                    if self._is_ended:
+                        return
                     rows[i].fill(mask[ends[i] - rows[i].num_masks : ends[i]])
             if self._is_ended:
                 return
@@ -187,11 +186,11 @@ class _Worker:
 
 
 def _groups(rows: Sequence[MaskRow]) -> list[list[int]]:
-    """Return the indices of the rows of each grammar."""
-    by_grammar: dict[int, list[int]] = {}
+    """Return the indices of the rows of each request."""
+    by_request: dict[int, list[int]] = {}
     for i, row in enumerate(rows):
-        by_grammar.setdefault(id(row.grammar.compiled), []).append(i)
-    return list(by_grammar.values())
+        by_request.setdefault(row.request_id, []).append(i)
+    return list(by_request.values())
 
 
 def _ends(rows: Sequence[MaskRow]) -> list[int]:

@@ -160,7 +160,7 @@ class Grammars:
     def late(self, plan: StepPlan) -> LateInputs | None:
         """Return the masks of the rows with a grammar. Every earlier step has been collected.
 
-        Ends the sequences whose grammar fails or takes too long.
+        Ends the sequences whose grammar fails, and the requests whose grammar takes too long.
         """
         columns = self._scheduler.columns
         plan_rows = np.flatnonzero(columns.has_grammar[plan.slots] & plan.wants_logits)
@@ -188,7 +188,8 @@ class Grammars:
         grammar = sequence.grammar
         assert isinstance(grammar, SequenceGrammar), "the column says that it has a grammar"
         first = sequence.num_prompt + grammar.num_read
-        return MaskRow(grammar, columns.known(slot)[first:].tolist(), draft_ids)
+        unread = columns.known(slot)[first:].tolist()
+        return MaskRow(sequence.request.request_id, grammar, unread, draft_ids)
 
     def _end(self, slots: I32, too_slow: list[int], failed: list[int]) -> None:
         """End sequences whose grammar took too long or failed."""
@@ -200,7 +201,10 @@ class Grammars:
             message = "the grammar became too complex for this output; simplify it"
             if i in too_slow:
                 message = "the grammar took too long to find the next tokens; simplify it"
-                self._cache.put(key, Refusal("bad_grammar", message))
+                if request.n == 1:
+                    self._cache.put(key, Refusal("bad_grammar", message))
+                else:
+                    message += f", or ask for fewer answers than n={request.n}"
             log.warning("sequence %d ends: %s", sequences[i].sequence_id, message)
             self._reject([sequences[i].sequence_id], "bad_grammar", message)
             self._scheduler.abort([sequences[i].sequence_id])
