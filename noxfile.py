@@ -267,7 +267,7 @@ def ready(session: nox.Session) -> str:
     if not UV.is_file():
         pip(session, "install", "-q", "uv")
     install(session, *packages)
-    # uv compiles no bytecode. One process does it here for what most tests import, before several
+    # uv compiles no bytecode. One process does it here for the modules that most tests import, before several
     # processes of pytest do the same work at once.
     with meanwhile(session, PYTHON, "-c", f"import {', '.join(IMPORTED)}"):
         install(session, "--no-deps", "--no-build-isolation", *editable)

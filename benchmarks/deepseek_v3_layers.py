@@ -352,7 +352,7 @@ def moe_work(c: DeepseekConfig, num_tokens: int, num_used: float) -> list[Work]:
 def resolved(
     config: Mapping[str, Any], device: str, kernel_backend: Mapping[str, str], *, is_captured: bool
 ) -> tuple[Resolved, Catalog]:
-    """Resolve the settings of a model with FP8 weights, whose steps CUDA graphs hold if it `is_captured`."""
+    """Resolve the settings of a model with FP8 weights. Its steps are captured in CUDA graphs if it `is_captured`."""
     catalog = Catalog.discover()
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(dict(config)))

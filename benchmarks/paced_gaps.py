@@ -35,7 +35,7 @@ VOCAB_SIZE = 1000
 
 @dataclass
 class SimulatedRunner:
-    """A runner whose steps take `step + row * decodes + token * prompt tokens` seconds."""
+    """A runner with a simulated time per step: `step + row * decodes + token * prompt tokens` seconds."""
 
     step: float
     row: float

@@ -61,7 +61,7 @@ class Engine:
         self.num_tokens = self.num_equal = 0
 
     def clear(self) -> None:
-        """Forget what was measured."""
+        """Discard the measurements."""
         self.seconds.clear()
         self.cpu_seconds.clear()
         self.num_tokens = self.num_equal = 0

@@ -104,7 +104,7 @@ def start(folder: Path, rows: list[int], context: int, max_steps: int) -> LocalR
 
 
 def with_drafts(plan: StepPlan, num_drafts: int, vocab_size: int) -> StepPlan:
-    """Return a plan whose rows verify random tokens."""
+    """Return a plan with rows that verify random tokens."""
     if not num_drafts:
         return plan
     total = num_drafts * plan.num_rows

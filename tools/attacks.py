@@ -33,7 +33,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("url")
     parser.add_argument("--max-ms", type=float, default=50.0)
-    parser.add_argument("--only", help="run the attacks whose name contains this")
+    parser.add_argument("--only", help="run the attacks with this text in their name")
     parser.add_argument("--seconds", type=float, default=3.0, help="time of each attack")
     parser.add_argument("--megabytes", type=float, default=4.0, help="size of large bodies")
     return parser.parse_args(words)
@@ -182,7 +182,7 @@ def attacks(size: int) -> dict[str, Attack]:
 
 
 def read_streams(url: str, longest: Any) -> None:
-    """Read streams for ever, in a separate process, and note the longest time between two events."""
+    """Read streams forever, in a separate process, and record the longest time between two events."""
     num_tokens = MAX_TOKENS
     with httpx.Client(base_url=url, timeout=60, trust_env=False) as http:
         while num_tokens:

@@ -32,7 +32,7 @@ EXTRA_MEMORY = 48 * 2**20  # bytes
 EXTRA_FILES = 24
 SAMPLE_SECONDS = 1.0
 IDLE_SECONDS = 60.0
-KEPT_PAGES = ("held", "pending")  # states whose counts return to what they were
+KEPT_PAGES = ("held", "pending")  # states with the same counts before and after
 WORDS = (
     "the sum of two and seven is a list in python that sorts words while rivers run east".split()
 )
@@ -78,7 +78,7 @@ class Sample:
 
 @dataclass
 class Soak:
-    """One run: what was sent, what went wrong, and what was measured."""
+    """A run: its requests, problems and measurements."""
 
     arguments: argparse.Namespace
     client: httpx.AsyncClient

@@ -91,7 +91,7 @@ class Settings(BaseModel):
 
     @classmethod
     def full_name(cls, name: str) -> str:
-        """Return the setting that a name stands for, such as `tensor_parallel_size` for `tp`."""
+        """Return the setting of a name or alias, such as `tensor_parallel_size` for `tp`."""
         return next((each for each in cls.model_fields if name in cls.metadata(each)["also"]), name)
 
     @classmethod

@@ -16,7 +16,7 @@ DTYPE_FORMATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """Backends for an op or op family, best first. "auto" stands for the default order.
+    """Backends for an op or op family, best first. "auto" means the default order.
 
     Without "auto", no other backend is used. `phase` or `format` restricts the override; None means any. A format is
     a dtype of the problem ("bf16") or the suffix of ops' names ("fp8" is `linear_fp8` in the family linear). `flag`

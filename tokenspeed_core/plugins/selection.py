@@ -63,7 +63,7 @@ class Selection:
         """Read the selection from arguments and the environment.
 
         `TOKENSPEED_PLUGINS` is a list of scopes: `name` selects, `-name` excludes, and an empty value
-        selects none. `TOKENSPEED_NO_PLUGINS` and `TOKENSPEED_PLUGINS_LOCK` stand in for the arguments.
+        selects none. `TOKENSPEED_NO_PLUGINS` and `TOKENSPEED_PLUGINS_LOCK` are defaults of the arguments.
         """
         environ = os.environ if environ is None else environ
         text = environ.get(VARIABLE)

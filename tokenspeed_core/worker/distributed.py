@@ -54,7 +54,7 @@ def init(layout: ParallelLayout, address: str, device: torch.device) -> Mapping[
     )
     found: dict[str, CommGroup] = {}
     for name, group in layout.groups.items():
-        # Every process takes part in making every group.
+        # torch.distributed requires that every process creates every group.
         made = {ranks: _group(ranks, layout.world_size) for ranks in _partition(layout, name)}
         if group.size > 1:
             found[name] = made[group.ranks]

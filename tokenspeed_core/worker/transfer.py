@@ -23,7 +23,7 @@ _SMALLEST = 1 << 16
 
 
 Fetch = Callable[[], list[np.ndarray[Any, Any]]]
-"""Waits for a copy to the host and returns its arrays, which the caller owns."""
+"""Waits for a copy to the host and returns its arrays, which belong to the caller."""
 
 
 class HostTransfer:

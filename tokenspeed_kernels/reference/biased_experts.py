@@ -23,7 +23,7 @@ ExpertsMxfp4 = Callable[
 def moe_biased_experts(problem: Problem) -> Experts:
     """Return `experts(x, gate_up, gate_up_bias, down, down_bias, weights, ids) -> y [T, N]`.
 
-    Runs each expert on its tokens. On CUDA this synchronises with the device to learn which experts have any.
+    Runs each expert on its tokens. On CUDA this synchronizes with the device to find the experts that have tokens.
     """
     run = _runner(problem)
 

@@ -79,7 +79,7 @@ def moe_logits(problem: Problem) -> Callable[[Tensor, Tensor], Tensor]:
 def moe_experts(problem: Problem) -> Experts:
     """Return `experts(x [T, N], gate_up [E, 2I, N], down [E, N, I], weights [T, k], ids [T, k]) -> y [T, N]`.
 
-    Runs each expert on its tokens. On CUDA this synchronises with the device to learn which experts have any.
+    Runs each expert on its tokens. On CUDA this synchronizes with the device to find the experts that have tokens.
     """
     inner: int = problem["intermediate_size"]
 

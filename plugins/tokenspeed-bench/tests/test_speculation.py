@@ -19,7 +19,7 @@ from tokenspeed_bench.traffic import load
 
 
 def page(steps: int, drafts: int, accepted: list[int], outputs: int, prefix: str) -> str:
-    """Return what a server with two engines shows, each with these counters."""
+    """Return the metrics page of a server with two engines, each with these counters."""
     lines = []
     for engine in range(2):
         labels = f'engine="{engine}",model_name="a{{b}} 1"'

@@ -90,7 +90,7 @@ def pipe(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
 
 
 def without_prompts(output: str) -> str:
-    """Return what is left of the output without the prompts of `input`."""
+    """Return the output without the prompts of `input`."""
     return output.replace("> ", "").replace(". ", "")
 
 

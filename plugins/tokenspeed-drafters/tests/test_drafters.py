@@ -1,4 +1,4 @@
-"""The drafters ngram and suffix: what they propose, keep and forget."""
+"""The drafters ngram and suffix: their proposals, and the tokens that they keep."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ class MatchIndex:
             self._append_chunk(kept, 0, len(kept))
 
     def _append_chunk(self, token_ids: I32, start: int, end: int) -> None:
-        """Add `token_ids[start:end]`, whose contexts begin at the earliest at `token_ids[0]`."""
+        """Add `token_ids[start:end]`. Their contexts begin at `token_ids[0]` at the earliest."""
         first = self.num_tokens
         at = np.arange(first, first + end - start) & (self._capacity - 1)
         self._token_array[at] = token_ids[start:end]

@@ -40,7 +40,7 @@ class Worker:
 
 
 class Holder:
-    """The actor that holds the GPU of rank 0, whose process Ray did not start."""
+    """The actor that holds the GPU of rank 0. Ray did not start the process of rank 0."""
 
     def gpu_ids(self) -> list[str]:
         """Return the GPUs that Ray reserved."""

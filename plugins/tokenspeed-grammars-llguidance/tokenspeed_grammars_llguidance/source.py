@@ -45,7 +45,7 @@ def grammar_source(kind: GrammarKind, text: str, vocabulary: Vocabulary) -> str:
 
 
 def ascii_classes(regex: str) -> str:
-    r"""Return a regular expression whose \d and \w are ASCII.
+    r"""Return a regular expression with \d and \w limited to ASCII.
 
     Regex engines disagree about the other characters: for Rust a combining mark is a word character.
     """

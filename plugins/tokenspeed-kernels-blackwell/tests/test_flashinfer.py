@@ -1,4 +1,4 @@
-"""The FlashInfer backends over a stand-in for the library, and their calls against its recorded signatures."""
+"""The FlashInfer backends over a mock of the library, and their calls against its recorded signatures."""
 
 from __future__ import annotations
 
@@ -149,11 +149,11 @@ def decode_latents(**given: Any) -> Tensor:
     return out
 
 
-def of_library(file: str, stand_in: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a stand-in that accepts only what the library accepts in every recorded version."""
+def of_library(file: str, mock_library: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a mock that accepts only what the library accepts in every recorded version."""
     (function,) = (function for where, function in GIVEN if where == file)
     return held_to(
-        stand_in, *(each[f"flashinfer/{file}.py:{function}"] for each in SIGNATURES.values())
+        mock_library, *(each[f"flashinfer/{file}.py:{function}"] for each in SIGNATURES.values())
     )
 
 
@@ -167,12 +167,12 @@ def module(name: str, **content: Callable[..., Any]) -> ModuleType:
 @pytest.mark.skipif(
     HAS_LIBRARY, reason="the library itself is installed, and it computes nothing on a CPU"
 )
-def test_attention_conforms_over_a_stand_in(
+def test_attention_conforms_over_a_mock_library(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(trtllm, "WORKSPACE_BYTES", 1024)
-    stand_ins = {DECODE: of_library("decode", decode), PREFILL: of_library("prefill", prefill)}
-    for name, content in ((".decode", stand_ins), (".prefill", stand_ins), ("", {})):
+    mocks = {DECODE: of_library("decode", decode), PREFILL: of_library("prefill", prefill)}
+    for name, content in ((".decode", mocks), (".prefill", mocks), ("", {})):
         monkeypatch.setitem(
             sys.modules, f"flashinfer{name}", module(f"flashinfer{name}", **content)
         )
@@ -184,7 +184,7 @@ def test_attention_conforms_over_a_stand_in(
     HAS_LIBRARY, reason="the library itself is installed, and it computes nothing on a CPU"
 )
 @pytest.mark.parametrize("spec", FLASHINFER_MLA, ids=("up to 64 heads", "128 heads"))
-def test_mla_decode_conforms_over_a_stand_in(
+def test_mla_decode_conforms_over_a_mock_library(
     spec: KernelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flashinfer_mla, "WORKSPACE_BYTES", 1024)

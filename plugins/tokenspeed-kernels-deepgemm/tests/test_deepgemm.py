@@ -1,4 +1,4 @@
-"""The DeepGEMM backend over a stand-in for the library, its selection, and its recorded signatures."""
+"""The DeepGEMM backend over a mock of the library, its selection, and its recorded signatures."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def multiply(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], d: Tensor, **gi
 @pytest.mark.skipif(
     HAS_LIBRARY, reason="the library itself is installed, and it computes nothing on a CPU"
 )
-def test_backend_conforms_over_a_stand_in(
+def test_backend_conforms_over_a_mock_library(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     library = ModuleType("deep_gemm")

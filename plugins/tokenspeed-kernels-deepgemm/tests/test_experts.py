@@ -1,4 +1,4 @@
-"""DeepGEMM's experts over a stand-in for the library that takes only calls of its recorded signatures."""
+"""DeepGEMM's experts over a mock of the library that takes only calls of its recorded signatures."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def multiply(
     importlib.util.find_spec("deep_gemm") is not None,
     reason="the library itself is installed, and it computes nothing on a CPU",
 )
-def test_experts_conform_over_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_conform_over_a_mock_library(monkeypatch: pytest.MonkeyPatch) -> None:
     library = ModuleType("deep_gemm")
     library.__dict__[NAME] = held_to(
         multiply, *(each[f"deep_gemm/__init__.py:{NAME}"] for each in SIGNATURES.values())

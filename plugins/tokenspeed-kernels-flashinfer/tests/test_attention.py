@@ -1,4 +1,4 @@
-"""The backend over a stand-in for the library, and its calls against the recorded signatures."""
+"""The backend over a mock of the library, and its calls against the recorded signatures."""
 
 from __future__ import annotations
 
@@ -198,8 +198,8 @@ def merge(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor) 
 
 
 @pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[Wrapper]:
-    """Install stand-ins for the library's modules."""
+def mock_library(monkeypatch: pytest.MonkeyPatch) -> type[Wrapper]:
+    """Install mocks of the library's modules."""
     for method in GIVEN:
         signatures = (each[f"{PREFILL}.{method}"] for each in SIGNATURES.values())
         monkeypatch.setattr(Wrapper, method, held_to(getattr(Wrapper, method), *signatures))
@@ -228,8 +228,8 @@ SHARING = Rows((1,) * 11, (400, 325, 340, 700, 321, 333, 322, 350, 399, 321, 0),
 
 
 @ON_CPU
-@pytest.mark.usefixtures("stand_in")
-def test_backend_conforms_over_a_stand_in() -> None:
+@pytest.mark.usefixtures("mock_library")
+def test_backend_conforms_over_a_mock_library() -> None:
     spec = ATTENTION[-1]
     small = replace(
         spec, capability=replace(spec.capability, head_sizes=(64,), block_sizes=(16, 32))
@@ -244,12 +244,12 @@ def without_host(fixture: Fixture) -> Fixture:
 
 @ON_CPU
 def test_shared_prefix_is_read_once(
-    stand_in: type[Wrapper],
+    mock_library: type[Wrapper],
 ) -> None:
     fixture = make_fixture(HALVES, SHARING, torch.device("cpu"), seed=0)
     kernel = ATTENTION[-1].factory()(HALVES, limits_of(fixture), torch.device("cpu"))
     found = attend(kernel, without_host(fixture))
-    own, common = stand_in.made
+    own, common = mock_library.made
     assert common.given[1].tolist() == [0, 20] and not common.named["causal"]
     assert own.given[1].diff().tolist() == [5, 1, 2, 24, 1, 1, 1, 2, 5, 1, 0]
     torch.testing.assert_close(found[:10].float(), fixture.expected[:10], rtol=3e-2, atol=3e-2)
@@ -257,17 +257,17 @@ def test_shared_prefix_is_read_once(
 
 
 @ON_CPU
-def test_option_disables_sharing(stand_in: type[Wrapper]) -> None:
+def test_option_disables_sharing(mock_library: type[Wrapper]) -> None:
     fixture = make_fixture(HALVES, SHARING, torch.device("cpu"), seed=0)
     factory = ATTENTION[-1].factory(FlashInferOptions(shared_prefix=False))
     attend(factory(HALVES, limits_of(fixture), torch.device("cpu")), fixture)
-    (own,) = stand_in.made
+    (own,) = mock_library.made
     assert own.given[1].diff().tolist() == [25, 21, 22, 44, 21, 21, 21, 22, 25, 21, 0]
 
 
 @ON_CPU
 def test_captured_step_is_replanned_in_the_same_buffers(
-    stand_in: type[Wrapper],
+    mock_library: type[Wrapper],
 ) -> None:
     problem = replace(HALVES, phase="prefill")
     scenes = [
@@ -279,12 +279,12 @@ def test_captured_step_is_replanned_in_the_same_buffers(
         step = replace(fixture.step, max_num_query=16)
         found = attend(kernel, replace(fixture, step=step))
         torch.testing.assert_close(found.float(), fixture.expected, rtol=3e-2, atol=3e-2)
-    (own,) = stand_in.made
+    (own,) = mock_library.made
     assert own.num_plans == 2 and own.is_fixed
 
 
 @ON_CPU
-def test_padding_tokens_get_zeros(stand_in: type[Wrapper]) -> None:
+def test_padding_tokens_get_zeros(mock_library: type[Wrapper]) -> None:
     problem = replace(HALVES, phase="prefill")
     fixture = without_host(
         make_fixture(problem, Rows((9, 5), (20, 5)), torch.device("cpu"), seed=0)
@@ -295,7 +295,7 @@ def test_padding_tokens_get_zeros(stand_in: type[Wrapper]) -> None:
     found = attend(kernel, fixture)
     torch.testing.assert_close(found[:9].float(), fixture.expected[:9], rtol=3e-2, atol=3e-2)
     assert not found[9:].any()
-    assert len(stand_in.made) == 1
+    assert len(mock_library.made) == 1
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-MIN_ROWS = 9  # rows needed for sharing to pay: with fewer, the L2 cache already holds the keys
+MIN_ROWS = 9  # minimum rows for cascade attention: with fewer, the L2 cache already holds the keys
 MIN_KEYS = 256  # shared keys needed
 _FAR = 2**30
 
@@ -18,7 +18,7 @@ def shared_blocks(seq_lens: Tensor, block_table: Tensor, block_size: int) -> Ten
     """Return int32 [2]: the number of leading blocks that all non-empty rows share, and the first such row.
 
     seq_lens int32 [S], block_table int32 [S, max_num_blocks]. At least one key of each row stays unshared. The number
-    is 0 if there are too few rows or keys for sharing to pay. Does not synchronise with the device.
+    is 0 if there are too few rows or keys for a gain. Does not synchronize with the device.
     """
     is_real = seq_lens > 0
     lead = is_real.to(torch.int32).argmax()

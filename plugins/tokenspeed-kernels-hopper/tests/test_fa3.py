@@ -1,4 +1,4 @@
-"""The FlashAttention-3 backend over a stand-in for the library, and its calls against the recorded signatures."""
+"""The FlashAttention-3 backend over a mock of the library, and its calls against the recorded signatures."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ def attend(
 
 
 @pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Register a stand-in op with the library's name and arguments."""
+def mock_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Register a mock op with the library's name and arguments."""
     monkeypatch.setitem(sys.modules, "flash_attn_interface", ModuleType("flash_attn_interface"))
     ops = torch.library.Library("flash_attn_3", "DEF")
     ops.define(f"fwd({', '.join(USED)}) -> {RESULT}")
@@ -119,7 +119,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.skipif(
     HAS_LIBRARY, reason="the library itself is installed, and it computes nothing on a CPU"
 )
-@pytest.mark.usefixtures("stand_in")
+@pytest.mark.usefixtures("mock_library")
 @pytest.mark.parametrize(
     "spec",
     [
@@ -127,7 +127,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         pytest.param(FA3_SCORES, id="scores", marks=pytest.mark.release),
     ],
 )
-def test_backend_conforms_over_a_stand_in(spec: KernelSpec) -> None:
+def test_backend_conforms_over_a_mock_library(spec: KernelSpec) -> None:
     some_sizes = replace(spec, capability=replace(spec.capability, head_sizes=(64, 128)))
     assert check_attention(some_sizes, torch.device("cpu")) > 20
 

@@ -46,7 +46,7 @@ class Fa3Attention:
         self._gathered: Gathered | None = None
 
     def prepare(self, step: AttentionStep) -> None:
-        """Keep the step for `forward`, and compute the positions of gathered keys if gathering pays."""
+        """Keep the step for `forward`, and compute the positions of gathered keys if gathering saves time."""
         self._step = step
         self._gathered = None
         if self._memory is not None and gathering_pays(step) and self._memory.has_room(step):
@@ -93,7 +93,7 @@ class Fa3Attention:
 def _memory(
     problem: AttentionProblem, limits: AttentionLimits, device: torch.device
 ) -> Gathered | None:
-    """Allocate the gather buffers, or return None if gathering cannot pay for this problem."""
+    """Allocate the gather buffers, or return None if gathering cannot save time for this problem."""
     is_long = (
         problem.phase == "prefill"
         and problem.window is None

@@ -104,7 +104,7 @@ def _read_chunks(config: Json, has_rope: tuple[bool, ...]) -> tuple[int | None, 
 
 
 def _read_moe(keys: ConfigReader, num_layers: int) -> MoeConfig:
-    """Read the mixture of experts: sigmoid routing to one expert, whose input is scaled, and a shared expert."""
+    """Read the mixture of experts: sigmoid routing to one expert with a scaled input, and a shared expert."""
     num_experts, size = keys.integer("num_local_experts", 16), keys.integer("intermediate_size")
     top_k = keys.integer("num_experts_per_tok", 1)
     if top_k != 1:

@@ -57,7 +57,7 @@ class UnrotatedAttention(Attention):
 
 
 class ScaledInputMoE(MoE):
-    """Experts whose inputs, not outputs, are multiplied by the token's score."""
+    """Experts that multiply their inputs, not their outputs, by the token's score."""
 
     def __call__(
         self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor

@@ -1,4 +1,4 @@
-"""Models whose code is in their repository."""
+"""Models with code in their repository."""
 
 from __future__ import annotations
 

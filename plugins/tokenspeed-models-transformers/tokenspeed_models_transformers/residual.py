@@ -28,7 +28,7 @@ _NAMES = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 
 
 class _Part(nn.Module):
-    """Takes the place of a part: multiplies by a random matrix and notes its arguments."""
+    """Replaces a part: multiplies by a random matrix and records its arguments."""
 
     def __init__(self, seed: int, *, is_attention: bool = False) -> None:
         super().__init__()

@@ -67,7 +67,7 @@ def read_only(settings: Mapping[str, Any], name: str) -> LayerSchemes | None:
 
 
 def _read_group(name: str, group: Mapping[str, Any], form: str | None) -> QuantizationScheme:
-    """Return the scheme of a group. Raises ValueError, with what was found, if it is not supported."""
+    """Return the scheme of a group. Raises ValueError, with the group's values, if it is not supported."""
     weights, inputs = group["weights"], group.get("input_activations")
     kind = (weights["num_bits"], weights["type"])
     is_stored = not weights.get("dynamic") and not group.get("output_activations")

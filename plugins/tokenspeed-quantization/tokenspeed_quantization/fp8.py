@@ -12,7 +12,7 @@ from tokenspeed_quantization.schemes import FP8_BLOCK, fp8_stored
 
 
 def read(settings: Mapping[str, Any]) -> LayerSchemes | None:
-    """Return the schemes of a checkpoint whose `quant_method` is "fp8", or whose ModelOpt algorithm is FP8."""
+    """Return the schemes of a checkpoint with the `quant_method` "fp8" or the ModelOpt algorithm FP8."""
     if settings.get("quant_method") == "fp8":
         return _read_fp8(settings)
     return _read_modelopt(settings)
@@ -65,7 +65,7 @@ def _read_fp8(settings: Mapping[str, Any]) -> LayerSchemes:
 
 
 def _read_modelopt(settings: Mapping[str, Any]) -> LayerSchemes | None:
-    """Read NVIDIA ModelOpt, whose settings are one level deeper in `hf_quant_config.json`."""
+    """Read NVIDIA ModelOpt. In `hf_quant_config.json`, the settings are one level deeper."""
     writer = settings.get("quant_method") or settings.get("producer", {}).get("name")
     inner = settings.get("quantization", settings)
     if writer != "modelopt" or inner.get("quant_algo") != "FP8":

@@ -44,7 +44,7 @@ def gptq(tensors: Tensors) -> Tensors:
 
 
 def gptq_v2(tensors: Tensors) -> Tensors:
-    """Return the operands as `gptq` does, for zero points that are stored as they are."""
+    """Return the operands as `gptq` does, for zero points that are stored without an offset."""
     return _gptq(tensors, 0)
 
 

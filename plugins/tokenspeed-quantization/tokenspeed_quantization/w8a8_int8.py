@@ -12,7 +12,7 @@ from tokenspeed_quantization.schemes import int8_stored
 
 
 def read(settings: Mapping[str, Any]) -> LayerSchemes | None:
-    """Return the schemes of a checkpoint whose `quant_method` is "w8a8_int8" or "compressed-tensors"."""
+    """Return the schemes of a checkpoint with the `quant_method` "w8a8_int8" or "compressed-tensors"."""
     if settings.get("quant_method") == "w8a8_int8":
         scheme = int8_stored(per_channel=True, static=False)
         is_skipped = matcher(["lm_head", *(settings.get("ignore") or ())])

@@ -28,7 +28,7 @@ from tokenspeed_core.text import ChatTemplate
 TOKENIZER = make_tokenizer()
 LONGEST = 4096
 BAD_GRAMMAR = "(bad"  # a grammar with this text is refused
-# Each message is a line of JSON, so that tests can read what reached the template.
+# Each message is a line of JSON, so that tests can read the messages that reached the template.
 TEMPLATE = (
     "{% for message in messages %}{{ message | tojson }}\n{% endfor %}"
     "{% if tools %}{{ tools | tojson }}\n{% endif %}"

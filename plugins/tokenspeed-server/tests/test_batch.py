@@ -68,7 +68,7 @@ def answer(lines: list[bytes], *replies: str, concurrency: int = 4) -> list[dict
 
 
 def without_ids(body: Any) -> Any:
-    """Return an answer without what differs from one request to the next."""
+    """Return an answer without ids and times, which differ between requests."""
     if isinstance(body, dict):
         changing = ("id", "created", "created_at", "completed_at")
         return {key: without_ids(value) for key, value in body.items() if key not in changing}

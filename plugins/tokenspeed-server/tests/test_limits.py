@@ -1,4 +1,4 @@
-"""Limits of requests: their time, what their clients do not read, and the time of a drain."""
+"""Limits: the time of a request, its unread events, and the time of a drain."""
 
 from __future__ import annotations
 

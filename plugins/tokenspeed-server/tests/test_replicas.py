@@ -1,4 +1,4 @@
-"""Several engines with one model: which one gets a request, and what clients see when one dies."""
+"""Several engines with one model: the routing of requests, and the answers when an engine dies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Structured output and forced tool calls: what the engine gets, and what clients read."""
+"""Structured output and forced tool calls: the grammars sent to the engine, and the answers."""
 
 from __future__ import annotations
 

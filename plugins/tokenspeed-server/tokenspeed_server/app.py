@@ -51,7 +51,7 @@ class App(FastAPI):
     """The application. It logs each request, and adds the server's request id to each response.
 
     It gives responses the `send` without the wrappers of the framework. Each wrapper would cost a
-    third of a microsecond per token; `GenerationResponse` uses this `send` for what follows the
+    third of a microsecond per token; `GenerationResponse` uses this `send` for everything after the
     start of a response. Paths may have the prefix of a proxy, which is removed here, since some
     proxies remove it and others do not.
     """

@@ -18,7 +18,7 @@ CONTAINER_COST = 4  # of an object or array, relative to a number or an escape s
 ENTRY_COST = 4  # of a key of an object
 BLOCK_BYTES = 2**20  # counted at once
 MAX_KEYS = 256  # of an object that is checked against a model
-MAX_ITEMS = 16_384  # of a list whose items are checked
+MAX_ITEMS = 16_384  # of a list of items that are checked
 MAX_SHOWN = 80  # characters of a wrong value in a message
 
 _COSTS = {b",": 1, b"[": CONTAINER_COST, b"{": CONTAINER_COST, b":": ENTRY_COST}

@@ -93,7 +93,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what arrived. A long head is refused before all of it is parsed."""
+        """Parse received bytes. A long head is refused before all of it is parsed."""
         if self.transport.is_closing():
             return
         start = 0

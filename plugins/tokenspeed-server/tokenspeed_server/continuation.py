@@ -1,7 +1,7 @@
 """Prompts that end inside the last message, so that the answer continues it.
 
-The method of transformers' `apply_chat_template`: a mark after the message's text says where to cut what
-the template made of it.
+The method is that of transformers' `apply_chat_template`: a mark after the message's text shows where to cut
+the rendered prompt.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from tokenspeed_server.settings import ServerConfig
 
 
 def dry_run(config: ServerConfig) -> str:
-    """Return a report on everything that a start decides before it loads weights. Raises what a start raises."""
+    """Return a report on all decisions of a start before it loads weights. Raises the same errors as a start."""
     plan = plan_start(config)
     settled, checkpoint = plan.resolved.config, plan.resolved.checkpoint
     assert isinstance(settled, ServerConfig), "plan_start keeps the class"

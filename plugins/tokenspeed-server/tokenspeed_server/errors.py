@@ -83,7 +83,7 @@ class ApiError(TokenSpeedError):
 
 
 def model_not_found(asked: str, available: str) -> ApiError:
-    """Return the error for a request whose model is not the served one."""
+    """Return the error for a request that names another model than the served one."""
     return ApiError(
         404,
         f"the model {asked!r} does not exist; available: {available!r}",

@@ -99,7 +99,7 @@ class ResponseFormat(ABC):
 
 
 class OpenAIFormat(ResponseFormat):
-    """What completions and chats have in common. The parts that all events share are encoded once."""
+    """The common part of completions and chats. The fields that all events share are encoded once."""
 
     prefix: str
     kind: str

@@ -211,7 +211,7 @@ def _token_ids(
 
 
 def _with_default_length(params: SamplingParams, body: Body, room: int) -> SamplingParams:
-    """Return the parameters with OpenAI's default length of completions, or what fits."""
+    """Return the parameters with a `max_tokens`: OpenAI's default for completions, or less if the context is shorter."""
     if params.max_tokens is not None or isinstance(body, ChatRequest):
         return params
     return params.model_copy(update={"max_tokens": min(COMPLETION_TOKENS, max(1, room))})

@@ -84,7 +84,7 @@ class GenerationResponse(Response):
             self._report(scope, reply)
 
     def _report(self, scope: Scope, reply: Reply) -> None:
-        """Count, log and pass on what happened."""
+        """Count and log the request, and report it to the hooks."""
         options, metrics = self._service.options, self._service.observability.worker
         record = make_record(scope, options.model_name, self._request, reply, self._started_at)
         if metrics is not None:

@@ -41,7 +41,7 @@ log = logging.getLogger("tokenspeed.text")
 
 
 class IsolatedTemplate(ChatTemplate):
-    """A chat template whose `render` runs in another process. Thread-safe; call `close` at the end."""
+    """A chat template that renders in another process. Thread-safe; call `close` at the end."""
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ def _is_whole(received: bytearray) -> bool:
 
 
 def main() -> None:
-    """Render what comes on the standard input until it ends."""
+    """Render requests from the standard input until it ends."""
     reading, writing = sys.stdin.buffer, sys.stdout.buffer
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the server may still drain

@@ -33,7 +33,7 @@ STOPPED = "the server was interrupted twice and stopped at once"
 FLUSH_SECONDS = 5  # for answers in progress when the engine dies
 MAX_ACCEPTS = 8  # connections that are accepted before other events
 KERNEL_BACKLOG = 2048  # connections that may wait to be accepted
-UNREAD_SECONDS = 20  # that a drain waits for clients to read what the engine has finished
+UNREAD_SECONDS = 20  # that a drain waits for clients to read finished answers
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The settings that bound what clients can use, and that say who may connect."""
+"""The settings that limit the resources of clients, and that control who may connect."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class MetricsMemory:
 
 
 class Row:
-    """What one worker has counted, in the shared memory."""
+    """The counters of a worker, in shared memory."""
 
     def __init__(self, memory: memoryview) -> None:
         """View a part of the memory."""

@@ -21,7 +21,7 @@ _ERRORS = {
 
 
 class ErrorBody(BaseModel):
-    """What went wrong. `param` is the wrong field, if there is one."""
+    """An error. `param` is the wrong field, if there is one."""
 
     message: str
     type: str
@@ -36,7 +36,7 @@ class Error(BaseModel):
 
 
 class AnthropicErrorBody(BaseModel):
-    """What went wrong."""
+    """An error."""
 
     type: str
     message: str

@@ -99,7 +99,7 @@ class _Writer:
         self._labels = labels
 
     def of_engine(self, last: Sample) -> Iterator[Family]:
-        """Yield what an engine reported."""
+        """Yield the metrics of an engine."""
         stats = last.stats
         yield self.gauge("num_requests_running", "Sequences that run.", last.num_running)
         yield self.gauge("num_requests_waiting", "Sequences that wait.", last.num_waiting)

@@ -141,9 +141,9 @@ def effort_options(effort: str | None, template: ChatTemplate) -> dict[str, Any]
 
 
 def known_parts(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return tools as they were sent, with their order, but without what is not for the prompt.
+    """Return tools as they were sent, in their order, but without fields that are not for the prompt.
 
-    That is ignored fields, and `strict`, which is for the server.
+    These are ignored fields, and `strict`, which is for the server.
     """
     function_fields = FunctionSpec.model_fields.keys() - {"strict"}
     return [
@@ -191,8 +191,8 @@ def _called(call: ToolCall) -> dict[str, Any]:
 def _arguments(given: str | dict[str, Any]) -> str | dict[str, Any]:
     """Return the arguments of an earlier call as an object, if there is one in the text.
 
-    A reply may have ended in the middle of its arguments. The server wrote that message, so it takes
-    it back: it keeps what is complete, or the text itself if the model wrote no object.
+    A reply may have ended in the middle of its arguments. The server wrote that message, so it must accept
+    it: the complete part is kept, or the text itself if the model wrote no object.
     """
     if isinstance(given, dict):
         return given

@@ -1,4 +1,4 @@
-"""The deltas of a chat's message as typed parts, for APIs whose answers are lists of typed blocks."""
+"""The deltas of a chat's message as typed parts, for APIs with answers made of typed blocks."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class ModelText:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What is known once both the tokenizer and the engine are ready."""
+    """The tokenizer and the engine's limits, once both are ready."""
 
     text: ModelText
     limits: Ready
@@ -115,7 +115,7 @@ class Service:
 
     @property
     def serving(self) -> Serving:
-        """What requests need. Raises ApiError (503) while the server starts."""
+        """The tokenizer and the engine's limits. Raises ApiError (503) while the server starts."""
         if self._serving is None:
             raise ApiError(
                 503, "the server is starting", code="starting", headers={"retry-after": "1"}

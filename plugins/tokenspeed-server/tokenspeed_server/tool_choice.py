@@ -56,7 +56,7 @@ class ToolUse:
 
 
 def tool_use(body: ChatRequest) -> ToolUse:
-    """Return what `tools`, `tool_choice` and `parallel_tool_calls` say. Raises BadRequestError."""
+    """Read `tools`, `tool_choice` and `parallel_tool_calls`. Raises BadRequestError."""
     tools = {tool.function.name: tool for tool in body.tools or ()}
     choice, is_parallel = body.tool_choice, body.parallel_tool_calls
     if choice == "none":

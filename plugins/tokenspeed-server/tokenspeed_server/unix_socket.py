@@ -45,7 +45,7 @@ def _remove_stale(path: str) -> None:
     try:
         mode = os.lstat(path).st_mode
     except OSError:
-        return  # `bind` reports what is wrong
+        return  # `bind` reports the error
     if not stat.S_ISSOCK(mode):
         raise ConfigError(f"--uds {path}: exists and is not a socket. Choose another path.")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:

@@ -79,7 +79,7 @@ def covering(axes: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
 
 
 def beyond(spec: KernelSpec, contract: OpContract) -> Iterator[tuple[str, Problem]]:
-    """Yield (what a refusal names, a problem that exceeds one limit), for every limit.
+    """Yield a problem that exceeds one limit, and the name of that limit in the refusal, for every limit.
 
     Raises AssertionError for a limit on an axis that the op does not have.
     """

@@ -73,7 +73,7 @@ class DistributionConformance:
             seconds, loaded = json.loads(done.stdout.splitlines()[-1])
             heavy = sorted(set(HEAVY) & set(loaded))
             assert not heavy, (
-                f"importing {module} loads {', '.join(heavy)}; keep the descriptor apart from what `load` names"
+                f"importing {module} loads {', '.join(heavy)}; move the descriptor to another module than `load`"
             )
             assert seconds < MAX_SECONDS, (
                 f"importing {module} takes {seconds:.2f} s; at most {MAX_SECONDS} s"

@@ -48,7 +48,7 @@ def nothing_waits(case: str) -> Iterator[None]:
     with _Watch() as watch:
         yield
     assert not watch.seen, (
-        f"{case}: it claims graph_safe, and asks on the host for what only the device knows: "
+        f"{case}: the kernel declares graph_safe, but reads device values on the host: "
         f"{', '.join(dict.fromkeys(watch.seen))}; a device would be waited for, which ends a capture. Keep it on the "
         "device. If only the CPU does this, write a separate spec for cpu."
     )

@@ -101,7 +101,7 @@ class KernelConformance:
         """Selection refuses the nearest undeclared problems, hardware and features, and names the
         limit.
 
-        It accepts what is declared.
+        It accepts everything that is declared.
         """
         contract, here = self._contract(), self._declared_platform()
         asked, inside = (

@@ -35,7 +35,7 @@ class ModelConformance:
         info = self._describe(self.config)
         assert isinstance(info, ModelInfo)
         assert info.architecture == self.spec.architecture
-        assert info.cache_groups, "a family names what each sequence keeps"
+        assert info.cache_groups, "a family declares its cache groups"
 
     def test_missing_keys_are_named(self) -> None:
         """`describe` raises ValueError naming a missing key."""

@@ -59,7 +59,7 @@ Parts = Sequence[tuple[str, str]]  # (kind, text), neighbours of a kind joined
 
 @dataclass(frozen=True)
 class Found:
-    """What a parser found in a reply."""
+    """The content, reasoning and calls that a parser found in a reply."""
 
     content: str
     reasoning: str
@@ -241,7 +241,7 @@ def joined(events: Sequence[ReplyEvent] | Iterator[ReplyEvent]) -> Parts:
 
 
 def found(events: Sequence[ReplyEvent] | Iterator[ReplyEvent]) -> Found:
-    """Return what events amount to."""
+    """Return the parts that events form together."""
     events = list(events)
     said = {"content": "", "reasoning": ""}
     calls: list[tuple[str, str]] = []

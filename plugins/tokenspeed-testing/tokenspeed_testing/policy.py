@@ -26,7 +26,7 @@ class PolicyConformance:
         assert isinstance(type(self).make(), Policy)
 
     def test_rows_and_prompts_stay_in_the_budget(self) -> None:
-        """No row gets more than it wants, and chunks share what decodes leave of the budget."""
+        """No row gets more than it wants, and chunks share the budget that decodes leave."""
         for view, limits in views():
             decision = self._decide(view, limits)
             got, num = decision.num_query_tokens, view.num_decodes
@@ -90,7 +90,7 @@ class PolicyConformance:
             if room.is_chunking:
                 assert chunk <= room.token_budget
             fits = candidate.num_new_pages + candidate.num_idle_pages <= room.num_available_pages
-            assert fits or not chunk, "it admits what has no blocks"
+            assert fits or not chunk, "it admits a sequence without blocks"
             if room.is_alone and fits and (room.is_chunking or rest <= room.token_budget):
                 assert chunk, f"{candidate} is refused by an empty server"
 

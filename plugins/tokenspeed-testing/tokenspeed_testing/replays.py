@@ -79,7 +79,7 @@ CHUNKS = (
     Replay(PROMPTS, chunks=((12, 200),)),
     Replay(MIXED, (64, 1, 200, 17), ((5, 5),)),
 )
-"""What replays of decodes alone, and of prompts with and without decodes, are given, one after another."""
+"""The inputs of successive replays: for decodes alone, and for prompts with and without decodes."""
 
 
 def replays(

@@ -191,6 +191,6 @@ def _ask(suite: object, name: str) -> dict[str, Any]:
     except (
         Exception,
         SystemExit,
-    ):  # plugin code may raise anything, and each question is asked apart
+    ):  # plugin code may raise anything
         return {"verdict": "failed", "detail": traceback.format_exc().strip()}
     return {"verdict": "ok"}

@@ -1,4 +1,4 @@
-"""Fills the masks of a step, and gives up on grammars that take too long."""
+"""Fills the masks of a step, and abandons grammars that take too long."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from tokenspeed_kernels.triton.attention.kernel import (
 )
 from tokenspeed_kernels.triton.pdl import supports_pdl
 
-# Rows needed for sharing to pay: with up to 8, the L2 cache saves as much as the extra launch costs.
+# Minimum rows for cascade attention: with up to 8, the L2 cache saves as much as the extra launch costs.
 MIN_ROWS = 9
 MIN_KEYS = 256  # shared keys needed; at least the bound behind a step's `shares_prefix`
 # Partial results that a program merges at once, and so the maximum number of splits of the shared keys.
@@ -88,7 +88,7 @@ class SharedPrefix:
         self.lse = torch.empty(num_slots, dtype=torch.float32, device=device)
 
     def launch(self, num_rows: int) -> SharedLaunch | None:
-        """Return the launch for a step with one query token per row, or None if sharing cannot pay."""
+        """Return the launch for a step with one query token per row, or None if there is nothing to gain."""
         if not self._is_possible or num_rows < MIN_ROWS:
             return None
         block_m = min(

@@ -1,4 +1,4 @@
-"""The FlashAttention-4 backend over a stand-in for the library, its selection, and its recorded signature."""
+"""The FlashAttention-4 backend over a mock of the library, its selection, and its recorded signature."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def problem(phase: str = "prefill", block_size: int = 64, head_size: int = 128) 
 @pytest.mark.skipif(
     HAS_LIBRARY, reason="the library itself is installed, and it computes nothing on a CPU"
 )
-def test_backend_conforms_over_a_stand_in(
+def test_backend_conforms_over_a_mock_library(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     library = ModuleType(fa4.LIBRARY)

@@ -1,4 +1,4 @@
-"""The backend `tokenspeed_mla` over a stand-in for the library, its recorded signature, and selection."""
+"""The backend `tokenspeed_mla` over a mock of the library, its recorded signature, and selection."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def decode(**given: Any) -> Tensor:
 @pytest.mark.skipif(
     HAS_LIBRARY, reason="the library itself is installed, and it computes nothing on a CPU"
 )
-def test_backend_conforms_over_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_conforms_over_a_mock_library(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("tokenspeed_mla")
     signatures = [each[DECODE] for each in SIGNATURES.values()]
     module.tokenspeed_mla_decode = held_to(decode, *signatures)  # type: ignore[attr-defined]

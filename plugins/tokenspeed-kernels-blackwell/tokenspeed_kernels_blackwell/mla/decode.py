@@ -16,7 +16,7 @@ from tokenspeed_kernels_blackwell.mla.decode_kernel import attend, merge
 TAIL = 16  # entries per iteration in a row's last block, where masking is needed
 NUM_STAGES = 2  # pipeline stages, within the 227 KiB of shared memory
 MULTIPROCESSORS = 148  # of a B200
-MIN_SHARE = 256  # fewest tokens per split for which merging pays
+MIN_SHARE = 256  # minimum tokens per split; with fewer, merging costs more than the split saves
 MAX_SPLITS = 32
 LOG2_E = 1.4426950408889634
 

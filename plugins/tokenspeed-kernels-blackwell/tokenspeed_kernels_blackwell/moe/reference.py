@@ -20,7 +20,7 @@ from tokenspeed_kernels_blackwell.linear.reference import (
 def moe_experts_mxfp8(problem: Problem) -> Callable[..., Tensor]:
     """Return `experts(x, gate_up, gate_up_scale, down, down_scale, weights, ids) -> y [T, N]`.
 
-    Dequantizes the weights at each call, and synchronises with the device to learn which experts have tokens.
+    Dequantizes the weights at each call, and synchronizes with the device to find the experts that have tokens.
     """
     dtype: torch.dtype = getattr(torch, problem["dtype"])
 

@@ -141,7 +141,7 @@ class Metadata(BodyPart):
 
 
 class CountTokensRequest(ApiBody):
-    """The body of /v1/messages/count_tokens: what makes up the prompt."""
+    """The body of /v1/messages/count_tokens: the fields that make up the prompt."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "container": (),

@@ -76,7 +76,7 @@ def parse_line(line: bytes) -> BatchRequest:
 
 
 def result_line(custom_id: str, answer: Answer) -> bytes:
-    """Return the result of a request that was answered, whose body is JSON in one line."""
+    """Return the result of a request that was answered. The answer's body is JSON in one line."""
     begin = {"id": _result_id(), "custom_id": custom_id}
     response = {
         "status_code": answer.status,

@@ -21,7 +21,7 @@ from tokenspeed_server.batch.lines import (
 Post = Callable[[str, bytes], Awaitable[Answer]]
 """Sends a JSON body to a path and returns the whole answer."""
 
-MAX_RETRY_SECONDS = 5.0  # before a request that the queue had no room for is sent again
+MAX_RETRY_SECONDS = 5.0  # before a request is sent again after a full queue
 
 
 @dataclass(slots=True)

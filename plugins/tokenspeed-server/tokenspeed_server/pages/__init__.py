@@ -24,7 +24,7 @@ _POLICY = (
 _OWN_FILES = _POLICY + "style-src 'self'; script-src 'self'"
 _INLINE = _POLICY + "style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
-# The pages need no API key and say nothing about the model. What they request does need it.
+# The pages need no API key and contain nothing about the model. Their requests do need it.
 PAGE_PATHS = (*_PAGES, *(f"/static/{name}" for name in _STATIC))
 
 router = APIRouter()

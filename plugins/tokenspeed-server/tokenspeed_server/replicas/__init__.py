@@ -1,1 +1,1 @@
-"""Several engines with the same model (`--data-parallel-size`): which one gets a request, and what happens if one dies."""
+"""Several engines with the same model (`--data-parallel-size`): the router, and the handling of an engine's death."""

@@ -88,7 +88,7 @@ class EngineReplicas:
         num_cached = self._memory.find(digests)
         replica = choose(self._loads(), num_cached, len(request.prompt))
         if replica is None:
-            replica = 0  # whose client raises the error
+            replica = 0  # its client raises the error
         first = PrefillSink(self, replica, request.request_id, sinks[0])
         self.clients[replica].submit(request, [first, *sinks[1:]])
         num_left = len(request.prompt) - num_cached[replica]

@@ -25,8 +25,8 @@ class ReplicaMemory:
     """Memory with a table of prefixes per replica, and a load per worker and replica.
 
     The cell of a prefix is chosen by its digest, and a later prefix replaces an earlier one in the same
-    cell. So the tables are bounded, and forget old prefixes, as the caches do. A table is only a guess
-    of what a cache has: a wrong one costs time, and nothing else.
+    cell. So the tables are bounded, and drop old prefixes, as the caches do. A table only estimates the
+    content of a cache: an error costs time, and nothing else.
     """
 
     def __init__(self, num_workers: int, num_replicas: int, fd: int | None = None) -> None:
@@ -55,7 +55,7 @@ class ReplicaMemory:
         if not len(digests):
             return [0] * self.num_replicas
         found = self._cells[:, self._places(digests)] == digests
-        # The longest prefix includes the shorter ones, whose cells other prefixes may have taken.
+        # The longest prefix includes the shorter ones, even if other prefixes have taken their cells.
         longest = np.where(found, np.arange(1, len(digests) + 1), 0).max(axis=1)
         return (longest * GRANULARITY).tolist()  # type: ignore[no-any-return]
 

@@ -1,4 +1,4 @@
-// What both pages share: elements, and requests with the API key.
+// Shared by both pages: elements, and requests with the API key.
 export const byId = (id) => document.getElementById(id);
 
 export function element(tag, properties = {}, ...children) {
