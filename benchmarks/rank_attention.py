@@ -7,7 +7,7 @@ r"""Rank attention backends by end-to-end times of a model, and write the rankin
 
 Prefill is ranked by the workloads "prefill", "throughput" and "agentic", decode by "latency", "throughput" and
 "agentic", among runs that differ only in that phase's backend. Kernel times alone (attention_backends.py) do not
-decide, because they ignore the mix of steps in serving and backends that synchronise with the device. A phase that the
+decide, because they ignore the mix of steps in serving and backends that synchronize with the device. A phase that the
 runs rank is replaced with the backends of these runs; other phases stay.
 """
 

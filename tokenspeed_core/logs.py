@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenspeed_core.errors import printable
 
-LEVEL_COLOURS = {
+LEVEL_COLORS = {
     logging.DEBUG: "\x1b[2m",
     logging.INFO: "\x1b[32m",
     logging.WARNING: "\x1b[33m",
@@ -28,15 +28,15 @@ current_request_id: ContextVar[str] = ContextVar("request_id", default="")
 def set_up_log(level: str, log_format: str, process: str) -> None:
     """Send the log of this process to stderr.
 
-    `log_format` is "text" or "json"; `process` names the process in each line. Levels are coloured on a
+    `log_format` is "text" or "json"; `process` names the process in each line. Levels are colored on a
     terminal, unless NO_COLOR is set (https://no-color.org).
     """
     handler = logging.StreamHandler(sys.stderr)
     if log_format == "json":
         handler.setFormatter(JsonFormatter(process))
     else:
-        has_colours = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
-        handler.setFormatter(TextFormatter(process, has_colours=has_colours))
+        has_colors = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+        handler.setFormatter(TextFormatter(process, has_colors=has_colors))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
@@ -48,17 +48,17 @@ def log_fields(**values: Any) -> dict[str, Any]:
 class TextFormatter(logging.Formatter):
     """Formats `TIME LEVEL PROCESS [REQUEST] MESSAGE`, with the local time in milliseconds."""
 
-    def __init__(self, process: str, *, has_colours: bool) -> None:
+    def __init__(self, process: str, *, has_colors: bool) -> None:
         super().__init__()
         self._process = process
-        self._has_colours = has_colours
+        self._has_colors = has_colors
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line of a record, with its traceback if there is one."""
         seconds = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
         level = f"{record.levelname:<8}"
-        if self._has_colours:
-            level = f"{LEVEL_COLOURS.get(record.levelno, '')}{level}{_RESET}"
+        if self._has_colors:
+            level = f"{LEVEL_COLORS.get(record.levelno, '')}{level}{_RESET}"
         request = current_request_id.get()
         label = f" [{request}]" if request else ""
         # Messages may quote a client or a plugin.

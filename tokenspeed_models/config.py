@@ -90,7 +90,7 @@ class ConfigReader:
 class DecoderConfig:
     """A decoder with rotary attention and gated MLPs or experts.
 
-    `qk_norm` normalises each head of queries and keys, or with `is_qk_norm_joint` all heads together. `windows` has
+    `qk_norm` normalizes each head of queries and keys, or with `is_qk_norm_joint` all heads together. `windows` has
     the number of tokens that each layer's attention sees, the query's own included, or None for all. `max_model_len` is
     the longest sequence, in tokens, that the rotary scaling supports. `num_draft_layers` are the layers of multi-token
     prediction in the checkpoint.

@@ -36,7 +36,7 @@ def read_qwen2(config: Json) -> DecoderConfig:
 
 
 def read_qwen3(config: Json) -> DecoderConfig:
-    """Read a Qwen3 configuration: normalised queries and keys; a window per layer."""
+    """Read a Qwen3 configuration: normalized queries and keys; a window per layer."""
     bias = ConfigReader(config).boolean("attention_bias", False)
     return read_decoder(
         config,

@@ -49,7 +49,7 @@ class Shard:
     """How a weight is sharded over a process group.
 
     `axis` is the axis of the checkpoint's tensor. If it consists of whole heads, `num_heads` is their number; with
-    fewer heads than processes, neighbouring processes hold copies of the same head. With `num_rows` the axis has that
+    fewer heads than processes, neighboring processes hold copies of the same head. With `num_rows` the axis has that
     size and is padded to a multiple of the processes: the last ones hold fewer rows.
     """
 

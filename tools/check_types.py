@@ -15,10 +15,10 @@ def main() -> int:
     plugins = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
     packages = [*core, *(folder / folder.name.replace("-", "_") for folder in plugins)]
     scripts = [ROOT / "tools", ROOT / "benchmarks"]
-    # Scripts import their neighbours, packages import from their own folder.
+    # Scripts import their neighbors, packages import from their own folder.
     folders = {path.parent for folder in scripts for path in folder.rglob("*.py")}
-    neighbours = sorted(path for path in folders if not (path / "__init__.py").exists())
-    bases = dict.fromkeys([ROOT, *plugins, *neighbours])
+    neighbors = sorted(path for path in folders if not (path / "__init__.py").exists())
+    bases = dict.fromkeys([ROOT, *plugins, *neighbors])
     os.environ["MYPYPATH"] = os.pathsep.join(map(str, bases))
     targets = [str(path.relative_to(ROOT)) for path in [*packages, *scripts]]
     os.chdir(ROOT)

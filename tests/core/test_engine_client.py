@@ -79,7 +79,7 @@ class Peer:
 def outputs(
     rows: dict[int, list[int]], finish: int = 0, logprob_rows: tuple[int, ...] = (), width: int = 0
 ) -> Outputs:
-    """Return the outputs of a step, with recognisable log-probabilities."""
+    """Return the outputs of a step, with recognizable log-probabilities."""
     reported = [token for row in logprob_rows for token in list(rows.values())[row]]
     return Outputs(
         np.array(list(rows), np.int64),

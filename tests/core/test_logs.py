@@ -1,4 +1,4 @@
-"""Log lines: text, JSON, colours, and the id of the request."""
+"""Log lines: text, JSON, colors, and the id of the request."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ def test_text_line_has_time_level_and_process(written: Written) -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_terminal", "no_color", "coloured"),
+    ("is_terminal", "no_color", "colored"),
     [(True, "", True), (True, "1", False), (False, "", False)],
 )
-def test_only_a_terminal_gets_colours(
+def test_only_a_terminal_gets_colors(
     written: Written,
     monkeypatch: pytest.MonkeyPatch,
     is_terminal: bool,
     no_color: str,
-    coloured: bool,
+    colored: bool,
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     monkeypatch.setenv("NO_COLOR", no_color)
     set_up_log("info", "text", "server")
     logging.warning("careful")
-    assert ("\x1b[" in written()) is coloured
+    assert ("\x1b[" in written()) is colored
 
 
 def test_json_line_has_fields_and_exception(written: Written) -> None:

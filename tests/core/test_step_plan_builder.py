@@ -88,8 +88,8 @@ def test_slot_inits_are_ragged() -> None:
     biased = sequence(
         0, [1, 2], [], bias_ids=ints(4, 5), bias_values=np.asarray([1.5, -2], np.float32), top_k=7
     )
-    penalised = sequence(1, [1, 2, 3], [8, 9], presence_penalty=0.5, temperature=0.25, logprobs=3)
-    for slot, each in ((4, biased), (2, penalised), (0, sequence(2, [1], []))):
+    penalized = sequence(1, [1, 2, 3], [8, 9], presence_penalty=0.5, temperature=0.25, logprobs=3)
+    for slot, each in ((4, biased), (2, penalized), (0, sequence(2, [1], []))):
         builder.add_sequence(slot, each, BlockLease([[], []]))
     inits = builder.build().slot_inits
     assert inits is not None

@@ -18,7 +18,7 @@ from tokenspeed_core.text.patterns import any_of
 from tokenspeed_core.text.tokenizer import Tokenizer
 
 TEXT = "hello world, how are you? I am fine. <turn> </turn> <think> 12 34 \n\n  HÉLLO thére 🙂"
-# Special tokens of real models, and ones that overlap, strip whitespace or depend on their neighbours.
+# Special tokens of real models, and ones that overlap, strip whitespace or depend on their neighbors.
 ADDED = (
     AddedToken("<turn>", special=True, normalized=False),
     AddedToken("</turn>", special=True, normalized=False),

@@ -31,8 +31,8 @@ SIZES = {
 }
 
 
-def randomised(module: nn.Module) -> nn.Module:
-    """Randomise every parameter, including norm weights."""
+def randomized(module: nn.Module) -> nn.Module:
+    """Randomize every parameter, including norm weights."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.normal_(std=1.0 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5)
@@ -44,7 +44,7 @@ def causal(length: int) -> Tensor:
 
 
 def projected(module: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return queries and rotary queries [n, H, *], normalised latents and rotary keys [n, *] of a sequence."""
+    """Return queries and rotary queries [n, H, *], normalized latents and rotary keys [n, *] of a sequence."""
     q = module.q_b_proj(module.q_a_layernorm(module.q_a_proj(hidden))).unflatten(-1, (HEADS, -1))
     latent, k_rope = module.kv_a_proj_with_mqa(hidden).split((LATENT, ROPE), dim=-1)
     return *q.split((NOPE, ROPE), dim=-1), module.kv_a_layernorm(latent), k_rope
@@ -74,7 +74,7 @@ def test_absorbed_mla_decode_matches_transformers(
     rotated: Callable[[Any, Tensor, Tensor], tuple[Tensor, Tensor, Any]],
 ) -> None:
     torch.manual_seed(0)
-    module = randomised(attention(config, layer_idx=0))
+    module = randomized(attention(config, layer_idx=0))
     up_k, up_v = module.kv_b_proj.weight.unflatten(0, (HEADS, NOPE + VALUE)).split(
         (NOPE, VALUE), dim=1
     )

@@ -93,11 +93,11 @@ def test_hashed_numbers_are_uniform_and_uncorrelated() -> None:
     histogram = torch.histc(numbers, 20, 0, 1) / len(numbers)
     assert (histogram - 0.05).abs().max() < 0.004
     table = numbers.view(300, 300)
-    for neighbours in (
+    for neighbors in (
         torch.stack((table[:-1].flatten(), table[1:].flatten())),
         torch.stack((table[:, :-1].flatten(), table[:, 1:].flatten())),
     ):
-        assert torch.corrcoef(neighbours)[0, 1].abs() < 0.02
+        assert torch.corrcoef(neighbors)[0, 1].abs() < 0.02
 
 
 def test_hashed_numbers_equal_splitmix64() -> None:

@@ -165,7 +165,7 @@ def test_collective_that_no_layer_executes_is_refused() -> None:
         compile_sharding(PlanningBuild(attn=2), chain)
 
 
-def test_neighbours_hold_copies_of_key_heads() -> None:
+def test_neighbors_hold_copies_of_key_heads() -> None:
     rows = torch.arange(6).view(6, 1)
     parts = [
         Shard(0, "attn", num_heads=2).take(rows, ParallelLayout.of(rank, attn=4).group)

@@ -99,7 +99,7 @@ def test_row_parameters_do_not_affect_other_rows(runner: LocalRunner) -> None:
     names = {
         "plain": {},
         "drawn": {"temperature": 1.0, "seed": 11, "top_p": 0.9},
-        "penalised": {"repetition_penalty": 2.0},
+        "penalized": {"repetition_penalty": 2.0},
         "reported": {"logprobs": 3},
         "biased": {"bias": {1: 9.0}},
     }

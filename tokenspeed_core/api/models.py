@@ -249,7 +249,7 @@ class Model(Protocol):
     """A family's module. It contains no collectives, reads no environment variables, and never sees a request."""
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext) -> None:
-        """Allocate parameters on `build.device` (uninitialised) and bind kernels."""
+        """Allocate parameters on `build.device` (uninitialized) and bind kernels."""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy a checkpoint's weights. Raises ValueError naming every missing, unexpected or misshapen one."""

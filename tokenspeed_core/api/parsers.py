@@ -1,7 +1,7 @@
 """Parsers that find reasoning and tool calls in a model's reply.
 
 A reply comes in deltas; a complete one is a single delta. The joined events do not depend on how the text
-is cut into deltas. Text that a parser does not recognise stays content.
+is cut into deltas. Text that a parser does not recognize stays content.
 """
 
 from __future__ import annotations

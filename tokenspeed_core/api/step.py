@@ -1,7 +1,7 @@
 """The step contract between the scheduler and the runner.
 
 The runner never sees a request. The host plans with upper bounds; exact lengths and the numbers of accepted draft
-tokens are known on the device and come back in the result. Every record here can be serialised
+tokens are known on the device and come back in the result. Every record here can be serialized
 (`tokenspeed_core.engine.wire`).
 """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tokenspeed_core.plugins import Catalog, Entry, Preflight, Selection, Status
 from tokenspeed_core.plugins.kinds import Kind, kind_of
-from tokenspeed_core.plugins.selection import DEFAULTS, VARIABLE, normalise
+from tokenspeed_core.plugins.selection import DEFAULTS, VARIABLE, normalize
 
 __all__ = [
     "DEFAULTS",
@@ -16,5 +16,5 @@ __all__ = [
     "Selection",
     "Status",
     "kind_of",
-    "normalise",
+    "normalize",
 ]

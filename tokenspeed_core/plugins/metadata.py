@@ -18,7 +18,7 @@ from packaging.specifiers import SpecifierSet
 from tokenspeed_core.errors import PluginError, describe_error, suggest
 from tokenspeed_core.plugins.entry import Entry, Status
 from tokenspeed_core.plugins.kinds import GROUP_PREFIX, KINDS, kind_of
-from tokenspeed_core.plugins.selection import DEFAULTS, Selection, normalise
+from tokenspeed_core.plugins.selection import DEFAULTS, Selection, normalize
 
 logger = logging.getLogger("tokenspeed.plugins.metadata")
 
@@ -41,7 +41,7 @@ def read_entries(
             offered = list(_entries_of(distribution, selection, core_version))
         except Exception as error:  # another distribution's metadata may contain anything
             folder = metadata_folder(distribution)
-            name = normalise(os.path.basename(folder).partition("-")[0])
+            name = normalize(os.path.basename(folder).partition("-")[0])
             if strict and not selection.refusal([name]):
                 raise PluginError(
                     f"cannot read plugin metadata in {folder}: {describe_error(error)}. "
@@ -89,7 +89,7 @@ def _entries_of(
             name=point.name,
             value=point.value.partition("[")[0].strip(),
             api=_api(point),
-            distribution=normalise(name),
+            distribution=normalize(name),
             version=version,
             requires_core=requires_core,
             status=Status.OK,
@@ -154,6 +154,6 @@ def _core_range(lines: Iterable[str]) -> str:
         with suppress(InvalidRequirement):
             needed = Requirement(line)
             is_active = needed.marker is None or needed.marker.evaluate({"extra": ""})
-            if is_active and normalise(needed.name) == "tokenspeed-core":
+            if is_active and normalize(needed.name) == "tokenspeed-core":
                 specifiers.append(str(needed.specifier))
     return ",".join(filter(None, specifiers))

@@ -14,7 +14,7 @@ VARIABLE = "TOKENSPEED_PLUGINS"
 _FALSE = ("", "0", "false", "f", "no", "n", "off")
 
 
-def normalise(name: str) -> str:
+def normalize(name: str) -> str:
     """Return a distribution's name in the normalized form of the package index."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
@@ -26,7 +26,7 @@ def _default_distributions() -> frozenset[str]:
     except importlib.metadata.PackageNotFoundError:
         lines = []
     named = (re.match(r"[\w.-]+", line) for line in lines if re.search("extra == .default.", line))
-    return frozenset({"tokenspeed-core", *(normalise(each[0]) for each in named if each)})
+    return frozenset({"tokenspeed-core", *(normalize(each[0]) for each in named if each)})
 
 
 DEFAULTS = _default_distributions()
@@ -36,7 +36,7 @@ DEFAULTS = _default_distributions()
 def _scope(word: str) -> str:
     """Return DISTRIBUTION[:KIND[:NAME]] with the distribution's name normalized."""
     name, colon, rest = word.partition(":")
-    return normalise(name) + colon + rest
+    return normalize(name) + colon + rest
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Turns a step's result into new tokens of sequences, and finds the sequences that end. Vectorised over rows."""
+"""Turns a step's result into new tokens of sequences, and finds the sequences that end. Vectorized over rows."""
 
 from __future__ import annotations
 

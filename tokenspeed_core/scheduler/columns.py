@@ -48,7 +48,7 @@ class SlotColumns:
         self.is_decoding = np.zeros(max_num_seqs, np.bool_)
         # Padded with -1; as wide as the longest list of any sequence so far.
         self.stop_ids = np.full((max_num_seqs, 1), -1, np.int32)
-        # Not initialised: the host commits memory only for rows that are written.
+        # Not initialized: the host commits memory only for rows that are written.
         self.tokens = np.empty((max_num_seqs, max_model_len + 1), np.int32)
         self._decoding: I32 | None = None
         self._prefilling: I32 | None = None

@@ -88,7 +88,7 @@ def choose_counts(probabilities: F32, seconds: F32) -> tuple[I32, float]:
     """Return the number of draft tokens of each row, and the expected tokens of all.
 
     `probabilities` [S, K] say how probable a draft token is if all before it in its row are right, 0 behind the last.
-    `seconds` [N + 1] are the times of steps with 0 to N draft tokens. The counts maximise expected tokens per second;
+    `seconds` [N + 1] are the times of steps with 0 to N draft tokens. The counts maximize expected tokens per second;
     they are 0 unless that exceeds the rate without drafts by MARGIN.
     """
     num_rows = len(probabilities)

@@ -60,7 +60,7 @@ class TokenCounts:
         return self._counts
 
 
-def penalise(
+def penalize(
     logits: torch.Tensor,
     rows: torch.Tensor,
     slots: torch.Tensor,

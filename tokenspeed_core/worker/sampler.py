@@ -11,7 +11,7 @@ import torch
 
 from tokenspeed_core.api.logits_processors import LogitsProcessor
 from tokenspeed_core.api.step import I32, I64, Bool, LateInputs, SlotInits, StepLogprobs
-from tokenspeed_core.worker.adjust import Biases, EndIds, TokenCounts, penalise
+from tokenspeed_core.worker.adjust import Biases, EndIds, TokenCounts, penalize
 from tokenspeed_core.worker.drafts import DraftRows
 from tokenspeed_core.worker.logits_processors import LogitsProcessors
 from tokenspeed_core.worker.masks import Masks
@@ -143,10 +143,10 @@ class Sampler:
     def begin(self, inits: SlotInits) -> None:
         """Store the sampling parameters that are not columns of the slots' state."""
         self._flags.update(inits)
-        penalised = np.flatnonzero(self._flags.penalised[inits.slots]).astype(np.int32)
+        penalized = np.flatnonzero(self._flags.penalized[inits.slots]).astype(np.int32)
         biased = np.flatnonzero(self._flags.biased[inits.slots]).astype(np.int32)
-        if len(penalised):
-            self._counts.begin(inits, penalised, self._transfer)
+        if len(penalized):
+            self._counts.begin(inits, penalized, self._transfer)
         if len(biased):
             self._biases.begin(inits, biased, self._transfer)
         endless = np.flatnonzero(self._flags.num_endless[inits.slots]).astype(np.int32)
@@ -172,21 +172,21 @@ class Sampler:
             return Sampled(ids, None, self._verify(rows, ids))
         wanted = flags.num_logprobs[rows.slots]
         asking = np.flatnonzero(wanted >= 0)
-        penalised = np.flatnonzero(flags.penalised[rows.slots])
+        penalized = np.flatnonzero(flags.penalized[rows.slots])
         biased = np.flatnonzero(flags.biased[rows.slots])
         endless = np.flatnonzero(flags.num_endless[rows.slots])
         processed = np.flatnonzero(flags.processed[rows.slots])
-        asking_rows, penalised_rows, biased_rows, endless_rows = self._transfer.send(
-            (asking, penalised, biased, endless)
+        asking_rows, penalized_rows, biased_rows, endless_rows = self._transfer.send(
+            (asking, penalized, biased, endless)
         )
         raw = torch.log_softmax(logits[asking_rows].float(), dim=-1) if len(asking) else None
-        if any(map(len, (penalised, biased, endless, processed))):
+        if any(map(len, (penalized, biased, endless, processed))):
             logits = logits.float()
-        if len(penalised):
-            counts = self._counts.of(rows.device_slots[penalised_rows])
+        if len(penalized):
+            counts = self._counts.of(rows.device_slots[penalized_rows])
             if drafts is not None:
-                self._count_drafts(counts, rows, drafts, penalised)
-            penalise(logits, penalised_rows, rows.device_slots[penalised_rows], counts, self._state)
+                self._count_drafts(counts, rows, drafts, penalized)
+            penalize(logits, penalized_rows, rows.device_slots[penalized_rows], counts, self._state)
         if len(biased):
             self._biases.add(logits, biased_rows, rows.device_slots[biased_rows])
         if len(processed):
@@ -202,13 +202,13 @@ class Sampler:
             self._mask(logits, rows, late)
         ids = self._choose(logits, rows, asked)
         num_new = self._verify(rows, ids)
-        if len(penalised) or len(endless):
+        if len(penalized) or len(endless):
             is_new = torch.ones_like(ids)
             if drafts is not None and num_new is not None:
                 is_new = drafts.is_new(num_new).to(torch.int32)
-            if len(penalised):
-                counted = ids[penalised_rows].to(torch.int64).clamp_(min=0)
-                self._counts.add(rows.device_slots[penalised_rows], counted, is_new[penalised_rows])
+            if len(penalized):
+                counted = ids[penalized_rows].to(torch.int64).clamp_(min=0)
+                self._counts.add(rows.device_slots[penalized_rows], counted, is_new[penalized_rows])
             if len(endless):
                 self._end_ids.note(rows.device_slots[endless_rows], is_new[endless_rows])
         if raw is None:
@@ -218,10 +218,10 @@ class Sampler:
         return Sampled(ids, _logprobs(raw, ids[asking_rows], plan_rows, asking, width), num_new)
 
     def _count_drafts(
-        self, counts: torch.Tensor, rows: SamplingRows, drafts: DraftRows, penalised: I64
+        self, counts: torch.Tensor, rows: SamplingRows, drafts: DraftRows, penalized: I64
     ) -> None:
-        """Add to the counts [P, V] of penalised rows the draft tokens that precede each of their new tokens."""
-        index, tokens = self._transfer.send(drafts.drafts_before(penalised))
+        """Add to the counts [P, V] of penalized rows the draft tokens that precede each of their new tokens."""
+        index, tokens = self._transfer.send(drafts.drafts_before(penalized))
         read = rows.token_ids[tokens]
         ones = torch.ones_like(read, dtype=torch.int32)
         counts.index_put_((index, read), ones, accumulate=True)

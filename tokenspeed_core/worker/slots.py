@@ -178,7 +178,7 @@ class SlotFlags:
         self._last = (SHARED_PREFIX - 1) // block_size  # index of the last block of such a prefix
         self._prefix_ends = np.zeros((num_groups, num_slots), np.int32)
         self.asks = np.zeros(num_slots, np.uint8)
-        self.penalised = np.zeros(num_slots, bool)
+        self.penalized = np.zeros(num_slots, bool)
         self.biased = np.zeros(num_slots, bool)
         self.num_logprobs = np.full(num_slots, -1, np.int32)
         self.num_endless = np.zeros(num_slots, np.int32)
@@ -187,7 +187,7 @@ class SlotFlags:
     def reset(self) -> None:
         """Make all slots greedy."""
         self.asks[:] = 0
-        self.penalised[:] = self.biased[:] = False
+        self.penalized[:] = self.biased[:] = False
         self.num_logprobs[:] = -1
         self.num_endless[:] = 0
         self.processed[:] = False
@@ -195,7 +195,7 @@ class SlotFlags:
     def update(self, inits: SlotInits) -> None:
         """Set the flags of sequences that get a slot."""
         slots = inits.slots
-        self.penalised[slots] = (
+        self.penalized[slots] = (
             (inits.presence_penalty != 0)
             | (inits.frequency_penalty != 0)
             | (inits.repetition_penalty != 1)
@@ -217,7 +217,7 @@ class SlotFlags:
         self.asks[done[~self._is_adjusted(done)]] &= DRAWS
 
     def _is_adjusted(self, slots: I32) -> Bool:
-        is_changed = self.penalised[slots] | self.biased[slots] | self.processed[slots]
+        is_changed = self.penalized[slots] | self.biased[slots] | self.processed[slots]
         return is_changed | (self.num_logprobs[slots] >= 0)
 
     def note_blocks(self, deltas: Sequence[BlockDelta]) -> None:

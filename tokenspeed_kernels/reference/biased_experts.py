@@ -44,7 +44,7 @@ def moe_biased_experts(problem: Problem) -> Experts:
 def moe_biased_experts_mxfp4(problem: Problem) -> ExpertsMxfp4:
     """Return `experts(x, gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias, weights, ids) -> y [T, N]`.
 
-    Like `moe_biased_experts` it synchronises with the device. Each call dequantizes the weights of its experts.
+    Like `moe_biased_experts` it synchronizes with the device. Each call dequantizes the weights of its experts.
     """
     run = _runner(problem)
 

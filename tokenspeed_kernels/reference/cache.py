@@ -26,7 +26,7 @@ def write_kv(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tens
     """Return `write(k [T, K, D], v [T, K, V], k_cache [B, block_size, K, D], v_cache, slots [T]) -> None`.
 
     A slot of -1 writes nothing. Values are clamped to the range of an FP8 cache. On CUDA, looking for such slots
-    synchronises with the device.
+    synchronizes with the device.
     """
     block_size: int = problem["block_size"]
 

@@ -23,7 +23,7 @@ MlaDecode = Callable[[Tensor, Tensor, Tensor, Tensor, int, float], Tensor]
 def mla_write(problem: Problem) -> Callable[..., None]:
     """Return `write(q, kv, norm_weight, eps, positions, cos_sin, interleaved, cache, slots, kv_scale) -> None`.
 
-    On CUDA, looking for slots of -1 synchronises with the device.
+    On CUDA, looking for slots of -1 synchronizes with the device.
     """
     latent_size, rope_size = problem["latent_size"], problem["rope_size"]
     block_size: int = problem["block_size"]

@@ -35,7 +35,7 @@ def moe_experts_w4a16(problem: Problem) -> ExpertsW4A16:
     """Return `experts(x, *gate_up, *down, weights, ids) -> y [T, N]`; each call dequantizes the weights it needs.
 
     gate_up and down are a weight, scales, zero points or None, and an order of columns or None. On CUDA this
-    synchronises with the device.
+    synchronizes with the device.
     """
     inner: int = problem["intermediate_size"]
 

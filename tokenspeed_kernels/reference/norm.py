@@ -1,4 +1,4 @@
-"""RMS norm: normalise in float32, round to the dtype, then multiply by the weight."""
+"""RMS norm: normalize in float32, round to the dtype, then multiply by the weight."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def add_rms_norm(
 
 
 def normalize(x: Tensor, eps: float) -> Tensor:
-    """Return x normalised over its last axis in float32 and rounded to its dtype, without a weight."""
+    """Return x normalized over its last axis in float32 and rounded to its dtype, without a weight."""
     return torch.rms_norm(x.to(torch.float32), x.shape[-1:], None, eps).to(x.dtype)
 
 

@@ -36,7 +36,7 @@ _IS_PRECOMPILING: ContextVar[bool] = ContextVar("is_precompiling", default=False
 def compile_for(launch: Callable[..., object], *arguments: Any) -> None:
     """Compile every kernel that `launch(*arguments)` would launch; only kernels decorated with `jit` here count.
 
-    Launches nothing. Tensors may be `blank`: Triton specialises on dtypes, on integers that are 1 or multiples of 16,
+    Launches nothing. Tensors may be `blank`: Triton specializes on dtypes, on integers that are 1 or multiples of 16,
     and on alignment. Does nothing without a CUDA device, under the interpreter, or with a single CPU.
     """
     if not is_possible():
@@ -99,7 +99,7 @@ class _Kernel(JITFunction):  # type: ignore[misc]
         return partial(self.run, grid=grid, warmup=_IS_PRECOMPILING.get())
 
     def _do_compile(self, key: str, signature: Any, device: int, *others: Any) -> Any:
-        """Compile the specialisation `key`, or queue it inside `compile_for`. Triton stops there if this is None."""
+        """Compile the specialization `key`, or queue it inside `compile_for`. Triton stops there if this is None."""
         compile_now = partial(super()._do_compile, key, signature, device, *others)
         if not _IS_PRECOMPILING.get():
             return self._pending.pop((key, device), compile_now)()
@@ -111,7 +111,7 @@ class _Kernel(JITFunction):  # type: ignore[misc]
     def _compile_with_launcher(self, once: Compile) -> None:
         """Compile the kernel and its C launcher, which Triton caches on disk.
 
-        Specialisations of one kernel share a launcher, hence the lock.
+        Specializations of one kernel share a launcher, hence the lock.
         """
         kernel = once()
         with self._lock:

@@ -1,4 +1,4 @@
-"""Qwen3: normalised queries and keys, and sliding windows in upper layers."""
+"""Qwen3: normalized queries and keys, and sliding windows in upper layers."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class Attention:
 
     `cos_sin` is a table of `rotary_table`, shared by layers; it rotates as many values of each head as it has
     columns, adjacent ones together if the rotation `is_interleaved`. Subclasses that do not rotate pass None. `scale`
-    multiplies the scores (None: 1 / sqrt(head_size)), and `soft_cap` bounds them. `qk_norm` normalises queries and
+    multiplies the scores (None: 1 / sqrt(head_size)), and `soft_cap` bounds them. `qk_norm` normalizes queries and
     keys before the rotation. `window` is the number of tokens that a query sees, itself included; with `is_chunked`
     it is the length of chunks. `stacked_name` is the checkpoint's name of queries, keys and values if it stores them
     as one tensor. `input_size` is the width of x if it differs from `hidden_size`, that of the output. In a layer
@@ -114,7 +114,7 @@ class Attention:
         positions: torch.Tensor,
         wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output [R, hidden] for the normalised x + residual [T, hidden], and that sum [R, hidden].
+        """Return the output [R, hidden] for the normalized x + residual [T, hidden], and that sum [R, hidden].
 
         Without a norm the sum itself is the input. positions is int64 [T]. `wanted` (int64 [R]; None: all) are the
         rows to return. Without a residual the sum is x. The sum may overwrite the residual.
@@ -125,7 +125,7 @@ class Attention:
     def project(
         self, norm: RMSNorm | None, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return queries, keys and values [T, out] for the normalised x + residual [T, hidden], and that sum.
+        """Return queries, keys and values [T, out] for the normalized x + residual [T, hidden], and that sum.
 
         Without a residual the sum is x.
         """

@@ -65,11 +65,11 @@ class FollowedNorm:
         self._norm, self._collective = norm, collective
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the normalised x [T, size] after the collective."""
+        """Return the normalized x [T, size] after the collective."""
         return self._collective(self._norm(x))
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the normalised x + residual [T, size] after the collective, and that sum."""
+        """Return the normalized x + residual [T, size] after the collective, and that sum."""
         x, residual = self._norm.add(x, residual)
         return self._collective(x), residual
 
@@ -175,9 +175,9 @@ class DecoderLayer:
 
 
 class PostNormDecoderLayer:
-    """Attention and MLP with normalised outputs, which are then added to the residual stream (OLMo 2).
+    """Attention and MLP with normalized outputs, which are then added to the residual stream (OLMo 2).
 
-    Gemma normalises their inputs too, with `input_norm` and `pre_mlp_norm`. Without these norms the blocks read the
+    Gemma normalizes their inputs too, with `input_norm` and `pre_mlp_norm`. Without these norms the blocks read the
     stream itself and are built with `has_norm=False`.
     """
 
@@ -203,7 +203,7 @@ class PostNormDecoderLayer:
         positions: torch.Tensor,
         wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the MLP's normalised output and the residual stream (see `Layer`)."""
+        """Return the MLP's normalized output and the residual stream (see `Layer`)."""
         blocks = self._blocks
         x, residual = blocks.attention(self.input_norm, x, residual, positions, wanted)
         x, residual = blocks.mlp(self.pre_mlp_norm, self.post_attention_norm(x), residual)

@@ -96,7 +96,7 @@ class MultiHeadLatentAttention:
         positions: torch.Tensor,
         wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output [R, hidden] for the normalised x + residual [T, hidden], and that sum [R, hidden].
+        """Return the output [R, hidden] for the normalized x + residual [T, hidden], and that sum [R, hidden].
 
         positions is int64 [T]. `wanted` (int64 [R]; None: all) are the rows to return. Without a residual the sum is
         x. The sum may overwrite the residual.

@@ -78,7 +78,7 @@ class MLP:
     def __call__(
         self, norm: RMSNorm | None, x: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output [T, hidden] for the normalised x + residual [T, hidden], and that sum.
+        """Return the output [T, hidden] for the normalized x + residual [T, hidden], and that sum.
 
         Without a norm the sum itself is the input. It may overwrite the residual.
         """

@@ -171,7 +171,7 @@ class MoE:
     def __call__(
         self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output [T, hidden] for the normalised x + residual [T, hidden], and that sum.
+        """Return the output [T, hidden] for the normalized x + residual [T, hidden], and that sum.
 
         The sum overwrites the residual.
         """

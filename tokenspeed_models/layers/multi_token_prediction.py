@@ -19,8 +19,8 @@ from tokenspeed_models.weights import WeightMap
 class MultiTokenPredictor:
     """Implements the core's `DraftModel` with one decoder layer; embedding and head are the target's.
 
-    The layer's input joins a normalised hidden state of the target, after its final norm, and the normalised embedding
-    of the token that follows. Its own normalised output takes the place of the target's in the next pass. `name` is the
+    The layer's input joins a normalized hidden state of the target, after its final norm, and the normalized embedding
+    of the token that follows. Its own normalized output takes the place of the target's in the next pass. `name` is the
     layer's name in the checkpoint, such as "model.layers.61".
     """
 

@@ -1,4 +1,4 @@
-"""RMS normalisation, alone or fused with the residual addition before it and the linear layer after it."""
+"""RMS normalization, alone or fused with the residual addition before it and the linear layer after it."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class RMSNorm:
         self._add_norm = build.op("add_rms_norm", size=size, dtype=dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the normalised x [..., size]."""
+        """Return the normalized x [..., size]."""
         result: torch.Tensor = self._norm(x, self.weight, self.eps)
         return result
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add x [T, size] to the residual in place; return the normalised sum and the residual."""
+        """Add x [T, size] to the residual in place; return the normalized sum and the residual."""
         result: tuple[torch.Tensor, torch.Tensor] = self._add_norm(
             x, residual, self.weight, self.eps
         )
@@ -48,12 +48,12 @@ class RMSNorm:
         yield norm_slot(f"{name}.weight", self.weight, self._weight_offset)
 
     def sharding(self, name: str) -> Iterator[ShardingSpec]:
-        """Input and output are replicated, since a row is normalised as a whole."""
+        """Input and output are replicated, since a row is normalized as a whole."""
         yield ShardingSpec(name, Replicated(), Replicated(), self.weight.shape[0])
 
 
 def make_norm_weight(build: BuildContext, size: int, weight_offset: float) -> torch.Tensor:
-    """Return an uninitialised norm weight [size].
+    """Return an uninitialized norm weight [size].
 
     With an offset it is float32: the sum of a number near 0 and 1 would lose the number's low bits in 16 bits, and
     such families compute it in float32.
@@ -110,7 +110,7 @@ class NormedLinear:
     def __call__(
         self, norm: RMSNorm | None, x: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output [T, out] for the normalised x + residual [T, in], and that sum.
+        """Return the output [T, out] for the normalized x + residual [T, in], and that sum.
 
         The sum may overwrite the residual.
         """

@@ -1,4 +1,4 @@
-"""RMS normalisation of queries and keys before they are rotated."""
+"""RMS normalization of queries and keys before they are rotated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tokenspeed_models.weights import Shard, WeightSlot
 
 
 class HeadNorm:
-    """Normalises each head, with one weight [head_size] for all queries and one for all keys (Qwen 3, Gemma 3).
+    """Normalizes each head, with one weight [head_size] for all queries and one for all keys (Qwen 3, Gemma 3).
 
     The op of the rotation computes it. `operands` are that op's arguments for it.
     """
@@ -40,7 +40,7 @@ class HeadNorm:
 
 
 class AllHeadNorm:
-    """Normalises all heads of the queries together, and all heads of the keys (OLMo 2).
+    """Normalizes all heads of the queries together, and all heads of the keys (OLMo 2).
 
     With several processes, a row's heads are on all of them: its sums of squares are added up.
     """
@@ -65,7 +65,7 @@ class AllHeadNorm:
         self._k_norm = build.op("rms_norm", size=k_size, dtype=dtype_name(build.dtype))
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return normalised copies of q [T, H, D] and k [T, K, D]."""
+        """Return normalized copies of q [T, H, D] and k [T, K, D]."""
         if self._all_reduce is not None:
             return self._normalize(q, k, self._all_reduce)
         normed_q: torch.Tensor = self._q_norm(q.flatten(1), self._q_weight, self._eps)
@@ -78,7 +78,7 @@ class AllHeadNorm:
         k: torch.Tensor,
         all_reduce: Callable[[torch.Tensor], torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normalise the heads of this process by the sums of all."""
+        """Normalize the heads of this process by the sums of all."""
         wide = [each.to(torch.float32) for each in (q, k)]
         sums = all_reduce(torch.stack([each.square().sum((1, 2)) for each in wide], dim=1))
         weights = (self._q_weight, self._k_weight)
@@ -97,7 +97,7 @@ class AllHeadNorm:
         yield WeightSlot(f"{prefix}k_norm.weight", self._k_weight, self._k_shard, "norm")
 
     def sharding(self, prefix: str) -> Iterator[ShardingSpec]:
-        """Each process computes the sums of squares of its heads, and normalises its heads by the sums of all."""
+        """Each process computes the sums of squares of its heads, and normalizes its heads by the sums of all."""
         heads, sums = Sharded("heads", "attn"), Partial(("attn",))
         yield ShardingSpec(f"{prefix}qk_squares", heads, sums, 2, self._bind, "float32")
         yield ShardingSpec(f"{prefix}qk_norm", Replicated(), heads, sum(self._num_squares))

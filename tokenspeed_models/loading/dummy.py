@@ -10,7 +10,7 @@ import torch
 from tokenspeed_core.api import DraftModel, Model
 from tokenspeed_models.weights import WeightMap, WeightSlot
 
-_DEVIATION = 0.02  # a usual initialisation; keeps the activations of deep models finite in float16
+_DEVIATION = 0.02  # a usual initialization; keeps the activations of deep models finite in float16
 # Random e2m1 values have a deviation of about 3, so that this per-tensor scale gives weights of _DEVIATION.
 _TENSOR_SCALE = 0.007
 

@@ -20,7 +20,7 @@ class Screen:
     def __init__(self) -> None:
         self.is_interactive = sys.stdin is not None and sys.stdin.isatty()
         self._shows_notes = sys.stderr.isatty() or self.is_interactive
-        self._has_colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+        self._has_color = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
         self._is_in_reasoning = False
         self._is_at_line_start = True
 
@@ -72,7 +72,7 @@ class Screen:
     @contextmanager
     def progress(self, text: str) -> Iterator[Progress]:
         """Show a line that changes until the block ends."""
-        progress = Progress(self._has_colour)
+        progress = Progress(self._has_color)
         progress.update(text)
         try:
             yield progress
@@ -80,7 +80,7 @@ class Screen:
             progress.clear()
 
     def _write_dimmed(self, text: str) -> None:
-        sys.stderr.write(typer.style(text, dim=True) if self._has_colour else text)
+        sys.stderr.write(typer.style(text, dim=True) if self._has_color else text)
         sys.stderr.flush()
 
 

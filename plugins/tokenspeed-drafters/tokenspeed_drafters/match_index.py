@@ -206,7 +206,7 @@ class MatchIndex:
         reach = max(0, start - ORDERS[0] + 1)
         hashes = _all_hashes(token_ids[reach:end])[:, start - reach :]
         buckets = (hashes >> np.uint64(48)).astype(np.uint16) & np.uint16(self._num_buckets - 1)
-        # Tokens of a bucket become neighbours, the oldest first; each is chained to the one before.
+        # Tokens of a bucket become neighbors, the oldest first; each is chained to the one before.
         order = np.argsort(buckets, axis=1, kind="stable")
         rows = np.arange(len(ORDERS))[:, np.newaxis]
         buckets = buckets[rows, order]

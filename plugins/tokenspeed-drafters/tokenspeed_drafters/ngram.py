@@ -59,7 +59,7 @@ class NgramDrafter:
     def __init__(self, context: DrafterContext) -> None:
         """Start without sequences. Raises ValueError for wrong options."""
         self._longest, self._shortest = read_options(context.options)
-        # Not initialised: memory is committed only for tokens that are written.
+        # Not initialized: memory is committed only for tokens that are written.
         self._tokens = np.empty((context.num_slots, context.max_model_len + 1), np.int32)
         self._num_tokens = [0] * context.num_slots
 

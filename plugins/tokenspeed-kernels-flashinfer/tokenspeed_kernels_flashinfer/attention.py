@@ -72,7 +72,7 @@ def schedule_bytes(num_rows: int, num_tokens: int, num_heads: int) -> int:
 class FlashInferAttention:
     """Attention for rows with equal query lengths ("decode") or any query lengths ("prefill").
 
-    `prepare` synchronises with the device once per step. Decode, and everything with an FP8 cache, runs on the
+    `prepare` synchronizes with the device once per step. Decode, and everything with an FP8 cache, runs on the
     library's `fa2` kernels, which split the keys of few rows. Prefill runs on the kernels that the library prefers for
     the device.
     """

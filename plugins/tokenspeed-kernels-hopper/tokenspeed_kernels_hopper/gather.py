@@ -45,7 +45,7 @@ class Gathered:
         return sum(step.host_seq_lens) + step.num_rows * PADDING <= len(self.keys)
 
     def place(self, step: AttentionStep) -> None:
-        """Compute the start of each row on the device, without synchronising."""
+        """Compute the start of each row on the device, without synchronizing."""
         self.starts = self._starts[: step.num_rows + 1]
         torch.cumsum(step.seq_lens + PADDING, 0, dtype=torch.int32, out=self.starts[1:])
 

@@ -1,8 +1,8 @@
 """Gemma 2 (arXiv:2408.00118) and Gemma 3 (arXiv:2503.19786): norms around both blocks of a layer, GeGLU, and windows in
 most layers.
 
-Gemma multiplies normalised values by one plus the norm weight, and embeddings by the root of the hidden size. Gemma 2
-bounds attention scores and logits; Gemma 3 normalises queries and keys instead.
+Gemma multiplies normalized values by one plus the norm weight, and embeddings by the root of the hidden size. Gemma 2
+bounds attention scores and logits; Gemma 3 normalizes queries and keys instead.
 """
 
 from __future__ import annotations

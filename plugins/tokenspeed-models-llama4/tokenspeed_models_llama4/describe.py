@@ -37,7 +37,7 @@ _SHARED = ("torch_dtype", "dtype", "tie_word_embeddings")
 class Llama4Config:
     """A Llama 4 model. The windows of `decoder` are chunks.
 
-    `has_rope` says which layers rotate queries and keys. With `has_unit_norm` they also normalise them, without
+    `has_rope` says which layers rotate queries and keys. With `has_unit_norm` they also normalize them, without
     weights. The other layers multiply queries at position p by 1 + `attention_growth` * log(1 + floor((p + 1) /
     `floor_scale`)).
     """

@@ -1,6 +1,6 @@
 """Llama 4: attention within chunks in most layers, without rotation in the others, and one expert per token.
 
-Queries and keys are normalised after their rotation, which is the same as before it: the norm has no weights, and a
+Queries and keys are normalized after their rotation, which is the same as before it: the norm has no weights, and a
 rotation keeps lengths.
 """
 
@@ -32,7 +32,7 @@ Json = Mapping[str, Any]
 
 
 class UnitHeadNorm(HeadNorm):
-    """Normalises each head of queries and keys, without weights."""
+    """Normalizes each head of queries and keys, without weights."""
 
     def __init__(self, build: BuildContext, head_size: int, eps: float) -> None:
         super().__init__(build, head_size, eps)
@@ -62,7 +62,7 @@ class ScaledInputMoE(MoE):
     def __call__(
         self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output [T, hidden] for the normalised x + residual [T, hidden], and that sum."""
+        """Return the output [T, hidden] for the normalized x + residual [T, hidden], and that sum."""
         x, residual = norm.add(x, residual)
         scores, ids = self.router(x)
         result = self.experts((x * scores).to(x.dtype), torch.ones_like(scores), ids)

@@ -60,7 +60,7 @@ def make_model(
     *,
     trusts_code: bool,
 ) -> PreTrainedModel:
-    """Build a causal language model with initialised buffers on a device, and parameters on the meta device.
+    """Build a causal language model with initialized buffers on a device, and parameters on the meta device.
 
     Raises UnsupportedModelError for an architecture that transformers does not build as a causal language model.
     """
@@ -102,7 +102,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def allocate_parameters(model: PreTrainedModel, device: torch.device) -> None:
-    """Give each parameter on the meta device uninitialised memory on a device. Tied parameters stay tied."""
+    """Give each parameter on the meta device uninitialized memory on a device. Tied parameters stay tied."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from enum import Enum, auto
 
-from tokenspeed_parsers.json_text import JsonScanner, is_encodable, normalised, read_json
+from tokenspeed_parsers.json_text import JsonScanner, is_encodable, normalized, read_json
 
 _SPACE = re.compile(r"\s*")
 _ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
@@ -164,7 +164,7 @@ class CallObject:
             text, value = value, read_json(value)
         elif value is None and text.strip() == "null":
             text, value = "{}", {}
-        return normalised(text, value) if isinstance(value, dict) else None
+        return normalized(text, value) if isinstance(value, dict) else None
 
     def _emit_call(self) -> None:
         call_id = read_json(self._fields.get("id", '""'))

@@ -72,7 +72,7 @@ def read_json(text: str, *, strict: bool = False) -> Any:
         return None
 
 
-def normalised(text: str, value: Any) -> str | None:
+def normalized(text: str, value: Any) -> str | None:
     """Return JSON text with this value: the text itself if it is valid, else None if there is none."""
     if read_json(text, strict=True) is not None and _is_finite(text):
         return text.strip()

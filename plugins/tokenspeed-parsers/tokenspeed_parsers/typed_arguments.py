@@ -7,7 +7,7 @@ import json
 import warnings
 from collections.abc import Callable
 
-from tokenspeed_parsers.json_text import normalised, read_json, write_json
+from tokenspeed_parsers.json_text import normalized, read_json, write_json
 from tokenspeed_parsers.schema import ToolTypes
 
 _PYTHON_WORDS = {"True": True, "true": True, "False": False, "false": False, "None": None}
@@ -115,7 +115,7 @@ class TypedArguments:
     def _converted(self, text: str) -> str:
         """Return a value that is not a string as JSON, or as a string if it does not fit."""
         value = read_json(text)
-        written = normalised(text, value)
+        written = normalized(text, value)
         if value is None and text.strip() != "null":
             value = _python_value(text.strip())
             is_value = value is not None or text.strip() == "None"

@@ -16,7 +16,7 @@ import typer
 from packaging.requirements import InvalidRequirement, Requirement
 
 from tokenspeed_core import TokenSpeedError
-from tokenspeed_core.commands import VARIABLE, Catalog, Entry, Selection, Status, normalise
+from tokenspeed_core.commands import VARIABLE, Catalog, Entry, Selection, Status, normalize
 from tokenspeed_plugin_tools.installed import (
     GROUP,
     editable_folder,
@@ -91,14 +91,14 @@ def _report(found: Sequence[Finding], num_plugins: int) -> str:
 def _metadata_findings() -> Iterator[Finding]:
     """Yield unreadable metadata and second copies of a distribution."""
     for folder, reason in unreadable(distributions()):
-        name = normalise(folder.name.partition("-")[0])
+        name = normalize(folder.name.partition("-")[0])
         repair = f"rm -r {shlex.quote(str(folder))}, then install {name} again"
         yield Finding(name, f"cannot read the metadata in {folder}: {reason}", repair)
     first: dict[str, Path] = {}
     for each in distributions():
         try:
             is_plugin = GROUP in (each.read_text("entry_points.txt") or "")
-            name = normalise(each.metadata["Name"])
+            name = normalize(each.metadata["Name"])
         except Exception:  # reported above
             continue
         if not is_plugin:
@@ -168,7 +168,7 @@ def _unmet(line: str) -> str:
         needed = Requirement(line)
     except InvalidRequirement:
         return f"invalid requirement: {line}"
-    if normalise(needed.name) == "tokenspeed-core":
+    if normalize(needed.name) == "tokenspeed-core":
         return ""
     if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
         return ""

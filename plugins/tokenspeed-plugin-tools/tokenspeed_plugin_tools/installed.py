@@ -12,7 +12,7 @@ from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import Any
 
-from tokenspeed_core.commands import DEFAULTS, Entry, Status, normalise
+from tokenspeed_core.commands import DEFAULTS, Entry, Status, normalize
 from tokenspeed_plugin_tools.errors import ToolsError
 
 GROUP = "tokenspeed."
@@ -94,7 +94,7 @@ def with_unreadable(entries: Iterable[Entry]) -> tuple[Entry, ...]:
             name="?",
             value="",
             api=None,
-            distribution=normalise(folder.name.partition("-")[0]),
+            distribution=normalize(folder.name.partition("-")[0]),
             version="?",
             requires_core="",
             status=Status.FAILED,
@@ -107,7 +107,7 @@ def with_unreadable(entries: Iterable[Entry]) -> tuple[Entry, ...]:
 
 def entries_of(entries: Sequence[Entry], name: str, command: str) -> list[Entry]:
     """Return the entries of the distribution `name`, or of the distribution with an entry `name`. Raises ToolsError."""
-    wanted = normalise(name)
+    wanted = normalize(name)
     names = sorted({entry.distribution for entry in entries})
     if wanted not in names:
         providers = sorted({entry.distribution for entry in entries if entry.name == name})

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tokenspeed_core import TokenSpeedError
-from tokenspeed_core.commands import normalise
+from tokenspeed_core.commands import normalize
 
 HEADER = (
     "# Written by `tokenspeed plugins freeze`; checked by `tokenspeed serve --plugins-lock FILE`.\n"
@@ -41,7 +41,7 @@ def read_lock(path: str) -> dict[str, Locked]:
         tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         if not tables:
             raise ValueError("the file is empty")
-        return {normalise(name): _locked(name, table) for name, table in tables.items()}
+        return {normalize(name): _locked(name, table) for name, table in tables.items()}
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise LockError(

@@ -20,7 +20,7 @@ from tokenspeed_server.generation_response import GenerationResponse
 from tokenspeed_server.service import Service
 from tokenspeed_server.unknown_fields import header
 
-MAX_INLINE_BYTES = 4096  # longer bodies are parsed and tokenised in a thread
+MAX_INLINE_BYTES = 4096  # longer bodies are parsed and tokenized in a thread
 
 T = TypeVar("T")
 # Parses a body with the request's headers. Runs in a thread if the body is long.

@@ -75,7 +75,7 @@ class ParsedRequest:
 
 
 def parse_request(service: Service, kind: type[Body], data: bytes) -> ParsedRequest:
-    """Parse, check and tokenise a body. Raises BadRequestError and ApiError."""
+    """Parse, check and tokenize a body. Raises BadRequestError and ApiError."""
     parsed = parse_body(data, kind, service.options.unknown_fields)
     tools = known_parts(parsed.raw.get("tools") or ())
     make_format = _openai_format(parsed.body)
@@ -91,7 +91,7 @@ def prepare(
     ignored: Sequence[str] = (),
     renamed: Mapping[str, str] | None = None,
 ) -> ParsedRequest:
-    """Check and tokenise a request of any API. `tools` are in OpenAI's chat format.
+    """Check and tokenize a request of any API. `tools` are in OpenAI's chat format.
 
     The response names the fields in `ignored`. Errors of the engine name fields by `renamed`. Raises BadRequestError
     and ApiError.

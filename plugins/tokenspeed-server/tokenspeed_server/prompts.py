@@ -61,7 +61,7 @@ def encode(
 ) -> I32:
     """Return the token ids of a prompt, or of rendered messages, which `param` names in errors.
 
-    Raises BadRequestError for text that cannot fit the context, without tokenising all of it. Without
+    Raises BadRequestError for text that cannot fit the context, without tokenizing all of it. Without
     `must_fit`, it refuses only a text that no tokenizer could make short enough.
     """
     if tokenizer is None:

@@ -196,6 +196,6 @@ class Service:
         await self._idle.wait()
 
     def close(self) -> None:
-        """Stop the threads that parse and tokenise, and forget the stored responses."""
+        """Stop the threads that parse and tokenize, and forget the stored responses."""
         self.pool.shutdown(wait=False, cancel_futures=True)
         self.response_store.close()

@@ -134,7 +134,7 @@ class TransformersConformance:
 
     @cached_property
     def _model(self) -> tuple[Any, dict[str, Any]]:
-        """Return an uninitialised model of transformers and its config.json. Raises NotRun."""
+        """Return an uninitialized model of transformers and its config.json. Raises NotRun."""
         import transformers
 
         architecture = self.spec.architecture

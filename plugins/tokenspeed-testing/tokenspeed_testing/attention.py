@@ -18,7 +18,7 @@ from tokenspeed_core.api.attention import (
 from tokenspeed_core.api.kernels import KernelSpec
 from tokenspeed_core.api.ops import common_ops
 from tokenspeed_testing.canaries import with_canaries
-from tokenspeed_testing.conformance import labelled
+from tokenspeed_testing.conformance import labeled
 from tokenspeed_testing.fixtures import Fixture, Rows, limits_of, make_fixture, run
 from tokenspeed_testing.host_syncs import nothing_waits
 from tokenspeed_testing.replays import replays
@@ -271,5 +271,5 @@ def compare(case: str, problem: AttentionProblem, found: Tensor, expected: Tenso
         expected.float(),
         rtol=tolerance.relative,
         atol=tolerance.absolute,
-        msg=labelled(case),
+        msg=labeled(case),
     )

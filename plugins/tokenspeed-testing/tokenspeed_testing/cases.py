@@ -99,8 +99,8 @@ def beyond(spec: KernelSpec, contract: OpContract) -> Iterator[tuple[str, Proble
         ("dtype", capability.dtypes, DTYPES),
         ("kv_dtype", capability.kv_dtypes, DTYPES),
         ("phase", capability.phases, PHASES),
-        ("head_size", capability.head_sizes, _neighbours(capability.head_sizes)),
-        ("block_size", capability.block_sizes, _neighbours(capability.block_sizes)),
+        ("head_size", capability.head_sizes, _neighbors(capability.head_sizes)),
+        ("block_size", capability.block_sizes, _neighbors(capability.block_sizes)),
     ):
         if axis in inside and allowed:
             yield from (
@@ -179,7 +179,7 @@ def _inside(limit: AxisLimit) -> Iterator[int]:
         yield limit.maximum // step * step
 
 
-def _neighbours(sizes: Iterable[int]) -> tuple[int, ...]:
+def _neighbors(sizes: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted({each for size in sizes for each in (size - 1, size + 1) if each > 0}))
 
 

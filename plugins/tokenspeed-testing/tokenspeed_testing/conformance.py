@@ -259,7 +259,7 @@ def _agree(
             _wide(want),
             rtol=tolerance.relative,
             atol=tolerance.absolute,
-            msg=labelled(f"{case}: result {index}"),
+            msg=labeled(f"{case}: result {index}"),
         )
 
 
@@ -277,7 +277,7 @@ def poisoned_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def labelled(case: str) -> Callable[[str], str]:
+def labeled(case: str) -> Callable[[str], str]:
     """Return a function that puts the case before torch's message."""
     return lambda text: f"{case}: {text}"
 

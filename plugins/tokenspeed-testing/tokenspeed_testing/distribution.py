@@ -16,7 +16,7 @@ from typing import ClassVar
 import tokenspeed_core
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.entry import Status
-from tokenspeed_core.plugins.selection import Selection, normalise
+from tokenspeed_core.plugins.selection import Selection, normalize
 from tokenspeed_testing.imports import entries_of, internal_imports, packages
 from tokenspeed_testing.loading import judged
 
@@ -46,7 +46,7 @@ class DistributionConformance:
 
     def test_installed_once_with_its_version(self) -> None:
         """The distribution is installed once, and `__version__` matches the metadata."""
-        wanted = normalise(self.distribution)
+        wanted = normalize(self.distribution)
         copies = importlib.metadata.distributions(name=wanted)  # others' metadata may be unreadable
         found = {(str(each.locate_file("")), each.version) for each in copies}
         assert len(found) == 1, f"{wanted} is installed {len(found)} times: {sorted(found)}"

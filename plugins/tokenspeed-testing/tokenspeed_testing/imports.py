@@ -11,7 +11,7 @@ from pathlib import Path
 import tokenspeed_core
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.entry import Entry
-from tokenspeed_core.plugins.selection import Selection, normalise
+from tokenspeed_core.plugins.selection import Selection, normalize
 
 CORE = tokenspeed_core.__name__
 PUBLIC_MODULES = (
@@ -36,7 +36,7 @@ def is_public(name: str) -> bool:
 
 def entries_of(distribution: str) -> tuple[Entry, ...]:
     """Return the entries of an installed distribution. Raises AssertionError if it has none."""
-    wanted = normalise(distribution)
+    wanted = normalize(distribution)
     installed = Catalog.discover(Selection(), check=False).all()
     found = tuple(entry for entry in installed if entry.distribution == wanted)
     assert found, f"{wanted} is not installed, or declares no entry point in a group `tokenspeed.*`"

@@ -54,7 +54,7 @@ PLAIN = (
 # Characters that no format gives a meaning. They must be in some event, wherever they are.
 SYMBOLS = "§☂"
 
-Parts = Sequence[tuple[str, str]]  # (kind, text), neighbours of a kind joined
+Parts = Sequence[tuple[str, str]]  # (kind, text), neighbors of a kind joined
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from tokenspeed_core.api.kernels import KernelSpec
 from tokenspeed_core.api.ops import common_ops
 from tokenspeed_core.kernels.refusals import problem_refusals
 from tokenspeed_core.worker.staged import BucketSize
-from tokenspeed_testing.conformance import labelled
+from tokenspeed_testing.conformance import labeled
 from tokenspeed_testing.fixtures import Fixture, Rows, limits_of, make_fixture, run
 
 MANY_ROWS, FEW_ROWS = BucketSize(11, 0, 0), BucketSize(4, 0, 0)
@@ -213,7 +213,7 @@ class _Step:
                     rtol=tolerance.relative,
                     atol=tolerance.absolute,
                     equal_nan=True,
-                    msg=labelled(case),
+                    msg=labeled(case),
                 )
 
     def _part(

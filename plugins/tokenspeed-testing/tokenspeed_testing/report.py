@@ -20,7 +20,7 @@ from tokenspeed_core.kernels.installed import installed_ops
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.entry import Entry, Status
 from tokenspeed_core.plugins.kinds import KERNELS_PREFIX
-from tokenspeed_core.plugins.selection import Selection, normalise
+from tokenspeed_core.plugins.selection import Selection, normalize
 from tokenspeed_testing.cases import NotRun
 from tokenspeed_testing.distribution import DistributionConformance
 
@@ -62,10 +62,10 @@ def run_checks(distribution: str, against: str | None = None) -> Iterator[CheckR
 
 def suites(distribution: str, against: str | None = None) -> Iterator[tuple[str, object]]:
     """Yield (subject, suite): the distribution first, then each kernel, family, parser and policy."""
-    yield normalise(distribution), _suite(DistributionConformance, distribution=distribution)
+    yield normalize(distribution), _suite(DistributionConformance, distribution=distribution)
     catalog = Catalog.discover(Selection(), check=False)
     for entry in catalog.all():
-        if entry.distribution == normalise(distribution) and entry.status is Status.OK:
+        if entry.distribution == normalize(distribution) and entry.status is Status.OK:
             yield from _suites_of(entry, catalog)
             if against is not None and entry.kind == "models":
                 yield from _comparisons(entry, catalog)

@@ -28,7 +28,7 @@ class ReasoningTokens:
         self.begin_id = _token_of(marks.begin, vocabulary)
         self.end_id = _token_of(marks.end, vocabulary)
         self.end = marks.end.encode()
-        # A mark of several tokens can only be recognised, not offered as an alternative to the answer.
+        # A mark of several tokens can only be recognized, not offered as an alternative to the answer.
         self.first_phase = Phase.ANSWER if self.begin_id is None else Phase.OPENING
         if marks.is_open:
             self.first_phase = Phase.REASONING

@@ -336,7 +336,7 @@ def attend(
 
     SPLIT (requires ONE_TILE): a row's keys are split into up to `num_splits` parts of at least `min_split` keys. If
     there are several parts, each program writes its result to its own slice of `partial` and `lse` and counts itself
-    in `arrived`, which is zero before and after. The last of PARTS neighbouring programs merges their results, and
+    in `arrived`, which is zero before and after. The last of PARTS neighboring programs merges their results, and
     the last of those merges all.
 
     SHARED: the first `found[0]` keys are skipped. Their results are in `shared_partial` once the previous launch

@@ -68,7 +68,7 @@ def _multiply(
 ):
     """Compute y [T, N], one program per tile.
 
-    Programs for TOGETHER consecutive tiles of T are neighbours, so that they share a weight tile in the L2 cache.
+    Programs for TOGETHER consecutive tiles of T are neighbors, so that they share a weight tile in the L2 cache.
     """
     row_tiles, column_tiles = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(N, BLOCK_N)
     band = tl.program_id(0) // (TOGETHER * column_tiles)

@@ -62,7 +62,7 @@ def _multiply(
 ):
     """Compute y [T, N]. Grid (tiles, splits of K).
 
-    Programs for TOGETHER consecutive tiles of T are neighbours, so that they share a weight tile in the L2 cache. With
+    Programs for TOGETHER consecutive tiles of T are neighbors, so that they share a weight tile in the L2 cache. With
     SPLITS > 1 each split writes its sums to `partial`; the last one to arrive adds them and resets the tile's count.
     """
     if PDL:

@@ -41,7 +41,7 @@ def rotate_heads(
     INTERLEAVED: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
-    """Normalise (HAS_NORM) and rotate `head` [HEADS] of one token by its cosines and sines.
+    """Normalize (HAS_NORM) and rotate `head` [HEADS] of one token by its cosines and sines.
 
     The first `num_kept` heads are stored to `out`, which may be x. Independent loads come first: loads of the angles
     depend on the token's position, and stores on its slot.

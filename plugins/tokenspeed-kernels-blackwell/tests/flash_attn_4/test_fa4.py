@@ -180,7 +180,7 @@ def wheel() -> Path:
 
 
 def source(file: str) -> str:
-    """Return a file of the library in normalised style, without comments."""
+    """Return a file of the library in normalized style, without comments."""
     with zipfile.ZipFile(wheel()) as archive:
         return ast.unparse(ast.parse(archive.read(f"flash_attn/cute/{file}.py")))
 

@@ -39,15 +39,15 @@ function showTiles(stats) {
 
 function showPages(pages) {
   const total = PAGES.reduce((sum, [name]) => sum + pages[name], 0) || 1;
-  byId("bar").replaceChildren(...PAGES.map(([name, colour]) => {
-    const part = element("div", { className: colour });
+  byId("bar").replaceChildren(...PAGES.map(([name, color]) => {
+    const part = element("div", { className: color });
     part.style.width = `${(100 * pages[name]) / total}%`;
     return part;
   }));
   const text = PAGES.map(([name]) => `${name} ${number(pages[name])}`);
   byId("bar").setAttribute("aria-label", text.join(", "));
-  byId("legend").replaceChildren(...PAGES.map(([, colour], index) => element("span", {},
-    element("span", { className: `swatch ${colour}` }), text[index])));
+  byId("legend").replaceChildren(...PAGES.map(([, color], index) => element("span", {},
+    element("span", { className: `swatch ${color}` }), text[index])));
 }
 
 function chart(title, series) {
