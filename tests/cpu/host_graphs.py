@@ -12,20 +12,37 @@ import pytest
 import torch
 
 from tokenspeed_core.worker import graphs
+from tokenspeed_core.worker.attention import AttentionGroup, Batch
+from tokenspeed_core.worker.buckets import draft_sizes
 from tokenspeed_core.worker.execute import LocalRunner
 from tokenspeed_core.worker.staged import BucketSize
 
 
 @dataclass
 class HostGraph:
-    """Stages that run again in each replay."""
+    """Stages that run again in each replay, with the attention inputs for which they were recorded."""
 
-    stages: tuple[Callable[[Any], None], ...]
-    bucket: Any
+    stages: tuple[Callable[[], None], ...]
+    prepared: list[tuple[AttentionGroup, torch.Tensor, list[Batch]]]
 
     def replay(self) -> None:
+        for group, kv_slots, batches in self.prepared:
+            group.kv_slots, group.batches = kv_slots, batches
         for stage in self.stages:
-            stage(self.bucket)
+            stage()
+
+
+class HostRecorder:
+    """Records stages instead of kernels."""
+
+    def __init__(self, groups: Sequence[AttentionGroup]) -> None:
+        self.groups = groups
+
+    def __call__(self, *stages: Callable[[], None]) -> HostGraph:
+        return HostGraph(stages, [(each, each.kv_slots, each.batches) for each in self.groups])
+
+    def synchronize(self) -> None:
+        """Do nothing."""
 
 
 class HostRing:
@@ -39,14 +56,22 @@ class HostRing:
         return torch.from_numpy(self.buffer), self.buffer, event
 
 
+def capture_decodes(
+    runner: LocalRunner, num_rows: Sequence[int], patch: pytest.MonkeyPatch
+) -> list[BucketSize]:
+    """Capture decode steps of these numbers of rows, without and with draft tokens, as `capture` does."""
+    limits = runner.resolved.limits
+    drafts = draft_sizes(num_rows, limits.max_drafts, limits.max_draft_tokens)
+    patch.setattr(runner, "_graphs", None)  # restored with the patch
+    return capture(runner, (*(BucketSize(each, 0, 0) for each in num_rows), *drafts), patch)
+
+
 def capture(
     runner: LocalRunner, sizes: Sequence[BucketSize], patch: pytest.MonkeyPatch
 ) -> list[BucketSize]:
     """Capture steps of these sizes. The result receives the size of each captured step that runs later."""
     patch.setattr(graphs, "PinnedRing", HostRing)
-    patch.setattr(graphs, "_record", lambda pool, bucket, *stages: HostGraph(stages, bucket))
-    patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    patch.setattr(torch.cuda, "synchronize", lambda: None)
+    patch.setattr(graphs, "GraphRecorder", lambda: HostRecorder(runner._groups))
     runner.capture(sizes, lambda done, total: None)
     assert runner._graphs is not None
     used: list[BucketSize] = []

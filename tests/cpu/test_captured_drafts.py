@@ -9,11 +9,10 @@ import pytest
 import torch
 from draft_requests import VOCAB, check, known, requests
 from drafted import Guesser, Reply, finish, make_engine
-from host_graphs import capture
+from host_graphs import capture_decodes
 from tokenspeed_testing.requests import request
 
 from tokenspeed_core.api.step import LateInputs, StepPlan
-from tokenspeed_core.worker.buckets import draft_sizes
 from tokenspeed_core.worker.local import LocalRunner
 from tokenspeed_core.worker.staged import BucketSize
 
@@ -34,13 +33,8 @@ def expected(runner: LocalRunner) -> dict[int, Reply]:
 
 @pytest.fixture(scope="module")
 def used(runner: LocalRunner, expected: dict[int, Reply]) -> Iterator[list[BucketSize]]:
-    decodes = (1, 4, 8)
-    sizes = (
-        *(BucketSize(each, 0, 0) for each in decodes),
-        *draft_sizes(decodes, MAX_DRAFTS, 8 * MAX_DRAFTS),
-    )
     with pytest.MonkeyPatch.context() as patch:
-        yield capture(runner, sizes, patch)
+        yield capture_decodes(runner, (1, 4, 8), patch)
 
 
 @pytest.mark.parametrize(("wrong", "depth"), [(0.0, 1), (0.3, 2), (1.0, 1)])
@@ -160,10 +154,10 @@ def test_largest_bucket_may_have_no_padding_tokens(
 
 def test_steps_with_many_drafts_run_eagerly(runner: LocalRunner, used: list[BucketSize]) -> None:
     assert runner._graphs is not None
-    largest = runner._graphs._draft_sizes[-1]
+    largest = runner._graphs._finder._drafts[-1]
     assert largest == BucketSize(8, 0, 0, num_draft_tokens=8 * MAX_DRAFTS)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner._graphs, "_draft_sizes", [])
+        patch.setattr(runner._graphs._finder, "_drafts", [])
         used.clear()
         wanted = [request(0, [5, 6, 7], max_tokens=12)]
         plain = finish(make_engine(runner), wanted)
@@ -178,9 +172,11 @@ def test_state_is_equal_after_captured_and_eager_steps(
     runner: LocalRunner, used: list[BucketSize]
 ) -> None:
     states = []
-    for sizes in (runner._graphs._draft_sizes, []):  # type: ignore[union-attr]
+    assert runner._graphs is not None
+    finder = runner._graphs._finder
+    for sizes in (finder._drafts, []):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(runner._graphs, "_draft_sizes", sizes)
+            patch.setattr(finder, "_drafts", sizes)
             drafter = Guesser(VOCAB, 0.4, seed=3)
             finish(
                 make_engine(runner, drafter, max_drafts=MAX_DRAFTS),

@@ -20,9 +20,8 @@ from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.resolved import Resolved
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.worker import local, transfer
-from tokenspeed_core.worker.buckets import bucket_sizes, decode_sizes, draft_sizes
+from tokenspeed_core.worker.buckets import BucketFinder, bucket_sizes, decode_sizes, draft_sizes
 from tokenspeed_core.worker.captured_inputs import captured_group_inputs
-from tokenspeed_core.worker.graphs import StepGraphs
 from tokenspeed_core.worker.local import LocalRunner, build, plan_only
 from tokenspeed_core.worker.staged import BucketSize
 from tokenspeed_core.worker.warmup import largest_step, warmup_steps
@@ -223,21 +222,15 @@ def test_every_mixed_bucket_has_prompt_tokens() -> None:
 def test_step_gets_a_bucket_with_enough_rows(
     decodes: int, chunks: int, tokens: int, expected: BucketSize | None
 ) -> None:
-    graphs = StepGraphs.__new__(StepGraphs)
-    graphs._decode_sizes = [1, 256]
-    sizes = [
-        size
-        for size in bucket_sizes((1, 256), 8192, 300)
-        if size.num_chunks and not size.no_shared_prefix
-    ]
-    graphs._mixed_sizes = sorted(sizes, key=lambda size: (size.num_tokens, size.num_decodes))
+    sizes = bucket_sizes((1, 256), 8192, 300)
+    finder = BucketFinder([size for size in sizes if not size.no_shared_prefix])
     plan = replace(
         largest_step(bounded(max_num_seqs=300, chunk_size=8192), 1).plan,
         token_ids=np.zeros(tokens, np.int32),
         slots=np.zeros(decodes + chunks, np.int32),
         num_decodes=decodes,
     )
-    assert graphs._size(plan) == expected
+    assert finder.find(plan) == expected
 
 
 @pytest.mark.parametrize("no_shared_prefix", [False, True])
@@ -317,9 +310,7 @@ def test_few_buckets_hold_draft_tokens() -> None:
 def test_step_with_drafts_gets_a_bucket_with_enough_tokens(
     num_drafts: list[int], expected: tuple[int, int] | None
 ) -> None:
-    graphs = StepGraphs.__new__(StepGraphs)
-    sizes = draft_sizes(decode_sizes(256, None, None), 8, 2048)
-    graphs._draft_sizes = sorted(sizes, key=lambda size: (size.num_tokens, size.num_decodes))
+    finder = BucketFinder(draft_sizes(decode_sizes(256, None, None), 8, 2048))
     ones = np.ones(len(num_drafts), np.int32)
     plan = replace(
         largest_step(bounded(max_num_seqs=300, chunk_size=8192), 1).plan,
@@ -329,10 +320,10 @@ def test_step_with_drafts_gets_a_bucket_with_enough_tokens(
         num_decodes=len(num_drafts),
         num_draft_tokens=sum(num_drafts),
     )
-    size = graphs._size(plan)
+    size = finder.find(plan)
     assert expected == (size and (size.num_decodes, size.num_draft_tokens))
     mixed = replace(plan, slots=np.ones(len(num_drafts) + 1, np.int32))
-    assert graphs._size(mixed) is None
+    assert finder.find(mixed) is None
 
 
 @pytest.mark.parametrize("takes_drafts", [False, True])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from draft_requests import check
 from drafted import Reply, finish, make_engine
+from host_graphs import capture_decodes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
@@ -114,6 +115,17 @@ def test_head_changes_no_output(
     pool, stats = engine.scheduler.kv.pool, engine.stats()
     assert pool.num_available == pool.num_pages
     assert stats.num_accepted[0] > 0.6 * stats.num_draft_rows
+
+
+def test_captured_head_changes_no_output(
+    runner: LocalRunner, expected: dict[int, Reply], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = capture_decodes(runner, (1, 2, 6), monkeypatch)
+    engine = make_engine(runner, max_drafts=5, depth=2)
+    check(finish(engine, requests(), preempt_every=9), expected)
+    stats = engine.stats()
+    assert stats.num_accepted[0] > 0.6 * stats.num_draft_rows
+    assert len({size for size in used if size.num_draft_tokens}) >= 2
 
 
 def test_settings_of_a_user(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from draft_requests import check
 from drafted import Reply, finish, make_engine
-from host_graphs import capture
+from host_graphs import capture_decodes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
@@ -33,7 +33,6 @@ from tokenspeed_core.errors import ConfigError, PluginError
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.resolved import Resolved
 from tokenspeed_core.worker.local import LocalRunner, build
-from tokenspeed_core.worker.staged import BucketSize
 
 KINDS: tuple[dict[str, Any], ...] = (
     {},
@@ -128,6 +127,18 @@ def test_draft_layer_changes_no_output(
     pool, stats = engine.scheduler.kv.pool, engine_stats(engine)
     assert pool.num_available == pool.num_pages
     assert stats.num_accepted[0] > 0.6 * stats.num_draft_rows
+
+
+def test_captured_draft_layer_changes_no_output(
+    runner: LocalRunner, expected: dict[int, Reply], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = capture_decodes(runner, (1, 4, 6), monkeypatch)
+    engine = make_engine(runner, max_drafts=4, depth=2, max_prefill_tokens=256)
+    check(finish(engine, requests(), preempt_every=9), expected)
+    stats = engine_stats(engine)
+    assert stats.num_accepted[0] > 0.6 * stats.num_draft_rows
+    assert len({size for size in used if size.num_draft_tokens}) >= 2
+    assert int(runner._state.seq_len[runner._state.layout.padding_slot]) == 0
 
 
 def test_blocks_are_free_after_aborts(runner: LocalRunner) -> None:
@@ -235,6 +246,29 @@ def test_model_accepts_all_of_its_own_drafts(own_runner: LocalRunner, case: dict
     assert stats.num_saved_steps >= share * stats.num_draft_tokens
 
 
+def test_captured_passes_accept_all_drafts(
+    own_runner: LocalRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random = np.random.default_rng(7)
+    wanted = [
+        request(
+            i,
+            random.integers(0, 97, 5 + i).tolist(),
+            max_tokens=20,
+            temperature=0.7 * (i % 3),
+            seed=i,
+        )
+        for i in range(7)
+    ]
+    expected = finish(make_engine(own_runner), wanted)
+    used = capture_decodes(own_runner, (1, 4, 8), monkeypatch)
+    engine = make_engine(own_runner, max_drafts=3)
+    check(finish(engine, wanted), expected)
+    stats = engine_stats(engine)
+    assert stats.num_saved_steps >= 0.99 * stats.num_draft_tokens > 60
+    assert len({size for size in used if size.num_draft_tokens}) >= 3
+
+
 class Alternating(FixedDepth):
     """Wants no draft tokens in a part of the steps."""
 
@@ -255,11 +289,11 @@ def test_captured_steps_may_follow_steps_of_a_draft_model(
         for i in range(5)
     ]
     expected = finish(make_engine(own_runner, seed=4), wanted)
-    monkeypatch.setattr(own_runner, "_graphs", None)  # restored afterwards
-    used = capture(own_runner, [BucketSize(each, 0, 0) for each in (1, 4, 8)], monkeypatch)
+    used = capture_decodes(own_runner, (1, 4, 8), monkeypatch)
     engine = make_engine(own_runner, max_drafts=3, depth=depth, draft_depth=Alternating(3), seed=4)
     check(finish(engine, wanted), expected)
-    assert len(used) > 5
+    assert sum(not size.num_draft_tokens for size in used) > 5
+    assert sum(size.num_draft_tokens > 0 for size in used) > 5
     assert engine_stats(engine).num_saved_steps > 10
 
 

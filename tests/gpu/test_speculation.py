@@ -143,12 +143,13 @@ def test_drafts_change_no_token(
     drafter.known = known(made, expected)
     used: list[BucketSize | None] = []
     if runner._graphs is not None:
-        find = runner._graphs._draft_size
-        runner._graphs._draft_size = lambda plan: used.append(find(plan)) or used[-1]  # type: ignore[method-assign, func-returns-value]
+        finder = runner._graphs._finder
+        find = finder._with_drafts
+        finder._with_drafts = lambda plan: used.append(find(plan)) or used[-1]  # type: ignore[method-assign, func-returns-value]
     engine = make_engine(runner, drafter, max_drafts=MAX_DRAFTS, depth=2)
     found = finish(engine, made)
     if runner._graphs is not None:
-        del runner._graphs._draft_size  # type: ignore[attr-defined]
+        del finder._with_drafts  # type: ignore[method-assign]
         assert len(set(used)) >= 2
         assert None not in used
     for number, reply in expected.items():

@@ -1,11 +1,13 @@
-"""The sizes of captured steps."""
+"""The sizes of captured steps, and which of them holds a step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from tokenspeed_core.api.step import StepPlan
 from tokenspeed_core.errors import ConfigError
 from tokenspeed_core.worker.staged import BucketSize
 
@@ -109,3 +111,51 @@ def draft_sizes(
         counts = sorted({min(each * drafts, max_draft_tokens) for drafts in per_row})
         sizes += [BucketSize(each, 0, 0, num_draft_tokens=count) for count in counts]
     return tuple(sizes)
+
+
+class BucketFinder:
+    """Finds the bucket of a step among those without variants."""
+
+    def __init__(self, sizes: Sequence[BucketSize]) -> None:
+        """Sort the sizes by kind of step."""
+        self._decodes = sorted(
+            size.num_decodes for size in sizes if size.num_tokens == size.num_decodes
+        )
+        self._drafts = _by_tokens(size for size in sizes if size.num_draft_tokens)
+        self._mixed = _by_tokens(size for size in sizes if size.num_chunks)
+
+    def find(self, plan: StepPlan) -> BucketSize | None:
+        """Return the bucket with the fewest tokens, then decodes, that holds a step.
+
+        None holds chunks and drafts, or chunks that a draft model follows.
+        """
+        decodes = plan.num_decodes
+        chunks = plan.num_rows - decodes
+        if plan.num_draft_tokens or plan.next_drafts is not None:
+            return None if chunks else self._with_drafts(plan)
+        if not chunks:
+            place = bisect_left(self._decodes, decodes)
+            fits = place < len(self._decodes) and plan.wants_logits.all()
+            return BucketSize(self._decodes[place], 0, 0) if fits else None
+        tokens = len(plan.token_ids)
+        for size in self._mixed:
+            if (
+                size.num_chunk_tokens >= tokens
+                and size.num_decodes >= decodes
+                and size.num_chunks >= chunks
+            ):
+                return size
+        return None
+
+    def _with_drafts(self, plan: StepPlan) -> BucketSize | None:
+        for size in self._drafts:
+            if (
+                size.num_draft_tokens >= plan.num_draft_tokens
+                and size.num_decodes >= plan.num_decodes
+            ):
+                return size
+        return None
+
+
+def _by_tokens(sizes: Iterable[BucketSize]) -> list[BucketSize]:
+    return sorted(sizes, key=lambda size: (size.num_tokens, size.num_decodes))

@@ -14,37 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tokenspeed_core.api.attention import AttentionStep
-from tokenspeed_core.api.models import (
-    CapturingModel,
-    DraftModel,
-    DraftModelInfo,
-    HiddenStates,
-    Model,
-)
-from tokenspeed_core.api.step import I32, NextDrafts, StepPlan
-from tokenspeed_core.worker.attention import AttentionGroup
-from tokenspeed_core.worker.inputs import GroupInputs, StepInputs
-from tokenspeed_core.worker.sampler import RunnerKernels, SamplingRows, draw
-from tokenspeed_core.worker.slots import DRAWS, SlotFlags, SlotState
+from tokenspeed_core.api.models import CapturingModel, DraftModelInfo, HiddenStates, Model
+from tokenspeed_core.api.step import I64, NextDrafts, StepPlan
+from tokenspeed_core.worker.draft_passes import DraftContext, DraftPasses, PassBounds
+from tokenspeed_core.worker.inputs import StepInputs
+from tokenspeed_core.worker.sampler import SamplingRows
+from tokenspeed_core.worker.slots import DRAWS, SlotFlags
 from tokenspeed_core.worker.transfer import HostDeviceTransfer
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DraftContext:
-    """The parts of the worker that a draft model uses.
-
-    `groups` are all cache groups, and `is_used` says which of them hold layers of the draft model.
-    """
-
-    state: SlotState
-    flags: SlotFlags
-    groups: Sequence[AttentionGroup]
-    is_used: Sequence[bool]
-    kernels: RunnerKernels
-    transfer: HostDeviceTransfer
-    block_size: int
-    max_model_len: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,16 +36,26 @@ class TargetStep:
 class DraftRunner:
     """Runs a draft model after steps of its target."""
 
-    def __init__(self, model: DraftModel, info: DraftModelInfo, context: DraftContext) -> None:
+    def __init__(
+        self,
+        info: DraftModelInfo,
+        context: DraftContext,
+        flags: SlotFlags,
+        transfer: HostDeviceTransfer,
+    ) -> None:
         """Keep the model and its context. `padding` is set together with the arena."""
-        self._model, self._info, self._context = model, info, context
-        self.padding: Sequence[int] = ()  # the padding block of each group
+        self._info, self._context = info, context
+        self._flags, self._transfer = flags, transfer
+        self.padding: Sequence[int] = ()  # the padding block of each cache group
 
     def read(
-        self, target: Model, inputs: StepInputs, wanted: torch.Tensor | None
+        self,
+        target: Model,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        wanted: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the target. Returns the hidden states of `wanted`, and those that the draft model reads."""
-        token_ids, positions = inputs.token_ids, inputs.positions
         match self._info.hidden:
             case HiddenStates.NONE:
                 return target.forward(token_ids, positions, wanted), None
@@ -80,58 +66,76 @@ class DraftRunner:
                 hidden, states = target.forward_and_capture(token_ids, positions, self._info.layers)
         return hidden if wanted is None else hidden[wanted], states
 
+    def extend(
+        self,
+        token_ids: torch.Tensor,
+        following: torch.Tensor,
+        positions: torch.Tensor,
+        states: torch.Tensor | None,
+        newest: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """Compute the cache entries of a step's query tokens.
+
+        `token_ids` int64 [T] have the `positions` int64 [T], and `following` int64 [T] come after them. `states` are
+        those of `read`. Returns the hidden states of the tokens `newest`, None for a model that reads tokens only.
+        """
+        model = self._context.model
+        if states is None:
+            model.forward(token_ids, positions, None, newest)
+            return None
+        return model.forward(following, positions, model.begin(states), newest)
+
+    def passes(self, bounds: PassBounds) -> DraftPasses:
+        """Return the passes of some rows after `extend`."""
+        return DraftPasses(self._context, bounds, self.padding)
+
+    def draws(self, rows: SamplingRows) -> bool:
+        """Return whether draft tokens of some rows are drawn."""
+        return bool(self._flags.asked(rows.slots) & DRAWS)
+
+    def drafts(self, slots: torch.Tensor, num_drafts: int) -> torch.Tensor:
+        """Return the draft tokens of some slots, int32 [S, num_drafts]."""
+        return self._context.state.drafts[slots, :num_drafts]
+
     def follow(
         self, step: TargetStep, ids: torch.Tensor | None, num_new: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Compute the cache entries of a step, and draft tokens for the next one, int32 [S, num_drafts] if any.
+        """Compute the cache entries of a step, and draft tokens for the next one. Returns those if they are asked for.
 
         `ids` int32 [R] are the chosen tokens and `num_new` int32 [S] the new tokens of each row that samples, as in
-        `Sampled`; `ids` is None if no row does.
+        `Sampled`; `ids` is None if no row does. The result is int32 [S, num_drafts].
         """
-        rows = step.inputs.rows
-        newest = _newest(rows, num_new) if ids is not None else None
-        hidden = self._extend(step, ids, newest)
+        inputs, rows = step.inputs, step.inputs.rows
+        if ids is None:  # nothing is wanted, and a model computes at least one row
+            newest = inputs.positions.new_zeros(1)
+        else:
+            newest = _newest(rows, num_new)
+        following = self._following(step, ids)
+        hidden = self.extend(inputs.token_ids, following, inputs.positions, step.states, newest)
         num_drafts = step.next.num_drafts
-        if newest is None or not num_drafts:
+        if ids is None or not num_drafts:
             return None
-        state = self._context.state
         slots = rows.device_slots if rows.drafts is None else rows.drafts.slots
         plan_rows = rows.plan_rows if rows.drafts is None else rows.drafts.host.rows
-        decodes = _Decodes(self._context, self.padding, step, slots, plan_rows)
-        lengths = state.seq_len[slots].to(torch.int64)
-        draws = bool(self._context.flags.asked(rows.slots) & DRAWS)
-        token = state.last_token[slots].to(torch.int64)
-        drafts: list[torch.Tensor] = []
-        # The token at position p is drafted from the hidden state of position p - 1, or from the token there.
-        offset = 0 if hidden is None else -1
-        if hidden is not None:
-            token = self._choose(hidden, slots, lengths + 1, draws=draws)
-            drafts.append(token)
-        while len(drafts) < num_drafts:
-            positions = decodes.begin(lengths + (offset + len(drafts)))
-            hidden = self._model.forward(token, positions, None if offset == 0 else hidden, None)
-            token = self._choose(hidden, slots, lengths + (1 + len(drafts)), draws=draws)
-            drafts.append(token)
-        made = torch.stack(drafts, dim=1).to(torch.int32)
-        state.drafts[:, :num_drafts].index_copy_(0, slots, made)
-        return made
+        (capacity,) = self._transfer.send((step.next.capacity[plan_rows].astype(np.int64),))
+        passes = self.passes(self._bounds(step, plan_rows.astype(np.int64)))
+        draws = self.draws(rows)
+        passes.start(slots, capacity, hidden, draws=draws)
+        for _ in range(num_drafts if hidden is None else num_drafts - 1):
+            passes.begin()
+            passes.prepare()
+            passes.forward(draws=draws)
+        return self.drafts(slots, num_drafts) if step.next.returns_ids else None
 
-    def _extend(
-        self, step: TargetStep, ids: torch.Tensor | None, newest: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """Compute the cache entries of the step's query tokens.
-
-        Returns the hidden states of the tokens `newest`, None for a model that reads tokens only.
-        """
-        inputs = step.inputs
-        if newest is None:  # nothing is wanted, and a model computes at least one row
-            newest = inputs.positions.new_zeros(1)
-        if step.states is None:
-            self._model.forward(inputs.token_ids, inputs.positions, None, newest)
-            return None
-        following = self._following(step, ids)
-        hidden = self._model.begin(step.states)
-        return self._model.forward(following, inputs.positions, hidden, newest)
+    def _bounds(self, step: TargetStep, rows: I64) -> PassBounds:
+        """Return the bounds of passes of some rows of a plan."""
+        context, plan = self._context, step.plan
+        lengths = plan.num_computed_tokens[rows] + plan.num_query_tokens[rows]
+        most = np.minimum(lengths + step.next.num_drafts, context.max_model_len)
+        max_seq_len, width = int(most.max()), context.state.layout.num_blocks
+        if context.state.words.device.type == "cpu":  # kernels there read whole tables
+            width = -(-max_seq_len // context.block_size)
+        return PassBounds(len(rows), max_seq_len, width, tuple(most.tolist()))
 
     def _following(self, step: TargetStep, ids: torch.Tensor | None) -> torch.Tensor:
         """Return the token after each query token, int64 [T]; any token after rejected draft tokens."""
@@ -141,7 +145,7 @@ class DraftRunner:
         goes_on = ~plan.wants_logits[chunks]
         if goes_on.any():
             ends = np.cumsum(plan.num_query_tokens)[chunks[goes_on]] - 1
-            places, tokens = self._context.transfer.send(
+            places, tokens = self._transfer.send(
                 (ends.astype(np.int64), step.next.following[goes_on].astype(np.int64))
             )
             following.index_copy_(0, places, tokens)
@@ -153,23 +157,6 @@ class DraftRunner:
                 following.index_copy_(0, inputs.logit_index, chosen)
         return following
 
-    def _choose(
-        self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, *, draws: bool
-    ) -> torch.Tensor:
-        """Return draft tokens int64 [S] for their positions.
-
-        A row that draws uses the random number with which the target will choose its token there, which makes equal
-        choices more likely.
-        """
-        context, logits = self._context, self._model.logits(hidden)
-        chosen: torch.Tensor
-        if draws:
-            chosen = draw(context.state, context.kernels.sample, logits, slots, positions)
-        else:
-            chosen = context.kernels.greedy[logits.dtype](logits)
-        # Without a finite logit a kernel may return anything.
-        return chosen.to(torch.int64).clamp_(0, logits.shape[1] - 1)
-
 
 def _newest(rows: SamplingRows, num_new: torch.Tensor | None) -> torch.Tensor:
     """Return the last query token of each row that is kept, int64 [S] among the step's tokens."""
@@ -179,62 +166,3 @@ def _newest(rows: SamplingRows, num_new: torch.Tensor | None) -> torch.Tensor:
         return rows.last
     assert num_new is not None and rows.last is not None, "drafts were verified"
     return rows.last[rows.drafts.first + num_new - 1]
-
-
-class _Decodes:
-    """Passes with one query token for each of S slots."""
-
-    def __init__(
-        self,
-        context: DraftContext,
-        padding: Sequence[int],
-        step: TargetStep,
-        slots: torch.Tensor,
-        plan_rows: I32 | np.ndarray[tuple[int], np.dtype[np.int64]],
-    ) -> None:
-        plan, num = step.plan, len(slots)
-        self._context, self._slots = context, slots
-        lengths = plan.num_computed_tokens[plan_rows] + plan.num_query_tokens[plan_rows]
-        most = np.minimum(lengths + step.next.num_drafts, context.max_model_len)
-        self._host_seq_lens: tuple[int, ...] = tuple(most.tolist())
-        self._max_seq_len = int(most.max())
-        (self._capacity,) = context.transfer.send((step.next.capacity[plan_rows].astype(np.int64),))
-        self._query_start = torch.arange(num + 1, dtype=torch.int32, device=slots.device)
-        width = context.state.layout.num_blocks
-        if slots.device.type == "cpu":  # kernels there read whole tables
-            width = -(-self._max_seq_len // context.block_size)
-        self._tables = [
-            (group, table[:, :width], block)
-            for group, table, block, is_used in zip(
-                context.groups, context.state.tables, padding, context.is_used, strict=True
-            )
-            if is_used
-        ]
-
-    def begin(self, positions: torch.Tensor) -> torch.Tensor:
-        """Prepare attention for tokens at `positions` int64 [S]. Return the positions, clamped to `max_model_len`."""
-        context, slots = self._context, self._slots
-        positions = positions.clamp(max=context.max_model_len - 1)
-        seq_lens = (positions + 1).to(torch.int32)
-        num = len(slots)
-        for group, table, padding in self._tables:
-            block_table = table.new_empty((num, table.shape[1]))
-            kv_slots = slots.new_empty(num)
-            context.kernels.map(table, slots, slots, positions, block_table, kv_slots)
-            # Entries of a table beyond its capacity may be blocks of other sequences.
-            kv_slots = torch.where(
-                positions < self._capacity, kv_slots, padding * context.block_size
-            )
-            step = AttentionStep(
-                num_rows=num,
-                num_tokens=num,
-                max_num_query=1,
-                max_seq_len=self._max_seq_len,
-                query_start=self._query_start,
-                seq_lens=seq_lens,
-                block_table=block_table,
-                host_query_start=tuple(range(num + 1)),
-                host_seq_lens=self._host_seq_lens,
-            )
-            group.begin(GroupInputs(kv_slots, step, num, None, None))
-        return positions

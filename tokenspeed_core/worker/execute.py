@@ -23,8 +23,10 @@ from tokenspeed_core.kernels.error_attribution import attribute_error
 from tokenspeed_core.kernels.plan import KernelPlan
 from tokenspeed_core.worker.assemble import Assembly
 from tokenspeed_core.worker.attention import bind_arena
-from tokenspeed_core.worker.draft_model import DraftContext, DraftRunner, TargetStep
-from tokenspeed_core.worker.graphs import GraphContext, GraphLaunch, StepGraphs
+from tokenspeed_core.worker.captured_step import GraphLaunch
+from tokenspeed_core.worker.draft_model import DraftRunner, TargetStep
+from tokenspeed_core.worker.draft_passes import DraftContext
+from tokenspeed_core.worker.graphs import GraphContext, StepGraphs
 from tokenspeed_core.worker.inputs import EagerInputs, StepInputs
 from tokenspeed_core.worker.masks import CudaMasks, HostMasks, Masks
 from tokenspeed_core.worker.prompt_scores import RawPromptLogprobs, query_tokens, score_prompt
@@ -148,6 +150,7 @@ class LocalRunner:
                 flags=self._flags,
                 groups=self._groups,
                 model=self._model,
+                drafter=self._drafter,
                 kernels=self._assembly.kernels,
                 transfer=self._transfer,
                 block_size=self.block_size,
@@ -197,11 +200,9 @@ class LocalRunner:
                 else:
                     ids = self._sample(step, step.rows, late)
                 # The host collects the step while the device drafts.
-                if step.target is not None and self._drafter is not None:
-                    made = self._drafter.follow(step.target, ids, step.num_new)
-                    if made is not None and step.target.next.returns_ids:
-                        step.drafts = self._transfer.fetch((made,))
-                    step.target = None
+                made = self._follow(step, ids)
+                if made is not None:
+                    step.drafts = self._transfer.fetch((made,))
         except (Exception, SystemExit) as error:  # as in forward
             del self._launched[step_id]
             raise self._failed(step_id, "sampling", error) from error
@@ -275,16 +276,18 @@ class LocalRunner:
             return None
         used = set(self.resolved.draft_groups.values())
         context = DraftContext(
+            model=assembly.draft_model,
             state=self._state,
-            flags=self._flags,
-            groups=self._groups,
-            is_used=[group.spec.name in used for group in self._groups],
+            groups=[
+                (index, group)
+                for index, group in enumerate(self._groups)
+                if group.spec.name in used
+            ],
             kernels=assembly.kernels,
-            transfer=self._transfer,
             block_size=self.block_size,
             max_model_len=self.resolved.limits.max_model_len,
         )
-        return DraftRunner(assembly.draft_model, info, context)
+        return DraftRunner(info, context, self._flags, self._transfer)
 
     def _use_stream(self) -> None:
         """Make the runner's stream the current one of this thread; cheaper than a context manager."""
@@ -299,9 +302,8 @@ class LocalRunner:
         if plan.num_rows == 0:
             return _Launched(plan, None, None)
         if self._graphs is not None:
-            # Graphs keep the hidden states of sampling rows only, and a draft model may read all.
-            is_plain = plan.prompt_targets is None and plan.next_drafts is None
-            graph = self._graphs.run(plan) if is_plain else None
+            # Graphs keep the hidden states of sampling rows only.
+            graph = self._graphs.run(plan) if plan.prompt_targets is None else None
             if graph is not None:
                 return _Launched(
                     plan, None, graph.rows if len(graph.rows.plan_rows) else None, graph
@@ -340,8 +342,18 @@ class LocalRunner:
         if plan.next_drafts is None or self._drafter is None:
             hidden = self._model.forward(inputs.token_ids, inputs.positions, wanted)
             return hidden, None
-        hidden, states = self._drafter.read(self._model, inputs, wanted)
+        hidden, states = self._drafter.read(self._model, inputs.token_ids, inputs.positions, wanted)
         return hidden, TargetStep(plan, plan.next_drafts, inputs, states)
+
+    def _follow(self, step: _Launched, ids: torch.Tensor | None) -> torch.Tensor | None:
+        """Run the draft model after a step, if it does. Returns the draft tokens if the host needs them."""
+        graph, target, step.target = step.graph, step.target, None
+        if graph is not None and graph.follow is not None:
+            assert ids is not None and step.num_new is not None, "rows with draft tokens sample"
+            return graph.follow(ids, step.num_new)
+        if target is None or self._drafter is None:
+            return None
+        return self._drafter.follow(target, ids, step.num_new)
 
     def _sample(self, step: _Launched, rows: SamplingRows, late: LateInputs | None) -> torch.Tensor:
         """Choose tokens, and copy them to the host. Returns them, int32 [R]."""

@@ -4,30 +4,34 @@ Launching a forward kernel by kernel takes the host longer than the device needs
 Each bucket therefore has one graph, or two if attention backends prepare between them (outside graphs, with the step's
 lengths on the device); one graph that keeps the logits for draws; and, for each number of rows, one that draws. Buckets
 of many decodes have a variant for short rows that share no prefix, for which attention prepares on the host. Buckets
-with draft tokens also verify them, after greedy tokens and again after draws.
+with draft tokens also verify them, after greedy tokens and again after draws, and a draft model may follow them.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 
 from tokenspeed_core.api.models import Model
-from tokenspeed_core.api.step import I64, StepPlan
+from tokenspeed_core.api.step import NextDrafts, StepPlan
 from tokenspeed_core.worker.attention import AttentionGroup
+from tokenspeed_core.worker.buckets import BucketFinder
 from tokenspeed_core.worker.captured_inputs import (
     SharedBuffers,
     begin_with_drafts,
     captured_group_inputs,
 )
+from tokenspeed_core.worker.captured_step import Bucket, GraphLaunch
+from tokenspeed_core.worker.draft_graphs import DraftGraphs, FollowedRows
+from tokenspeed_core.worker.draft_model import DraftRunner
+from tokenspeed_core.worker.draft_passes import PassBounds
 from tokenspeed_core.worker.drafts import DraftRows, SampledTokens
-from tokenspeed_core.worker.inputs import Columns, GroupInputs, StepBuffers, begin_step
+from tokenspeed_core.worker.graph_recorder import GraphRecorder
+from tokenspeed_core.worker.inputs import begin_step
 from tokenspeed_core.worker.sampler import RunnerKernels, SamplingRows, draw
 from tokenspeed_core.worker.slots import SlotFlags, SlotState
 from tokenspeed_core.worker.staged import BucketSize, StagedLayout
@@ -45,66 +49,12 @@ class GraphContext:
     flags: SlotFlags
     groups: Sequence[AttentionGroup]
     model: Model
+    drafter: DraftRunner | None
     kernels: RunnerKernels
     transfer: HostDeviceTransfer
     block_size: int
     max_model_len: int
     max_drafts: int
-
-
-@dataclass(slots=True, eq=False)
-class _Bucket:
-    """A captured step: its part of the upload, its inputs (views of shared buffers), and its graphs.
-
-    `slots` are those of its rows of logits, int64 [R]. `drafts` are its rows with draft tokens, with as many sampled
-    tokens as `num_new` says. `own_logits` is the forward's output while the graphs that read it are captured.
-    `no_shared_prefix` is the variant for short decodes without a shared prefix, if there is one.
-    """
-
-    layout: StagedLayout
-    staged: torch.Tensor
-    columns: Columns
-    buffers: StepBuffers
-    inputs: tuple[GroupInputs, ...]
-    slots: torch.Tensor
-    ids: torch.Tensor
-    num_new: torch.Tensor
-    drafts: DraftRows | None = None
-    graphs: list[torch.cuda.CUDAGraph] = field(default_factory=list)
-    own_logits: torch.Tensor = field(init=False)
-    kept_logits: torch.Tensor = field(init=False)
-    keep_graph: torch.cuda.CUDAGraph = field(init=False)
-    draw_graph: torch.cuda.CUDAGraph = field(init=False)
-    no_shared_prefix: _Bucket | None = None
-
-    def logits(self) -> torch.Tensor:
-        """Return the logits of this bucket's last launch, if no other step was launched since."""
-        self.keep_graph.replay()
-        return self.kept_logits
-
-    def draw(self) -> None:
-        """Replace the greedy tokens of this bucket's last launch, if no other step was launched since."""
-        self.keep_graph.replay()
-        self.draw_graph.replay()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class GraphLaunch:
-    """A launched step. `ids` int32 [rows of the bucket] are greedy until `draw` is called; `logits` returns the logits.
-
-    `at` are the indices of the R sampling rows among them, None if they are the first. With draft tokens, `num_new`
-    int32 is the number of new tokens of each row of the plan. All tensors are views of buffers
-    that the next step overwrites (later on the stream). Until then `draw` or `logits` may be called, once. After
-    `logits` were changed in place, `choose_again` replaces `ids`; its argument says whether a row draws.
-    """
-
-    rows: SamplingRows
-    ids: torch.Tensor
-    at: I64 | None
-    logits: Callable[[], torch.Tensor]
-    draw: Callable[[], None]
-    choose_again: Callable[[bool], None]
-    num_new: torch.Tensor | None = None
 
 
 class StepGraphs:
@@ -118,17 +68,7 @@ class StepGraphs:
             getattr(kernel, "prepares_on_host", False) for kernel in attention
         )
         usual = [size for size in sizes if not size.no_shared_prefix]
-        self._decode_sizes = sorted(
-            size.num_decodes for size in usual if size.num_tokens == size.num_decodes
-        )
-        self._draft_sizes = sorted(
-            (size for size in usual if size.num_draft_tokens),
-            key=lambda size: (size.num_tokens, size.num_decodes),
-        )
-        self._mixed_sizes = sorted(
-            (size for size in usual if size.num_chunks),
-            key=lambda size: (size.num_tokens, size.num_decodes),
-        )
+        self._finder = BucketFinder(usual)
         self._layouts = {
             size: StagedLayout(size, self._num_words(size))
             for size in (usual if self._needs_prepare else sizes)
@@ -136,7 +76,7 @@ class StepGraphs:
         longest = max(layout.num_int64 for layout in self._layouts.values())
         self._buffers = SharedBuffers(context.state, sizes, longest)
         self._ring = PinnedRing(self._buffers.staged.nbytes)
-        self._buckets: dict[BucketSize, _Bucket] = {}
+        self._buckets: dict[BucketSize, Bucket] = {}
         self._draws: dict[int | BucketSize, torch.cuda.CUDAGraph] = {}
         self._uploaded: tuple[BucketSize, bytes] | None = None
         self._plan_rows = np.arange(len(self._buffers.ids), dtype=np.int32)
@@ -144,13 +84,14 @@ class StepGraphs:
 
     def capture(self, progress: Callable[[int, int], None]) -> None:
         """Capture all buckets, the largest first, since it sizes the memory that they share."""
-        pool = torch.cuda.graph_pool_handle()
+        record = GraphRecorder()
+        drafts = self._draft_graphs(record)
         ordered = sorted(
             self._layouts, key=lambda size: (size.num_sampled, size.num_tokens), reverse=True
         )
         for done, size in enumerate(ordered):
             progress(done, len(ordered))
-            self._buckets[size] = self._capture(size, pool)
+            self._buckets[size] = self._capture(size, record, drafts)
         for size, bucket in self._buckets.items():
             if not size.no_shared_prefix:
                 variant = replace(size, no_shared_prefix=True)
@@ -163,7 +104,7 @@ class StepGraphs:
 
     def run(self, plan: StepPlan) -> GraphLaunch | None:
         """Launch a step, or return None if no bucket holds it. Decodes without chunks must all sample."""
-        size = self._size(plan)
+        size = self._finder.find(plan)
         if size is None:
             return None
         bucket = self._buckets[size]
@@ -193,7 +134,7 @@ class StepGraphs:
         again = partial(self._choose_again, bucket)
         return GraphLaunch(rows, bucket.ids, at, bucket.logits, bucket.draw, again)
 
-    def _decode_launch(self, bucket: _Bucket, plan: StepPlan) -> GraphLaunch:
+    def _decode_launch(self, bucket: Bucket, plan: StepPlan) -> GraphLaunch:
         num_rows = plan.num_rows
         if num_rows not in self._views:
             self._views[num_rows] = (
@@ -209,8 +150,8 @@ class StepGraphs:
         again = partial(self._choose_again, bucket)
         return GraphLaunch(rows, ids, None, bucket.logits, bucket.draw, again)
 
-    def _draft_launch(self, bucket: _Bucket, drafts: DraftRows, plan: StepPlan) -> GraphLaunch:
-        num_tokens, num_rows = plan.num_tokens, plan.num_rows
+    def _draft_launch(self, bucket: Bucket, drafts: DraftRows, plan: StepPlan) -> GraphLaunch:
+        num_tokens, num_rows, following = plan.num_tokens, plan.num_rows, plan.next_drafts
         rows = SamplingRows(
             np.repeat(self._plan_rows[:num_rows], plan.num_query_tokens),
             np.repeat(plan.slots, plan.num_query_tokens),
@@ -228,6 +169,7 @@ class StepGraphs:
             bucket.draw,
             partial(self._choose_again, bucket),
             bucket.num_new[:num_rows],
+            None if following is None else partial(self._follow, bucket, following, rows),
         )
 
     def _num_words(self, size: BucketSize) -> int:
@@ -237,40 +179,11 @@ class StepGraphs:
         num_words = per_group * len(self._context.groups) + _WORDS_OF_CHUNK * size.num_chunks
         return num_words + size.num_draft_tokens
 
-    def _size(self, plan: StepPlan) -> BucketSize | None:
-        """Return the bucket with the fewest tokens, then decodes, that holds a step. None holds chunks and drafts."""
-        decodes = plan.num_decodes
-        chunks = plan.num_rows - decodes
-        if plan.num_draft_tokens:
-            return None if chunks else self._draft_size(plan)
-        if not chunks:
-            place = bisect_left(self._decode_sizes, decodes)
-            fits = place < len(self._decode_sizes) and plan.wants_logits.all()
-            return BucketSize(self._decode_sizes[place], 0, 0) if fits else None
-        tokens = len(plan.token_ids)
-        for size in self._mixed_sizes:
-            if (
-                size.num_chunk_tokens >= tokens
-                and size.num_decodes >= decodes
-                and size.num_chunks >= chunks
-            ):
-                return size
-        return None
-
-    def _draft_size(self, plan: StepPlan) -> BucketSize | None:
-        for size in self._draft_sizes:
-            if (
-                size.num_draft_tokens >= plan.num_draft_tokens
-                and size.num_decodes >= plan.num_decodes
-            ):
-                return size
-        return None
-
-    def _upload(self, bucket: _Bucket, plan: StepPlan) -> None:
+    def _upload(self, bucket: Bucket, plan: StepPlan) -> None:
         """Copy a plan to the device. Copy nothing if the device has exactly these decodes already."""
         layout, state = bucket.layout, self._context.state
         words, values = state.layout.writes(plan)
-        if plan.num_draft_tokens:
+        if plan.draft_token_ids is not None:
             draft_words, draft_ids = state.layout.draft_writes(plan)
             words = np.concatenate((words, draft_words))
             values = np.concatenate((values, draft_ids))
@@ -279,8 +192,10 @@ class StepGraphs:
             state.words.index_copy_(0, device_words, device_values)
             words, values = words[:0], values[:0]
         rows = plan.slots.tobytes()
-        if plan.num_draft_tokens:
+        if bucket.drafts is not None:
             rows += plan.num_query_tokens.tobytes()
+        if plan.next_drafts is not None:
+            rows += plan.next_drafts.capacity.tobytes()
         uploaded = None if layout.size.num_chunks else (layout.size, rows)
         if uploaded is not None and not len(words) and uploaded == self._uploaded:
             return
@@ -291,33 +206,74 @@ class StepGraphs:
         event.record()
         self._uploaded = uploaded
 
-    def _prepare(self, bucket: _Bucket) -> None:
+    def _prepare(self, bucket: Bucket) -> None:
         for group, inputs in zip(self._context.groups, bucket.inputs, strict=True):
             group.begin(inputs)
 
-    def _capture(self, size: BucketSize, pool: Any) -> _Bucket:
+    def _draft_graphs(self, record: GraphRecorder) -> DraftGraphs | None:
+        context = self._context
+        if context.drafter is None:
+            return None
+        longest, width = context.max_model_len, context.state.layout.num_blocks
+        return DraftGraphs(
+            context.drafter,
+            record,
+            lambda num_rows: PassBounds(num_rows, longest, width),
+            needs_prepare=self._needs_prepare,
+        )
+
+    def _capture(
+        self, size: BucketSize, record: GraphRecorder, drafts: DraftGraphs | None
+    ) -> Bucket:
         bucket = self._bucket(size)
         padding = bucket.layout.padding(self._context.state.layout)
         bucket.staged.copy_(torch.from_numpy(padding))
+        stages = [
+            partial(stage, bucket) for stage in (self._begin, self._forward, self._keep, self._draw)
+        ]
         # The first run compiles kernels and lets libraries allocate, neither of which a capture may do.
-        for stage in (self._begin, self._forward, self._keep, self._draw):
+        for stage in stages:
             self._prepare(bucket)
-            stage(bucket)
-        torch.cuda.synchronize()
+            stage()
+        followed = None
+        if drafts is not None and bucket.drafts is not None:
+            followed = self._followed(bucket, bucket.drafts)
+            drafts.warm_up(followed)
+            self._prepare(bucket)
+        record.synchronize()
+        begin, forward, keep, draw_again = stages
         if self._needs_prepare:
-            bucket.graphs.append(_record(pool, bucket, self._begin))
-            bucket.graphs.append(_record(pool, bucket, self._forward))
+            bucket.graphs = [record(begin), record(forward)]
         else:
-            bucket.graphs.append(_record(pool, bucket, self._begin, self._forward))
-        bucket.keep_graph = _record(pool, bucket, self._keep)
+            bucket.graphs = [record(begin, forward)]
+        bucket.keep_graph = record(keep)
         del bucket.own_logits
         key = size if size.num_draft_tokens else size.num_rows
         if key not in self._draws:
-            self._draws[key] = _record(pool, bucket, self._draw)
+            self._draws[key] = record(draw_again)
         bucket.draw_graph = self._draws[key]
+        if drafts is not None and followed is not None:
+            bucket.follow = drafts.capture(followed)
+            bucket.own_states = None
         return bucket
 
-    def _bucket(self, size: BucketSize) -> _Bucket:
+    def _followed(self, bucket: Bucket, drafts: DraftRows) -> FollowedRows:
+        columns, drafter = bucket.columns, self._context.drafter
+        assert drafter is not None, "a draft model follows"
+
+        def extend() -> torch.Tensor | None:
+            buffers = bucket.buffers
+            following = bucket.ids.to(torch.int64).clamp_(min=0)
+            newest = drafts.first + bucket.num_new - 1
+            return drafter.extend(
+                buffers.token_ids, following, buffers.positions, bucket.own_states, newest
+            )
+
+        return FollowedRows(
+            columns["slots"], columns["capacity"], extend, partial(self._prepare, bucket)
+        )
+
+    def _bucket(self, size: BucketSize) -> Bucket:
         layout = self._layouts[size]
         staged = self._buffers.staged[: layout.num_int64]
         columns = layout.columns(staged)
@@ -347,9 +303,9 @@ class StepGraphs:
         drafts = None
         if has_drafts:
             drafts = DraftRows.captured(columns, buffers.seq_lens, self._context.max_drafts)
-        return _Bucket(layout, staged, columns, buffers, inputs, slots, ids, num_new, drafts)
+        return Bucket(layout, staged, columns, buffers, inputs, slots, ids, num_new, drafts)
 
-    def _begin(self, bucket: _Bucket) -> None:
+    def _begin(self, bucket: Bucket) -> None:
         context, size = self._context, bucket.layout.size
         columns, buffers = bucket.columns, bucket.buffers
         if bucket.drafts is not None:
@@ -357,27 +313,34 @@ class StepGraphs:
         else:
             begin_step(context.state, context.kernels, columns, size.num_decodes, buffers)
 
-    def _forward(self, bucket: _Bucket) -> None:
+    def _forward(self, bucket: Bucket) -> None:
         model, buffers = self._context.model, bucket.buffers
         wanted = bucket.columns.get("last")
-        logits = model.logits(model.forward(buffers.token_ids, buffers.positions, wanted))
+        drafter = self._context.drafter
+        if drafter is None or bucket.drafts is None:
+            hidden = model.forward(buffers.token_ids, buffers.positions, wanted)
+        else:
+            hidden, bucket.own_states = drafter.read(
+                model, buffers.token_ids, buffers.positions, wanted
+            )
+        logits = model.logits(hidden)
         bucket.own_logits = logits
         self._note(bucket, logits, self._context.kernels.greedy[logits.dtype](logits))
 
-    def _keep(self, bucket: _Bucket) -> None:
+    def _keep(self, bucket: Bucket) -> None:
         logits, buffers = bucket.own_logits, self._buffers
         if buffers.logits is None:
             buffers.logits = logits.new_empty((len(buffers.ids), logits.shape[1]))
         bucket.kept_logits = buffers.logits[: len(logits)]
         bucket.kept_logits.copy_(logits)
 
-    def _draw(self, bucket: _Bucket) -> None:
+    def _draw(self, bucket: Bucket) -> None:
         context, logits = self._context, bucket.kept_logits
         new_positions = bucket.buffers.new_positions
         chosen = draw(context.state, context.kernels.sample, logits, bucket.slots, new_positions)
         self._note(bucket, logits, chosen)
 
-    def _choose_again(self, bucket: _Bucket, draws: bool) -> None:
+    def _choose_again(self, bucket: Bucket, draws: bool) -> None:
         """Choose from the bucket's kept logits, which were changed after its last launch."""
         if draws:
             bucket.draw_graph.replay()
@@ -385,7 +348,27 @@ class StepGraphs:
             logits = bucket.kept_logits
             self._note(bucket, logits, self._context.kernels.greedy[logits.dtype](logits))
 
-    def _note(self, bucket: _Bucket, logits: torch.Tensor, chosen: torch.Tensor) -> None:
+    def _follow(
+        self,
+        bucket: Bucket,
+        following: NextDrafts,
+        rows: SamplingRows,
+        ids: torch.Tensor,
+        num_new: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """Run the draft model after the bucket's last launch."""
+        drafter = self._context.drafter
+        assert drafter is not None and bucket.follow is not None, "a draft model follows"
+        own_ids, own_num_new = bucket.ids[: len(ids)], bucket.num_new[: len(num_new)]
+        if ids.data_ptr() != own_ids.data_ptr():  # chosen outside graphs
+            own_ids.copy_(ids)
+            own_num_new.copy_(num_new)
+        bucket.follow.replay(following.num_drafts, draws=drafter.draws(rows))
+        if not following.returns_ids:
+            return None
+        return drafter.drafts(bucket.columns["slots"][: len(num_new)], following.num_drafts)
+
+    def _note(self, bucket: Bucket, logits: torch.Tensor, chosen: torch.Tensor) -> None:
         state = self._context.state
         note = self._context.kernels.note[logits.dtype]
         note(logits, chosen, bucket.slots, state.last_token, bucket.ids)
@@ -394,12 +377,3 @@ class StepGraphs:
             token_ids = bucket.buffers.token_ids
             verify = self._context.kernels.verify
             bucket.drafts.verify(verify, token_ids, places, bucket.ids, state, bucket.num_new)
-
-
-def _record(pool: Any, bucket: _Bucket, *stages: Callable[[_Bucket], None]) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
-    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-    for stage in stages:
-        stage(bucket)
-    graph.capture_end()
-    return graph

@@ -204,8 +204,7 @@ def _start_on_device(
     sizes: tuple[BucketSize, ...] = ()
     if decodes:
         sizes = bucket_sizes(decodes, limits.max_num_tokens, limits.max_num_seqs)
-        if assembly.draft_model is None:  # otherwise steps with draft tokens are not captured
-            sizes += draft_sizes(decodes, limits.max_drafts, limits.max_draft_tokens)
+        sizes += draft_sizes(decodes, limits.max_drafts, limits.max_draft_tokens)
     num_groups = len(assembly.build.groups)
     with _room_for(
         "The largest step", "Lower --chunked-prefill-size or --max-num-seqs, or free device memory"

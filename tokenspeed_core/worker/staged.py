@@ -59,7 +59,7 @@ class StagedLayout:
     [chunks + 1], from the first chunk token.
 
     With draft tokens, int64: `num_drafts` and `first` [rows], the draft tokens and the first token of each row;
-    `token_slots` [tokens]; `token_words` [tokens], where the state has the token; `offsets` [tokens] in the row; and
+    `capacity` [rows], that of `NextDrafts`, 0 if no draft model follows; `token_slots` [tokens]; `token_words` [tokens], where the state has the token; `offsets` [tokens] in the row; and
     `until_end` [tokens], by which the position precedes the row's new length. int32: `query_start` [rows + 1].
     """
 
@@ -78,7 +78,7 @@ class StagedLayout:
             wide |= {"last": size.num_rows}
             narrow |= {"query_start": size.num_chunks + 1}
         if size.num_draft_tokens:
-            wide |= {"num_drafts": size.num_rows, "first": size.num_rows}
+            wide |= dict.fromkeys(("num_drafts", "first", "capacity"), size.num_rows)
             wide |= dict.fromkeys(
                 ("token_slots", "token_words", "offsets", "until_end"), size.num_tokens
             )
@@ -142,6 +142,10 @@ class StagedLayout:
         num_drafts, first = host[self.wide["num_drafts"]], host[self.wide["first"]]
         num_drafts[:num_rows], num_drafts[num_rows:] = counts - 1, 0
         first[:num_rows], first[num_rows:] = query_start[:num_rows], 0
+        capacity = host[self.wide["capacity"]]
+        capacity[:] = 0
+        if plan.next_drafts is not None:
+            capacity[:num_rows] = plan.next_drafts.capacity
         token_slots, token_words = host[self.wide["token_slots"]], host[self.wide["token_words"]]
         offsets, until_end = host[self.wide["offsets"]], host[self.wide["until_end"]]
         last_token = state.column("last_token")

@@ -1,0 +1,32 @@
+"""Recording work on a device as CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+class GraphRecorder:
+    """Records CUDA graphs that share a memory pool, so no two of them may run at the same time."""
+
+    def __init__(self) -> None:
+        """Create the pool."""
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, *stages: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Record the kernels that some functions launch on the current stream.
+
+        The functions must have run before: a first run compiles kernels and lets libraries allocate memory, neither of
+        which a recording may do.
+        """
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        for stage in stages:
+            stage()
+        graph.capture_end()
+        return graph
+
+    def synchronize(self) -> None:
+        """Wait for the device, before a recording begins."""
+        torch.cuda.synchronize()
