@@ -124,6 +124,9 @@ class Step:
         return f"decode {self.num_rows} x {self.seq_len}"
 
 
+CHECKED = (Step(1, 1, 300), Step(16, 1, 300), Step(1, 2048, 2048))  # with the reduced shape
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """Bytes and operations of a part, and the peak of its operations per second."""
@@ -250,15 +253,14 @@ def main() -> None:
 
 def check(device: torch.device, kernel_backend: Mapping[str, str]) -> None:
     """Compare both blocks of the reduced shape with the reference kernels. Raises AssertionError."""
-    steps = (Step(1, 1, 300), Step(16, 1, 300), Step(1, 2048, 2048))
-    max_tokens = max(step.num_rows * (step.seq_len + 256) for step in steps)
+    max_tokens = max(step.num_rows * (step.seq_len + 256) for step in CHECKED)
     ours = Layers(REDUCED, 1, device, kernel_backend, max_tokens)
     # A CUDA graph cannot hold the reference kernels.
     torch_backend = dict.fromkeys(COMPARED, "torch")
     reference = Layers(REDUCED, 1, device, torch_backend, max_tokens, is_captured=False)
     assert {reference.backends[op] for op in COMPARED} == {"torch"}, reference.backends
     with torch.inference_mode():
-        for step in steps:
+        for step in CHECKED:
             outputs = [_blocks(layers, step) for layers in (ours, reference)]
             for name, found, expected in zip(("attention", "MoE"), *outputs, strict=True):
                 error = float((found - expected).float().norm() / expected.float().norm())

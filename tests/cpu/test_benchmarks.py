@@ -8,8 +8,10 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tokenspeed_core.api import PlatformInfo
 from tokenspeed_core.worker.assemble import plan_for
@@ -57,6 +59,53 @@ def test_deepseek_layers_have_kernels_on_an_h200(monkeypatch: pytest.MonkeyPatch
         backends = {planned.op: planned.backend for planned in plan.ops}
         expected = chosen or dict.fromkeys(reference, "triton")
         assert {op: backends[op] for op in expected} == expected
+
+
+@pytest.mark.release
+def test_deepseek_layers_are_checked_and_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    layers = import_module("deepseek_v3_layers")
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "n_routed_experts": 16}
+    sizes |= {"num_attention_heads": 4, "q_lora_rank": 128, "n_group": 4, "topk_group": 2}
+    tiny = {**layers.PUBLISHED, **sizes, "num_experts_per_tok": 4}
+
+    def timed(run: Any, num_layers: int) -> float:
+        for layer in range(num_layers):
+            run(layer)
+        return 1.0
+
+    for name, value in {
+        "REDUCED": tiny,
+        "CHECKED": (layers.Step(3, 1, 40), layers.Step(1, 64, 64)),
+        "CONTEXT": 64,
+        "PREFILL": 128,
+        "DECODES": (1, 3),
+        "timed": timed,
+    }.items():
+        monkeypatch.setattr(layers, name, value)
+    device = torch.device("cpu")
+    layers.check(device, {})
+    with torch.inference_mode():
+        found = list(layers.rows(layers.Layers(tiny, 2, device, {}, 3 * 64)))
+    assert [row["step"] for row in found[::2]] == ["decode 1 x 64", "decode 3 x 64", "prefill 128"]
+    assert all(row["floor"] > 0 for row in found)
+
+
+@pytest.mark.release
+def test_demo_models_are_scored_by_backend(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    words = ["--device", "cpu", "--items", "20", "--tasks", "copy", "--seconds", "600", "--runs"]
+    words += ["demo-deepseek: MLA torch", "demo: fa3"]
+    monkeypatch.setattr(sys, "argv", ["demo_scores.py", *words])
+    with pytest.raises(SystemExit) as ended:
+        import_module("demo_scores").main()
+    _, scores, kernels, refused, _ = capsys.readouterr().out.splitlines()
+    assert ended.value.code == 0
+    assert scores.split()[3:5] == ["2", "100.0%"]
+    assert "mla_decode torch" in kernels
+    assert "cannot run: fa3" in refused
 
 
 @pytest.mark.release
