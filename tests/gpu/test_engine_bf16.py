@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ pytestmark = [
 
 NUM_TOKENS = 48
 TOP = 5
+MAX_TOTAL_TOKENS = 65536  # of the KV cache, so that several processes can run tests
 PROMPTS = [
     [(seed * 7919 + i * 104729) % 1400 + 40 for i in range(12 + 9 * seed)] for seed in range(12)
 ]
@@ -63,7 +65,7 @@ def checkpoint() -> Path:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(device="cuda", gpu_memory_utilization=0.3) as made:
+    with LLM(device="cuda", max_total_tokens=MAX_TOTAL_TOKENS) as made:
         yield made
 
 
@@ -121,9 +123,8 @@ def test_batching_diverges_only_within_both_top_fives(llm: LLM, checkpoint: Path
     check_divergence(first, again)
     alone = [generate(llm, [prompt], logprobs=TOP, ignore_eos=False)[0] for prompt in prompts]
     check_divergence(first, alone)  # other kernels run for one row and for up to 64
-    with LLM(
-        device="cuda", gpu_memory_utilization=0.6, enforce_eager=True, chunked_prefill_size=16
-    ) as eager:
+    settings: dict[str, Any] = {"enforce_eager": True, "chunked_prefill_size": 16}
+    with LLM(device="cuda", max_total_tokens=MAX_TOTAL_TOKENS, **settings) as eager:
         check_divergence(first, generate(eager, prompts, logprobs=TOP, ignore_eos=False))
 
 
@@ -133,7 +134,8 @@ def test_eager_steps_diverge_only_within_both_top_fives(llm: LLM, checkpoint: Pa
     large = generate(llm, prompts, logprobs=TOP, ignore_eos=False)
     computed = sum(len(each.prompt_token_ids) - each.num_cached_tokens for each in large)
     assert computed > 1024 + 2 * 8192, "two large steps"
-    with LLM(device="cuda", gpu_memory_utilization=0.6, chunked_prefill_size=1024) as small:
+    settings: dict[str, Any] = {"chunked_prefill_size": 1024}
+    with LLM(device="cuda", max_total_tokens=MAX_TOTAL_TOKENS, **settings) as small:
         check_divergence(large, generate(small, prompts, logprobs=TOP, ignore_eos=False))
 
 
@@ -156,7 +158,7 @@ def test_shared_prefix_diverges_only_within_both_top_fives(
         options = {"triton.shared_prefix": is_shared}
         with LLM(
             device="cuda",
-            gpu_memory_utilization=0.6,
+            max_total_tokens=MAX_TOTAL_TOKENS,
             attention_backend="triton",
             backend_option=options,
         ) as made:
