@@ -218,13 +218,14 @@ class ParallelSettings(Settings):
         num_per_node = self.nprocs_per_node or max(1, world_size // self.nnodes)
         if num_per_node * self.nnodes != world_size:
             raise ValueError(
-                f"{world_size} processes on --nnodes {self.nnodes}: set --nprocs-per-node and a size that is their product"
+                f"{world_size} processes cannot be divided among --nnodes {self.nnodes}; set --nprocs-per-node, and sizes "
+                "of groups that need --nnodes times --nprocs-per-node processes"
             )
         sizes = ParallelSizes(attn, dense, moe, experts, self.nnodes, num_per_node)
         found = sizes.layout(0).world_size
         if found != world_size:
             raise ValueError(
-                f"there are {world_size} processes, and the sizes of the process groups need {found}"
+                f"the engine has {world_size} processes, but the sizes of its process groups need {found}"
             )
         return sizes
 

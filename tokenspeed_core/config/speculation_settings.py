@@ -145,7 +145,7 @@ class SpeculationSettings(Settings):
         steps, tokens = self.speculative_num_steps, self.speculative_num_draft_tokens
         if steps is not None and tokens is not None and tokens != steps + 1:
             raise ValueError(
-                f"--speculative-num-draft-tokens {tokens} contradicts --speculative-num-steps {steps}, for which it is "
+                f"--speculative-num-draft-tokens {tokens} contradicts --speculative-num-steps {steps}, which needs "
                 f"{steps + 1}; use one of them"
             )
         if self.eagle3_layers_to_capture is not None and self.speculative_algorithm != "eagle3":

@@ -22,7 +22,7 @@ def silu_mul(problem: Problem) -> Callable[[Tensor], Tensor]:
 
 
 def gelu_tanh_mul(problem: Problem) -> Callable[[Tensor], Tensor]:
-    """Return `gelu_tanh_mul(x [T, 2N]) -> y [T, N]`: gelu of the first half, rounded likewise, times the second."""
+    """Return `gelu_tanh_mul(x [T, 2N]) -> y [T, N]`: gelu of the first half, rounded to the dtype, times the second."""
     del problem
 
     def gelu_tanh_mul_halves(x: Tensor) -> Tensor:

@@ -39,7 +39,9 @@ class Eagle3Head:
         decoder, hidden = c.decoder, c.decoder.hidden_size
         size = target.norm.weight.shape[0]
         if size != hidden:
-            raise ValueError(f"the EAGLE-3 head has hidden size {hidden}, and the target {size}")
+            raise ValueError(
+                f"the EAGLE-3 head has hidden size {hidden}, and the target has {size}"
+            )
         self._target, self._groups = target, build.group
         self._vocab_size, self._norm_before_residual = decoder.vocab_size, c.norm_before_residual
         self._combine = Linear(build, len(c.layers) * hidden, (Projection("fc", hidden, None),))

@@ -107,7 +107,7 @@ def read_eagle3(
     keys = ConfigReader(config)
     for key in _UNSUPPORTED:
         if config.get(key):
-            raise ValueError(f"config.json: {key} is set, which EAGLE-3 heads here do not support")
+            raise ValueError(f"config.json: {key} is set, which is not supported for EAGLE-3 heads")
     if keys.integer("num_hidden_layers", 1) != 1:
         raise ValueError(
             f"config.json: num_hidden_layers is {config['num_hidden_layers']}; only EAGLE-3 heads with one layer are "
@@ -140,7 +140,7 @@ def _check_architecture(config: Mapping[str, Any]) -> None:
     named = config.get("architectures")
     if not isinstance(named, list) or not set(named) & set(ARCHITECTURES):
         raise ValueError(
-            f"config.json: architectures is {named}, which is no EAGLE-3 head. Supported: {', '.join(ARCHITECTURES)}."
+            f"config.json: architectures is {named}, which is not an EAGLE-3 head. Supported: {', '.join(ARCHITECTURES)}."
         )
 
 
@@ -164,7 +164,7 @@ def _layers(
     if not all(0 <= layer < num_layers for layer in layers):
         named = ", ".join(str(layer - 1) for layer in layers)
         raise ValueError(
-            f"the head reads the outputs of layers {named}, and the target has those of layers 0 to {num_layers - 2}. "
+            f"the head reads the outputs of layers {named}, but the target provides those of layers 0 to {num_layers - 2}. "
             "Use a head that was trained for this model, or --eagle3-layers-to-capture."
         )
     return layers

@@ -18,7 +18,7 @@ _TENSOR_SCALE = 0.007
 def read_dummy(
     path: str, model: Model | DraftModel, report: Callable[[int, int], None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield normal weights (or random quantized values), norms of one and biases of zero; the same in every run.
+    """Yield random weights (or quantized values), with norms of 1 and biases of 0; the same in every run.
 
     Raises ValueError if the model has no `weight_map`. `path` is not read.
     """
@@ -35,7 +35,7 @@ def read_dummy(
         device = slot.target.device
         if device not in generators:
             generators[device] = torch.Generator(device)
-        # Processes that hold different experts make the same contents for the weights that they share.
+        # A seed per name: processes with different experts make the same values for the weights that they share.
         generators[device].manual_seed(crc32(slot.name.encode()))
         yield slot.name, _fill(slot, slot.shape(weights.groups), generators[device])
         done += slot.target.nbytes

@@ -117,9 +117,7 @@ def test_recorder_error_does_not_stop_the_engine(tmp_path: Path) -> None:
 def test_truncated_trace_is_reported(tmp_path: Path) -> None:
     part = tmp_path / "part.json"
     part.write_text('{"traceEvents": [{"ph": "X", "na')
-    with pytest.raises(
-        BenchError, match=r"x\.json: torch could not write its trace; is there room on the disk?"
-    ):
+    with pytest.raises(BenchError, match=r"x\.json: torch could not write its trace"):
         finished(part, str(tmp_path / "x.json"))
     assert not (tmp_path / "x.json").exists()
 
@@ -206,7 +204,7 @@ def test_failed_server_start_is_reported(tmp_path: Path) -> None:
     ("answer", "failure", "message"),
     [
         (good, None, "recorder of tokenspeed-bench"),
-        (good, "", "room on the disk"),
+        (good, "", "free disk space"),
         (good, "RuntimeError: no counters", "RuntimeError: no counters"),
         ("refuses", None, "the load failed: 500 Oops: the device is gone"),
     ],

@@ -124,7 +124,7 @@ def _record(target: Target, load: Load, name: str, path: str, folder: Path) -> T
         return finished(order.trace(folder), path)
     if order.failure(folder).exists():
         why = order.failure(folder).read_text(encoding="utf-8")
-        raise BenchError(f"torch recorded no trace: {why or 'is there room on the disk?'}")
+        raise BenchError(f"torch recorded no trace: {why or 'check the free disk space'}")
     if answers.failures:
         raise BenchError(f"the load failed: {most_common(answers.failures)}")
     if not order.is_taken(folder):

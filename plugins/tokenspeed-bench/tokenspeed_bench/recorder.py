@@ -132,7 +132,7 @@ class Recorder:
         part = path.with_name(f"{path.name}.part")
         profiler.export_chrome_trace(str(part))
         if not part.exists():  # torch raises nothing
-            raise OSError("torch wrote no file; is there room on the disk?")
+            raise OSError("torch wrote no trace; check the free disk space")
         os.replace(part, path)
         self._profiler = None
 

@@ -123,7 +123,7 @@ def finished(exported: Path, path: str) -> Timeline:
         data = json.loads(exported.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # torch says of a full disk nothing that can be caught
         raise BenchError(
-            f"{path}: torch could not write its trace; is there room on the disk?"
+            f"{path}: torch could not write its trace; check the free disk space"
         ) from error
     names = data.get(STEPS, {})
     for event in data["traceEvents"]:

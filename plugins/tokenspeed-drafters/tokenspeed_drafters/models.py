@@ -30,7 +30,7 @@ def plan_draft_model(request: DraftRequest) -> DraftModelInfo:
         raise ValueError(f"{draft.path}: no installed model family supports {named}")
     if draft.info.vocab_size != target.info.vocab_size:
         raise ValueError(
-            f"{draft.path} has a vocabulary of {draft.info.vocab_size} tokens, and the target one of "
+            f"{draft.path} has a vocabulary of {draft.info.vocab_size} tokens, and the target has "
             f"{target.info.vocab_size}. Use a draft model with the target's tokenizer."
         )
     return DraftModelInfo(

@@ -83,8 +83,8 @@ def _check_compressed_tensors(settings: Mapping[str, Any], form: _Form) -> None:
     extra = [key for key in ("transform_config", "sparsity_config") if settings.get(key)]
     if not (is_layers and is_weights and is_inputs) or group.get("output_activations") or extra:
         raise ValueError(
-            f"format {form.format} is supported with symmetric {form.num_bits}-bit weights and activations in groups "
-            f"of {form.group_size} of linear layers, without transforms and sparsity"
+            f"format {form.format} is supported only for linear layers with symmetric {form.num_bits}-bit weights and "
+            f"activations in groups of {form.group_size}, without transforms and sparsity"
         )
 
 
@@ -98,7 +98,7 @@ def _check_modelopt(settings: Mapping[str, Any], form: _Form) -> None:
                 sizes.add(group[operand].get("group_size") or form.group_size)
     if sizes != {form.group_size} or any(group["targets"] != ["Linear"] for group in groups):
         raise ValueError(
-            f"quant_algo {form.algorithm} is supported with groups of {form.group_size} in linear layers"
+            f"quant_algo {form.algorithm} is supported only for linear layers with groups of {form.group_size}"
         )
     if len(groups) > 1:
         raise ValueError(f"{len(groups)} config_groups. Supported: one.")

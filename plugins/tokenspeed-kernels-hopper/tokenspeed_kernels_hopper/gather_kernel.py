@@ -33,11 +33,11 @@ def copy_rows(
         block = tl.load(
             table_ptr + row * table_stride + token // BLOCK_SIZE, mask=token < length, other=0
         )
-        there = block.to(tl.int64) * block_stride + token % BLOCK_SIZE * SIZE
-        here = (tl.load(starts_ptr + row) + token).to(tl.int64) * SIZE
+        source = block.to(tl.int64) * block_stride + token % BLOCK_SIZE * SIZE
+        target = (tl.load(starts_ptr + row) + token).to(tl.int64) * SIZE
         is_read = (token < length)[:, None] & (column < SIZE)
         is_written = (token < length + PADDING)[:, None] & (column < SIZE)
-        k = tl.load(k_ptr + there[:, None] + column, mask=is_read, other=0.0)
-        tl.store(keys_ptr + here[:, None] + column, k, mask=is_written)
-        v = tl.load(v_ptr + there[:, None] + column, mask=is_read, other=0.0)
-        tl.store(values_ptr + here[:, None] + column, v, mask=is_written)
+        k = tl.load(k_ptr + source[:, None] + column, mask=is_read, other=0.0)
+        tl.store(keys_ptr + target[:, None] + column, k, mask=is_written)
+        v = tl.load(v_ptr + source[:, None] + column, mask=is_read, other=0.0)
+        tl.store(values_ptr + target[:, None] + column, v, mask=is_written)

@@ -65,7 +65,7 @@ def read_gemma3(config: Json, architecture: str = "Gemma3ForCausalLM") -> GemmaC
     config = {**_GEMMA3, **config}
     if ConfigReader(config).boolean("use_bidirectional_attention", False):
         raise ValueError(
-            "config.json: use_bidirectional_attention is true, which is an embedding model. Use a model that "
+            "config.json: use_bidirectional_attention is true: this is an embedding model. Use a model that "
             "generates text."
         )
     pattern = "sliding_window_pattern"

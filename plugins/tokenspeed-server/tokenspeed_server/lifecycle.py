@@ -181,7 +181,7 @@ class ApiWorker:
         await _first(*ends, self._interrupted_again.wait(), deadline)
         if deadline.done() and not any(end.done() for end in ends):
             log.warning(
-                "--drain-timeout is over; unfinished requests that end now: %d", service.num_active
+                "--drain-timeout expired; ending %d unfinished requests", service.num_active
             )
             engine.fail_all(RequestFailedError("draining", "the server is shutting down"))
             flushed = asyncio.sleep(FLUSH_SECONDS)

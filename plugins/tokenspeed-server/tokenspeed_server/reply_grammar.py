@@ -78,7 +78,7 @@ def _call_grammar(
         kind, text = outputs.kind_and_text()
         if kind != "json":
             raise BadRequestError(
-                "tools can be combined with a JSON schema only: set tool_choice to none or required",
+                "with tools, structured output must be a JSON schema: use one, or set tool_choice to none or required",
                 "tool_choice",
             )
         functions = _functions(use.tools, only_strict=True)

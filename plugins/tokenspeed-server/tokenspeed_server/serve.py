@@ -162,7 +162,7 @@ def _listen(config: ServerConfig, opened: ExitStack) -> list[socket.socket]:
         return listen(config.host, config.port, count)
     for name in ("host", "port"):
         if config.origin(name) != "default":
-            raise ConfigError(f"--uds and --{name} both say where to listen; use one")
+            raise ConfigError(f"--uds and --{name} both set the address; use one")
     return opened.enter_context(listen_unix(config.uds, count))
 
 

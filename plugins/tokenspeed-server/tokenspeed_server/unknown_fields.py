@@ -51,7 +51,7 @@ def check_unknown(found: Iterable[Extra], policy: Policy) -> list[str]:
             raise BadRequestError(f"unknown field {path!r}{hint}", path, "unknown_field")
         if len(paths) == MAX_UNKNOWN:
             raise BadRequestError(
-                f"more than {MAX_UNKNOWN} kinds of unknown fields, such as {path!r}",
+                f"more than {MAX_UNKNOWN} different unknown fields, such as {path!r}",
                 path,
                 "unknown_field",
             )

@@ -136,7 +136,7 @@ class KernelConformance:
     def test_batch_invariance(self) -> None:
         """Rows have the same bits alone and among others, if declared."""
         if "batch_invariant" not in self.spec.capability.features:
-            raise SkipTest("it does not claim batch_invariant")
+            raise SkipTest("the kernel does not declare batch_invariant")
         for device in self._devices():
             for problem in cases(self.spec, self._contract(), pairs_only=True):
                 if self.spec.op == "attention":
@@ -158,7 +158,7 @@ class KernelConformance:
         synchronization.
         """
         if "graph_safe" not in self.spec.capability.features:
-            raise SkipTest("it does not claim graph_safe")
+            raise SkipTest("the kernel does not declare graph_safe")
         if "cuda" not in self.spec.capability.platforms:
             raise SkipTest("the spec declares no device with graphs")
         problems = list(cases(self.spec, self._contract(), pairs_only=True))

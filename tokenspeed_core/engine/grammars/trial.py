@@ -62,7 +62,7 @@ class Trial:
         )
         if self._ask(self._settings, START_SECONDS) is None:
             self.close()
-            raise TokenSpeedError("the subprocess that compiles grammars ended while it started")
+            raise TokenSpeedError("the subprocess that compiles grammars ended during its start")
 
     def _ask(self, message: dict[str, Any], seconds: float) -> bytes | None:
         """Send a line and return the answer, None if there is none."""

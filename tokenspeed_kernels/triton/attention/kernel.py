@@ -330,14 +330,17 @@ def attend(
 ):
     """Attend to the paged keys of each row. Grid (tiles, KV heads, splits).
 
+    A tile holds TOKENS = BLOCK_M // G query tokens, each with the G query heads of a KV head. Heads have D elements in
+    keys and V in values; BLOCK_D and BLOCK_V are the next powers of two.
+
     ONE_TILE: each row is one tile. Otherwise a tile searches for its row: the tiles of row i start at
     query_start[i] // TOKENS + i, and the few surplus tiles return at once. The caches have the same stride between
     blocks.
 
     SPLIT (requires ONE_TILE): a row's keys are split into up to `num_splits` parts of at least `min_split` keys. If
     there are several parts, each program writes its result to its own slice of `partial` and `lse` and counts itself
-    in `arrived`, which is zero before and after. The last of PARTS neighboring programs merges their results, and
-    the last of those merges all.
+    in `arrived`, which is zero before and after. Groups of PARTS programs are merged first: the last program of a group
+    merges the group, and the last group's program merges the groups. Each pass merges MEMBERS of a tile's query rows.
 
     SHARED: the first `found[0]` keys are skipped. Their results are in `shared_partial` once the previous launch
     (`attend_shared`) has finished.

@@ -48,7 +48,7 @@ def _count(service: Service, data: bytes, headers: Headers) -> JSONResponse:
 
 
 def _no_format(model: str, tokenizer: Tokenizer | None, usage: Usage) -> MessagesFormat:
-    raise AssertionError("counting tokens has no answer of the model")
+    raise AssertionError("count_tokens generates no answer")
 
 
 @router.post(

@@ -76,9 +76,9 @@ class ResponsesFormat(ResponseFormat):
         usage: Usage,
         on_end: Callable[[bytes], None],
     ) -> None:
-        """`on_end` gets the whole response."""
+        """Make the format of one response. `on_end` gets the whole response."""
         self.id = response_id
-        self._usage = usage  # counts on while the answer is written
+        self._usage = usage  # grows while the answer is written
         self._is_stream = body.stream
         self._on_end = on_end
         self._chat = ChatFormat(model, tokenizer, wants_usage=False)

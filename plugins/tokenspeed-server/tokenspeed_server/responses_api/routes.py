@@ -150,9 +150,9 @@ def _conversation(service: Service, owner: str, previous: str | None) -> list[It
         if stored is None or len(parts) > MAX_PREVIOUS:
             raise ApiError(
                 400,
-                f"the response {last!r} is not stored"
-                + ("" if last == previous else f", which {previous!r} continues")
-                + ": it was deleted, displaced by newer ones, or sent with store=false",
+                f"the response {last!r}"
+                + ("" if last == previous else f", an earlier part of {previous!r},")
+                + " is not stored: it was deleted, dropped for newer ones, or sent with store=false",
                 "previous_response_id",
                 "previous_response_not_found",
             )
