@@ -106,8 +106,8 @@ def read_rope(
     With `is_partial`, `partial_rotary_factor` is the part of each head that is rotated; otherwise it must be 1.
     `theta` is the family's default for a missing `rope_theta`.
 
-    Dynamic NTK changes nothing up to `max_position_embeddings`. Beyond that it would rotate keys anew that are in the
-    cache, so models with it are limited to that length and computed without scaling.
+    Dynamic NTK changes nothing up to `max_position_embeddings`. Beyond that, it would change the rotation of keys that
+    are already in the cache, so models with it are limited to that length and computed without scaling.
     """
     # --hf-overrides may add rope_scaling to a config that has rope_parameters.
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"

@@ -245,6 +245,7 @@ def _start(
     *,
     is_batch: bool,
 ) -> Started:
+    """Do the work of `start`, with `ranks` for several processes or `peers` for engines that share experts."""
     progress("libraries", 0, 1)  # importing them takes seconds
     from tokenspeed_core.worker.local import build
     from tokenspeed_core.worker.platform import resolve_device

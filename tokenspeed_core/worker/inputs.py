@@ -164,7 +164,7 @@ class EagerInputs:
         )
 
     def _make_with_drafts(self, plan: StepPlan) -> StepInputs:
-        """Do as `make`, for decode rows with several query tokens. Attention treats all rows as chunks."""
+        """Return the inputs of a step with draft tokens; see `make`. Attention treats all rows as chunks."""
         state, kernels = self._state, self._kernels
         tokens, sampled = DraftTokens.of(plan), SampledTokens.of(plan)
         query_start = np.zeros(plan.num_rows + 1, np.int32)

@@ -42,7 +42,10 @@ def _gather_tokens(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (blocks of tokens). `lengths` is the word of the first slot's length."""
+    """Gather the token ids and positions of query tokens. Grid (blocks of tokens).
+
+    `lengths` is the word of the first slot's length.
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -128,7 +131,7 @@ def _verify_drafts(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (blocks of rows). Each lane goes through the draft tokens of a row."""
+    """Count the accepted draft tokens of each row, one row per lane. Grid (blocks of rows)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

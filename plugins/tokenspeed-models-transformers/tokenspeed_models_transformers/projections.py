@@ -109,7 +109,10 @@ def _random_angles(rotary: nn.Module | None) -> tuple[Tensor, Tensor] | None:
 def _match(
     module: nn.Module, recorded: RecordedAttention, angles: tuple[Tensor, Tensor] | None
 ) -> UsualAttention | None:
-    """Compare a copy of a module, with random weights on the CPU, with the formula."""
+    """Return the parts of a module that computes the usual formula, else None.
+
+    A copy of the module with random weights is compared with the formula on the CPU.
+    """
     layers: dict[str, Any] = dict(module.named_children())
     eps: float | None = None
     norms = set(layers) - set(_NAMES)

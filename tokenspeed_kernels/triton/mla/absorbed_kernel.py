@@ -69,10 +69,11 @@ def attend(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (tiles, splits). out [T, H, splits, L]; lse float32 [T, H, splits], -inf for parts without entries.
+    """Attend to the cache entries of each row. Grid (tiles, splits).
 
-    q [T, H, L + R]. With ONE_QUERY each row has one query and the tiles are those of its heads. With CONTEXT queries
-    see the entries before the step's own only.
+    q is [T, H, L + R], out [T, H, splits, L]; lse is float32 [T, H, splits], -inf for splits without entries. With
+    ONE_QUERY each row has one query, and its heads form the tiles. With CONTEXT queries see only the entries before the
+    step's own.
     """
     if PDL:
         gdc_wait()

@@ -43,7 +43,7 @@ def _write(
     INTERLEAVED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Rotate HEADS query heads of a token in place, or write its entry.
+    """Rotate HEADS query heads of a token in place, or write the token's cache entry.
 
     Grid (T, tiles of heads + 1). PDL: see `pdl`.
     """

@@ -60,7 +60,9 @@ def _rope_write_kv(
     HAS_NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Rotate HEADS query heads of a token in place, or as many KV heads into the cache. Grid (T, tiles of heads).
+    """Rotate HEADS query heads of a token in place, or rotate HEADS KV heads and write them to the cache.
+
+    Grid (T, tiles of heads).
 
     PDL: see `pdl`. The wait comes before `gdc_launch_dependents`, so that the many programs of the following
     attention kernel start only after the previous kernel: earlier, they would occupy the multiprocessors unevenly.

@@ -99,7 +99,7 @@ def attend(
     BLOCK_M: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """Grid (tiles, KV heads).
+    """Attend to the paged keys of each row's queries. Grid (tiles, KV heads).
 
     Surplus tiles return at once. Keys and values are descriptors of [B, K, block_size, D].
     """

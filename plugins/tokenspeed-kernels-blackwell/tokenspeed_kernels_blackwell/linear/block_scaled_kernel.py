@@ -46,7 +46,7 @@ def multiply(
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Compute y [T, N]. Grid (tiles of N, tiles of T). The weight is always the side of 128 rows.
+    """Compute y [T, N]. Grid (tiles of N, tiles of T). The weight is the left operand, in tiles of 128 rows.
 
     x and w hold PACKED values of FORMAT per element; GROUP values share a scale; `scale` is a per-tensor factor.
     """

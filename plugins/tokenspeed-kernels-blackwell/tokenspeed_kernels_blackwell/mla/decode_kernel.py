@@ -76,7 +76,9 @@ def attend(
     BLOCK_H: tl.constexpr,
     TAIL: tl.constexpr,
 ):
-    """Grid (head tiles, rows, splits). part is [T, H, splits, L]; lse float32 [T, H, splits], -inf for empty splits.
+    """Attend to the cache entries of each row. Grid (head tiles, rows, splits).
+
+    part is [T, H, splits, L]; lse is float32 [T, H, splits], -inf for empty splits.
 
     The rest of a row's last block is processed TAIL entries at a time: masking a whole block needs too many registers.
     """
