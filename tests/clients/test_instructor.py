@@ -80,7 +80,7 @@ def test_enumeration_and_boolean_are_held(client: Any) -> None:
     assert isinstance(ask(client, Verdict, SUM), Verdict)
 
 
-def test_completion_comes_with_the_model(client: Any) -> None:
+def test_completion_is_returned_with_the_model(client: Any) -> None:
     found, completion = client.chat.completions.create_with_completion(
         response_model=Person, messages=EXTRACT, model="demo", temperature=0, max_retries=0
     )

@@ -95,7 +95,7 @@ def test_system_prompt_and_options(model: str) -> None:
     assert "68" in output("-m", model, "-s", "Be brief.", *flags, SUM)
 
 
-def test_conversation_goes_on(model: str) -> None:
+def test_conversation_continues(model: str) -> None:
     output("-m", model, "My name is Maria.")
     assert "Maria" in output("-c", "What is my name?")
 

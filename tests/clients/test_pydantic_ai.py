@@ -80,7 +80,7 @@ async def test_agent_runs_tools(model: Any) -> None:
     assert "21" in result.output
 
 
-async def test_conversation_goes_on(model: Any) -> None:
+async def test_conversation_continues(model: Any) -> None:
     asking = agent(model)
     first = await asking.run("My name is Maria.")
     second = await asking.run("What is my name?", message_history=first.all_messages())

@@ -62,7 +62,7 @@ def test_needless_flags_may_stay(caplog: pytest.LogCaptureFixture, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", [*ACCEPTED, *ACCEPTED_WITH_VALUE])
-def test_needless_setting_is_no_keyword_and_cannot_be_off(name: str) -> None:
+def test_needless_setting_is_refused_as_keyword_and_if_false(name: str) -> None:
     assert name not in ServerConfig.model_fields
     for given in (
         lambda: ServerConfig.from_keywords(**{name: True}),

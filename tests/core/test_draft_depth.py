@@ -173,7 +173,7 @@ def test_new_sequence_does_not_inherit_slot_history() -> None:
     assert depth.choose(slots, np.full(1, 4, np.int32), None, 1, 100) == fresh
 
 
-def test_short_sequences_profit_from_the_acceptance_of_earlier_ones() -> None:
+def test_short_sequences_use_the_acceptance_of_earlier_ones() -> None:
     simulation = Simulation(1, 0.95, 1.0, 0.2, seed=1, claimed=None, overhead=0.2)
     for _ in range(60):
         simulation.speedup(3)

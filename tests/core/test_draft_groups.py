@@ -15,7 +15,7 @@ def test_equal_groups_share_block_tables() -> None:
     assert names == {"all": "full"}
 
 
-def test_other_groups_stand_alone() -> None:
+def test_different_groups_are_not_joined() -> None:
     for other in (
         FullAttention("full", 2, 2, 64),
         LatentAttention("full", 2, 64, 16),

@@ -212,7 +212,7 @@ def test_blocks_of_a_failed_step_are_not_cached(place: str) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("step", [1, 2, 5])
-def test_failed_step_that_a_mask_waits_for(step: int, depth: int) -> None:
+def test_mask_of_a_failed_step_ends_the_sequence(step: int, depth: int) -> None:
     world = World(depth=depth)
     runner = watched(world, "collect", step)
     world.submit(request(0, [1, 2, 3], max_tokens=10, priority=MASKED))

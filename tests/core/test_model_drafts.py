@@ -47,7 +47,7 @@ def drafts(depth: Paused, columns: SlotColumns) -> ModelDrafts:
     return ModelDrafts(depth, LIMITS, columns)
 
 
-def test_rows_verify_what_the_step_before_made(drafts: ModelDrafts) -> None:
+def test_rows_verify_drafts_of_the_previous_step(drafts: ModelDrafts) -> None:
     assert drafts.count(slots(0, 1), slots(9, 9)) is None
     assert drafts.next_drafts(slots(0, 1), 0) == NextDraftCount(3)
     counts = drafts.count(slots(0, 1, 2), slots(9, 1, 9))
@@ -78,7 +78,7 @@ def test_rows_with_processors_get_none(drafts: ModelDrafts, columns: SlotColumns
     assert counts.tolist() == [0, 3]
 
 
-def test_host_knows_the_draft_tokens_of_grammars(drafts: ModelDrafts, columns: SlotColumns) -> None:
+def test_host_gets_the_draft_tokens_of_grammars(drafts: ModelDrafts, columns: SlotColumns) -> None:
     columns.has_grammar[0] = True
     columns.num_grammars = 1
     assert drafts.next_drafts(slots(0, 1), 0) == NextDraftCount(3, returns_ids=True)

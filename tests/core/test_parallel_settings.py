@@ -29,7 +29,7 @@ def sizes(**keywords: Any) -> tuple[int, ...]:
         ({"nprocs_per_node": 2, "nnodes": 2, "dist_init_addr": "a:1"}, (4, 4, 4, 1, 4)),
     ],
 )
-def test_sizes_follow_from_each_other(keywords: dict[str, Any], expected: tuple[int, ...]) -> None:
+def test_missing_sizes_are_derived(keywords: dict[str, Any], expected: tuple[int, ...]) -> None:
     assert sizes(**keywords) == expected
 
 

@@ -142,7 +142,7 @@ def test_failing_hook_of_a_named_plugin_ends_the_start(
     assert "\n" not in message
 
 
-def test_middleware_that_is_no_app_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_middleware_that_returns_no_app_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
     assert registered(bad=plugin(add_middleware=lambda app: "app")).add_middleware(print) is print
     assert "ASGI" in caplog.text
 

@@ -150,7 +150,7 @@ def test_engine_applies_the_budget_to_all_prompts_together(clock: list[float]) -
     world.check(3)
 
 
-def test_last_token_in_flight_is_no_decode() -> None:
+def test_last_token_in_flight_needs_no_decode() -> None:
     world = World(chunk_size=64)
     rows = world.scheduler.columns
     world.submit(request(0, list(range(20)), max_tokens=1))

@@ -41,7 +41,7 @@ def test_model_validate_keeps_pydantics_error() -> None:
         SamplingParams.model_validate({"n": 0})
 
 
-def test_repr_shows_what_was_changed() -> None:
+def test_repr_shows_changed_parameters() -> None:
     params = SamplingParams(temperature=0.5, stop="END", logit_bias={3: 1})
     assert repr(SamplingParams()) == "SamplingParams()"
     assert eval(repr(params)) == params

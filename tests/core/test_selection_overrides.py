@@ -323,7 +323,7 @@ def test_table_fits_a_screen() -> None:
     assert "five dist-five prefill, layers 0-5 " in rows
 
 
-def test_op_that_a_named_backend_lacks_says_what_to_type() -> None:
+def test_op_missing_in_a_named_backend_gets_a_hint() -> None:
     # As with `--moe-backend deepgemm`, which has experts and no router.
     kernels = (kernel("greedy-only", "greedy"), kernel("plain", "sample"))
     given = [Override.parse("sampling", ("greedy-only",), "--sampling-backend")]

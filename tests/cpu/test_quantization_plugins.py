@@ -80,7 +80,7 @@ def test_unquantized_checkpoint_has_no_method(catalog: Catalog) -> None:
         find(catalog, {}, "acmé")
 
 
-def test_refused_form_names_what_was_found(catalog: Catalog) -> None:
+def test_refused_form_is_named_in_the_error(catalog: Catalog) -> None:
     with pytest.raises(CheckpointError, match=r"not supported: acme: bits is 3\. Supported: 2\."):
         find(catalog, {"quantization_config": {**ACME, "bits": 3}})
     with pytest.raises(CheckpointError, match=r"installed: aaa, acme, .*awq"):

@@ -93,7 +93,7 @@ def test_client_parses_structured_output(sdk: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "get_weather"}}]
 )
-def test_forced_call_comes_whatever_is_asked(sdk: openai.OpenAI, choice: Any) -> None:
+def test_forced_call_is_made_for_any_prompt(sdk: openai.OpenAI, choice: Any) -> None:
     ask = {**CALLING, "messages": ADDING["messages"], "tool_choice": choice, "max_tokens": 600}
     reply = whole(sdk, ask)
     assert reply == streamed(sdk, ask)

@@ -202,7 +202,7 @@ def test_logprobs_n_seed_and_stop_work(sdk: openai.OpenAI) -> None:
 # -- many clients -------------------------------------------------------------------------------------------
 
 
-def test_echo_scores_a_prompt_as_its_generation_did(sdk: openai.OpenAI) -> None:
+def test_echo_scores_equal_those_of_generation(sdk: openai.OpenAI) -> None:
     made = sdk.completions.create(**DEMO, prompt="12 + 34 =", max_tokens=8, logprobs=1, echo=True)
     given = made.choices[0].logprobs
     assert given is not None and given.token_logprobs is not None

@@ -148,7 +148,7 @@ def test_blocks_are_free_after_aborts(runner: LocalRunner) -> None:
     assert (counts.held, counts.pending) == (0, 0)
 
 
-def test_draft_layer_computes_what_it_was_trained_for(
+def test_draft_layer_equals_the_trained_module(
     runner: LocalRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first draft token after each prefix of an answer is that of the module that was trained."""

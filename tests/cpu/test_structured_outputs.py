@@ -190,7 +190,7 @@ def test_structured_output_refuses_ignore_eos(llm: LLM) -> None:
         llm.generate(PROMPT, SamplingParams(structured_outputs={"regex": "a"}, ignore_eos=True))
 
 
-def test_no_backend_is_refused_with_what_to_do() -> None:
+def test_missing_backend_is_refused_with_a_hint() -> None:
     with (
         LLM(grammar_backend="none", max_total_tokens=512) as llm,
         pytest.raises(BadRequestError, match="grammar-backend"),

@@ -85,7 +85,7 @@ def test_clients_end_when_the_parent_is_killed(
     assert left == []
 
 
-def test_ctrl_c_keeps_what_was_answered() -> None:
+def test_ctrl_c_keeps_finished_answers() -> None:
     async def mostly_hangs(exchange: Exchange) -> None:
         if exchange.number == 4:  # the users wait for it and the one before
             os.kill(os.getpid(), signal.SIGINT)

@@ -200,7 +200,7 @@ def test_unusable_server_is_reported_in_one_line() -> None:
     )
 
 
-def test_refused_token_ids_are_made_smaller() -> None:
+def test_refused_token_ids_are_replaced_by_smaller_ones() -> None:
     async def small(exchange: Exchange) -> None:
         if max(exchange.body["prompt"]) >= 1_500:
             exchange.refuse("400 Bad Request", "token ids must be below 1500")

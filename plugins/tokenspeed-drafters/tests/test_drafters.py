@@ -91,7 +91,7 @@ def finish(drafter: Drafter, tenant: str, prompt: list[int], answer: list[int]) 
     drafter.end(0)
 
 
-def test_suffix_learns_from_answers_of_the_same_key() -> None:
+def test_suffix_uses_earlier_answers_of_the_same_key() -> None:
     drafter = SuffixDrafter(context())
     for _ in range(3):
         finish(drafter, "one", [1, 2, 3], list(range(50, 70)))

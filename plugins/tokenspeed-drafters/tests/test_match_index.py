@@ -48,7 +48,7 @@ def unlimited(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("unlimited")
 @settings(max_examples=150)
 @given(first=TEXTS, rest=TEXTS)
-def test_search_finds_what_a_scan_of_the_text_finds(first: list[int], rest: list[int]) -> None:
+def test_search_equals_a_scan_of_the_text(first: list[int], rest: list[int]) -> None:
     index = MatchIndex(256)
     index.append_all(as_array(first))
     for start in range(0, len(rest), 3):

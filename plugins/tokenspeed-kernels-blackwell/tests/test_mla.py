@@ -42,7 +42,7 @@ def selector(capability: tuple[int, int], *backends: str) -> Selector:
 
 
 @pytest.mark.parametrize("num_heads", [16, 64, 128])
-def test_auto_selects_the_own_kernel(num_heads: int) -> None:
+def test_auto_selects_the_kernel_without_a_library(num_heads: int) -> None:
     problem = {**DEEPSEEK, "num_heads": num_heads}
     for names, taken in (((), "blackwell"), (("trtllm_mla",), "trtllm_mla")):
         chosen = selector((10, 3), *names)

@@ -110,7 +110,7 @@ def test_raw_events_follow_the_published_sequence() -> None:
     run(test)
 
 
-def test_thinking_and_tool_use_have_blocks_of_their_own() -> None:
+def test_thinking_and_tool_use_are_separate_blocks() -> None:
     async def test() -> None:
         reply = f"<think>\nI need the weather.\n</think>\n\n{CALL}\n{CALL}"
         async with serving(reply) as (client, engine):

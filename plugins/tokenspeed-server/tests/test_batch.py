@@ -215,7 +215,7 @@ def test_engine_process_answers_and_ends(tmp_path: Path) -> None:
     assert "drained" in (tmp_path / "log").read_text()
 
 
-def test_interrupt_keeps_what_is_answered(tmp_path: Path) -> None:
+def test_interrupt_keeps_finished_answers(tmp_path: Path) -> None:
     made, source, target = batch(tmp_path, step_seconds=0.01)
     endless = line("b", prompt=[394, 70], max_tokens=500)
     source.write_bytes(line("a", max_tokens=1) + endless + line("c", max_tokens=2) + endless)

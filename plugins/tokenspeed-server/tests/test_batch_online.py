@@ -188,7 +188,7 @@ def test_lost_server_ends_the_run_and_keeps_results(reply: bytes) -> None:
     asyncio.run(run())
 
 
-def test_interrupt_keeps_what_is_answered() -> None:
+def test_interrupt_keeps_finished_answers() -> None:
     class Writing(io.BytesIO):
         """Interrupts this process after the first result."""
 

@@ -92,7 +92,7 @@ def test_each_request_has_one_line_with_its_id(
     assert line["seconds"] >= 0
 
 
-def test_line_of_a_refusal_has_its_reason() -> None:
+def test_refused_request_is_logged_with_its_reason() -> None:
     with lines() as found:
         (response,) = ask(("POST", "/v1/completions", {**PROMPT, "max_tokens": -1}))
     assert found[0]["reason"] == response.json()["error"]["message"]

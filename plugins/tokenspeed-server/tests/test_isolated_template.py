@@ -93,7 +93,7 @@ def test_template_that_is_killed_is_replaced(template: IsolatedTemplate) -> None
     assert template.render(MESSAGES)
 
 
-def test_template_whose_process_cannot_live_is_unavailable(
+def test_template_is_unavailable_if_its_process_keeps_dying(
     template: IsolatedTemplate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def die(renderer: _Renderer, data: bytes, seconds: float) -> tuple[str, str]:

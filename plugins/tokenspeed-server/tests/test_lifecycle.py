@@ -142,7 +142,7 @@ def test_second_signal_ends_at_once(tmp_path: Path, streams: bool) -> None:
         assert "engine" not in answers[0].text
 
 
-def test_idle_server_says_that_it_stops(tmp_path: Path) -> None:
+def test_idle_server_logs_its_stop(tmp_path: Path) -> None:
     with running(tmp_path) as server:
         server.process.send_signal(signal.SIGINT)
         assert ended(server) == 0

@@ -104,7 +104,7 @@ def test_other_signals_drain_too(tmp_path: Path, number: signal.Signals) -> None
         assert server.process.wait(60) == 0
 
 
-def test_every_tenant_has_a_salt_of_its_own(tmp_path: Path) -> None:
+def test_every_tenant_has_its_own_salt(tmp_path: Path) -> None:
     with running(tmp_path, options={"api_key": "first,second"}) as server:
         for key in ("first", "second"):
             headers = {"authorization": f"Bearer {key}"}
@@ -135,7 +135,7 @@ def test_control_tokens_in_messages_are_text(server: Running) -> None:
         assert raw == [end]  # prompts of completions are the caller's own
 
 
-def test_health_tells_when_every_request_fails(server: Running) -> None:
+def test_health_fails_after_consecutive_failed_requests(server: Running) -> None:
     with server.client() as client:
         for _ in range(MAX_FAILURES):
             assert client.get("/health").status_code == 200

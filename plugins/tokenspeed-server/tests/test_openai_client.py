@@ -64,7 +64,7 @@ def test_parallel_calls_can_be_refused(stream: bool) -> None:
     run(test)
 
 
-def test_conversation_with_a_call_goes_on() -> None:
+def test_conversation_with_a_call_continues() -> None:
     async def test() -> None:
         async with serving(CALL, "Sunny.") as (client, engine):
             first = await client.chat.completions.create(**ASK, tools=[TOOL])

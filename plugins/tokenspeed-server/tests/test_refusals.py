@@ -273,7 +273,7 @@ def test_error_quotes_odd_field_names(client: httpx.Client) -> None:
     assert json.loads(response.content)["error"]["code"] == "unknown_field"
 
 
-def test_unavailable_template_process_is_not_the_client_s_fault(
+def test_unavailable_template_process_gives_status_503(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def render(*arguments: Any, **options: Any) -> str:

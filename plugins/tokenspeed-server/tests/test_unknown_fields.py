@@ -198,7 +198,7 @@ def test_text_parts_are_joined() -> None:
         ("{{ messages | length }}", "high", "1"),
     ],
 )
-def test_reasoning_effort_sets_what_the_template_reads(
+def test_reasoning_effort_sets_variables_of_the_template(
     template: str, effort: str, text: str
 ) -> None:
     assert text_of(template, chat(reasoning_effort=effort)) == text
