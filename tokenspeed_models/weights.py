@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from tokenspeed_core.api import ONE_PROCESS, ProcessGroup
+from tokenspeed_models.loading.pages import exact_pages
 
 Groups = Callable[[str], ProcessGroup]
 """Returns a process group by its name, such as `BuildContext.group`."""
@@ -115,10 +117,9 @@ class StackedShard:
         sizes = [rows for rows, _ in self.parts]
         parts = tensor.split_with_sizes(sizes, dim=self.axis)
         pairs = zip(self.parts, parts, strict=True)
-        return torch.cat(
-            [replace(shard, axis=self.axis).take(part, groups) for (_, shard), part in pairs],
-            dim=self.axis,
-        )
+        views = [replace(shard, axis=self.axis).take(part, groups) for (_, shard), part in pairs]
+        with exact_pages(*views):
+            return torch.cat(views, dim=self.axis)
 
 
 Shards = Shard | StackedShard | tuple[Shard | StackedShard, ...] | None
@@ -197,13 +198,14 @@ class WeightSlot:
         """Store this process's part of a checkpoint's tensor, on any device and in any float dtype."""
         if self.kind == "scale":
             tensor = tensor.reshape(self.shape(groups))
-        tensor = take_shards(self.shard, tensor, groups)
-        if self.on_load is not None:
-            self.on_load(tensor)
-        elif self.quantization is None or tensor.dtype == self.target.dtype:
-            self.target.copy_(tensor)
-        else:
-            self.quantization.store(tensor.to(self.target.device, self.quantization.dtype))
+        part = take_shards(self.shard, tensor, groups)
+        with exact_pages(part) if groups("world").size > 1 else nullcontext():
+            if self.on_load is not None:
+                self.on_load(part)
+            elif self.quantization is None or part.dtype == self.target.dtype:
+                self.target.copy_(part)
+            else:
+                self.quantization.store(part.to(self.target.device, self.quantization.dtype))
 
     def mismatch(self, tensor: torch.Tensor, groups: Groups = ONE_PROCESS.group) -> str:
         """Return why a tensor does not fit the slot, or "". Scales may have more or fewer axes of size 1."""
@@ -286,7 +288,9 @@ class _Scales:
                 f"{name} is {tensor.dtype}, expected a float of 16 or more bits"
             )
         else:
-            target.copy_(take_shards(shard, tensor.view(expected), self._groups))
+            part = take_shards(shard, tensor.view(expected), self._groups)
+            with exact_pages(part) if self._groups("world").size > 1 else nullcontext():
+                target.copy_(part)
 
     def missing(self) -> list[str]:
         """Return the scales that quantized weights lack."""

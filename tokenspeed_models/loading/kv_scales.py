@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 import struct
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from tokenspeed_core.api import KVScale
+from tokenspeed_models.loading.safetensors_header import read_header
 from tokenspeed_models.loading.shards import SAFETENSORS, find_shards
 
 # llm-compressor and ModelOpt write k_scale and v_scale, AutoFP8 wrote one kv_scale, and Quark writes output_scale.
@@ -46,25 +45,18 @@ def read_kv_scales(path: str) -> Mapping[int, KVScale]:
 def _scalars(file: Path) -> Iterator[tuple[str, float]]:
     """Yield the scales of a file with their names."""
     with file.open("rb") as opened:
-        try:
-            (size,) = struct.unpack("<Q", opened.read(8))
-            header: Mapping[str, Any] = json.loads(opened.read(size))
-        except (struct.error, ValueError, OverflowError, MemoryError) as error:
-            raise ValueError(
-                f"{file} cannot be read: {error}. The file is truncated or damaged. Copy or download it again."
-            ) from error
-        for name, entry in header.items():
-            if not _NAME.match(name):
+        for entry in read_header(file):
+            if not _NAME.match(entry.name):
                 continue
-            if entry["dtype"] not in _FORMATS or prod(entry["shape"]) != 1:
+            if entry.dtype not in _FORMATS or prod(entry.shape) != 1:
                 raise ValueError(
-                    f"{name} is {entry['dtype']} of shape {entry['shape']}. Supported: one float for each layer. Give "
-                    "--quantization-param-path, or --kv-cache-dtype auto."
+                    f"{entry.name} is {entry.dtype} of shape {list(entry.shape)}. Supported: one float for each layer. "
+                    "Give --quantization-param-path, or --kv-cache-dtype auto."
                 )
-            form = _FORMATS[entry["dtype"]]
-            opened.seek(8 + size + entry["data_offsets"][0])
+            form = _FORMATS[entry.dtype]
+            opened.seek(entry.start)
             (value,) = struct.unpack(form, opened.read(struct.calcsize(form)))
             # A bfloat16 is the upper half of a float32.
             if form == "<H":
                 (value,) = struct.unpack("<f", struct.pack("<I", value << 16))
-            yield name, value
+            yield entry.name, value
