@@ -102,6 +102,28 @@ def test_refused_request_is_logged_with_its_reason() -> None:
     assert "key" in found[0]["reason"]
 
 
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/nowhere"),
+        ("PUT", "/v1/models"),
+        ("GET", "/v1/responses/x/input_items?limit=1e5"),
+        ("GET", "/v1/models/other"),
+    ],
+)
+def test_line_of_a_wrong_address_has_its_reason(method: str, path: str) -> None:
+    with lines() as found:
+        (response,) = ask((method, path, {}))
+    assert response.status_code in (400, 404, 405)
+    assert found[0]["reason"] == response.json()["error"]["message"]
+
+
+def test_line_of_a_long_path_is_short() -> None:
+    with lines() as found:
+        ask(("GET", "/v1/models/" + "a" * 20_000, {}))
+    assert len(json.dumps(found[0])) < 3000
+
+
 def test_probes_have_no_lines() -> None:
     with lines() as found:
         responses = ask(*(("GET", path, {}) for path in ("/health", "/ready", "/v1/stats")))

@@ -153,22 +153,25 @@ def _respond(error: ApiError, path: str) -> Response:
     return Response(body, error.status, error.headers, "application/json")
 
 
-async def _on_api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
+def _refuse(request: Request, error: ApiError) -> Response:
+    """Return an error, and record it for the request's line in the log."""
     set_reason(request.scope, error.message)
     return _respond(error, request.url.path)
 
 
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _refuse(request, error)
+
+
 async def _on_bad_request(request: Request, error: Exception) -> Response:
     assert isinstance(error, BadRequestError)
-    set_reason(request.scope, error.message)
-    return _respond(ApiError(400, error.message, error.param, error.code), request.url.path)
+    return _refuse(request, ApiError(400, error.message, error.param, error.code))
 
 
 async def _on_request_failed(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestFailedError)
-    set_reason(request.scope, str(error))
-    return _respond(ApiError.of(error), request.url.path)
+    return _refuse(request, ApiError.of(error))
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -177,11 +180,10 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     path = request.url.path
     if error.status_code == 405:
         allowed = (error.headers or {})["Allow"]
-        return _respond(
-            ApiError(405, f"{path} takes {allowed} only", headers={"allow": allowed}), path
-        )
+        message = f"{path} takes {allowed} only"
+        return _refuse(request, ApiError(405, message, headers={"allow": allowed}))
     message = f"no route {path}" if error.status_code == 404 else str(error.detail)
-    return _respond(ApiError(error.status_code, message), path)
+    return _refuse(request, ApiError(error.status_code, message))
 
 
 async def _on_bad_parameter(request: Request, error: Exception) -> Response:
@@ -189,7 +191,7 @@ async def _on_bad_parameter(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     name = str(first["loc"][-1])
-    return _respond(ApiError(400, f"{name}: {first['msg']}", name), request.url.path)
+    return _refuse(request, ApiError(400, f"{name}: {first['msg']}", name))
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:

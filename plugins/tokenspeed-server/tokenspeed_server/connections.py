@@ -137,7 +137,9 @@ class Connection(H11Protocol):
         try:
             return self._counted_event()
         except h11.RemoteProtocolError as error:
-            status, reason = error.error_status_hint, str(error)[:MAX_REASON]
+            # h11 quotes what it received.
+            reason = str(error).partition(": bytearray(")[0][:MAX_REASON]
+            status = error.error_status_hint
             host = self.client[0] if self.client else ""
             log.info(
                 "malformed request %s: %s",

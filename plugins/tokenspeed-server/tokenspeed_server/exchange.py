@@ -19,6 +19,7 @@ _EXPECTED_OF_PROBES = (200, 503)
 CLIENT_LEFT = "the client disconnected"
 _MAX_LABEL = 128  # characters of the client's own request id that are kept
 _MAX_REASON = 500  # characters of a reason in the log
+_MAX_PATH = 500  # characters of a path in the log
 
 log = logging.getLogger("tokenspeed.http")
 
@@ -76,18 +77,19 @@ class Exchange:
         seconds = time.monotonic() - self.started_at
         reason = " ".join(self.reason.split())[:_MAX_REASON]
         label = f" ({self.client_request_id})" if self.client_request_id else ""
+        path = self.path[:_MAX_PATH]
         log.log(
             logging.WARNING if self.status >= 500 else logging.INFO,
             "%s %s %s %.3f s%s%s",
             self.method,
-            self.path.replace("\n", "\\n"),
+            path.replace("\n", "\\n"),
             self.status or "no response",
             seconds,
             label,
             f": {reason}" if reason else "",
             extra=log_fields(
                 method=self.method,
-                path=self.path,
+                path=path,
                 client=self.client,
                 status=self.status,
                 seconds=round(seconds, 6),
