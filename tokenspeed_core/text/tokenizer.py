@@ -206,8 +206,10 @@ class Tokenizer:
         return len(encoding)
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of all tokens at once."""
-        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        """Return the text of all tokens at once, mostly without the GIL (see `encode`)."""
+        ids = token_ids.tolist() if isinstance(token_ids, np.ndarray) else list(token_ids)
+        (text,) = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
+        return text
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
         """Return a detokenizer for one sequence."""
