@@ -238,7 +238,7 @@ def _option(kind: type[Config], name: str, width: int) -> list[str]:
             f"  {kind.narrowed(name)}", width, subsequent_indent="  ", break_on_hyphens=False
         )
     text = str(field.description).removesuffix(".")
-    if field.default is not None:
+    if field.default is not None and "default:" not in text:
         text += f"; default: {as_written(field.default)}"
     installed = _installed(kind.metadata(name)["kind"])
     if installed:
