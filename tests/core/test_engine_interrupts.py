@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import signal
+import socket
 import threading
 from types import FrameType
 
 import pytest
 
+from tokenspeed_core.engine import interrupts
 from tokenspeed_core.engine.interrupts import deferred_interrupts
 
 
@@ -77,3 +79,44 @@ def test_other_threads_defer_nothing() -> None:
     thread.start()
     thread.join()
     assert handlers == [signal.default_int_handler]
+
+
+def test_step_that_outlives_an_interrupt_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupts, "STUCK_SECONDS", 0.01)
+    ended = threading.Event()
+
+    def generate() -> None:
+        with deferred_interrupts(ended.set):
+            signal.raise_signal(signal.SIGINT)
+            assert ended.wait(10)
+
+    with pytest.raises(KeyboardInterrupt):
+        generate()
+
+
+def test_step_that_ends_in_time_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupts, "STUCK_SECONDS", 1.0)
+    ended = threading.Event()
+    with pytest.raises(KeyboardInterrupt), deferred_interrupts(ended.set):
+        signal.raise_signal(signal.SIGINT)
+    for each in threading.enumerate():
+        if isinstance(each, threading.Timer):
+            each.join()
+    assert not ended.is_set()
+
+
+def test_wakeup_descriptor_of_the_program_gets_all_signals() -> None:
+    theirs, ours = socket.socketpair()
+    with theirs, ours:
+        theirs.settimeout(10)
+        ours.setblocking(False)
+        old = signal.signal(signal.SIGUSR1, lambda number, frame: None)
+        before = signal.set_wakeup_fd(ours.fileno())
+        try:
+            with deferred_interrupts(lambda: None):
+                signal.raise_signal(signal.SIGUSR1)
+                assert theirs.recv(1) == bytes([signal.SIGUSR1])
+            assert signal.set_wakeup_fd(before) == ours.fileno()
+        finally:
+            signal.set_wakeup_fd(before)
+            signal.signal(signal.SIGUSR1, old)

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 STUCK_SECONDS = 5.0  # that a step may take after Ctrl-C if it waits for other processes
@@ -55,25 +55,32 @@ def deferred_interrupts(
 
 @contextmanager
 def _watched(end_stuck_step: Callable[[], None]) -> Iterator[None]:
-    """Call a function from another thread if a block goes on for `STUCK_SECONDS` after SIGINT."""
+    """Call a function from another thread if a block goes on for `STUCK_SECONDS` after SIGINT.
+
+    Python writes the number of each signal to one descriptor only. The thread passes them on to the descriptor that the
+    program had set before, such as that of an event loop.
+    """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
-    is_done = threading.Event()
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    timer = threading.Timer(STUCK_SECONDS, end_stuck_step)
+    timer.daemon = True
 
     def watch() -> None:
-        while (number := os.read(reading, 1)) and number[0] != signal.SIGINT:
-            pass
-        if number and not is_done.wait(STUCK_SECONDS):
-            end_stuck_step()
+        while number := os.read(reading, 1):
+            if before >= 0:
+                with suppress(OSError):  # it is full or closed
+                    os.write(before, number)
+            if number[0] == signal.SIGINT and timer.ident is None:
+                timer.start()
 
     thread = threading.Thread(target=watch, name="interrupts", daemon=True)
-    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     thread.start()
     try:
         yield
     finally:
-        is_done.set()
         signal.set_wakeup_fd(before)
         os.close(writing)
         thread.join()
         os.close(reading)
+        timer.cancel()
