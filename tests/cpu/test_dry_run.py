@@ -153,6 +153,18 @@ def test_one_of_target_and_draft_model_may_be_downloaded(
     assert downloads[1:] == ([] if revision else [("maker/tiny", None, "folder")])
 
 
+@pytest.mark.parametrize("draft", [str(CHECKPOINT), "demo"])
+def test_download_folder_is_refused_if_both_models_are_local(draft: str) -> None:
+    config = Config.from_keywords(
+        model=str(CHECKPOINT),
+        download_dir="folder",
+        speculative_algorithm="draft_model",
+        speculative_draft_model_path=draft,
+    )
+    with pytest.raises(ConfigError, match="download_dir"):
+        resolve(config, discover(config), with_weights=False)
+
+
 def test_missing_tokenizer_fails_before_weights_load(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -55,7 +55,7 @@ def resolve_checkpoint(
     ConfigError or PluginError.
     """
     name = config.model if config.model is not None else DEFAULT
-    path, files = locate(name, config, catalog, with_weights, _hub_settings(config))
+    path, files = locate(name, config, catalog, with_weights, _hub_settings(config, catalog))
     model_config = read_json(path / "config.json")
     # ModelOpt writes the quantization settings to a separate file.
     quantization = path / "hf_quant_config.json"
@@ -125,26 +125,16 @@ def locate(
 
     Raises ConfigError if `hub_settings` are given and the name is not a hub id.
     """
-    # Path.expanduser raises for an unknown user.
-    folder = Path(os.path.expanduser(name))
-    if folder.is_dir():
-        _refuse(hub_settings, config, f"{name} is a local directory")
-        return folder, _names(folder)
-    if folder.is_file():
-        raise CheckpointError(
-            f"{name} is a file; give the directory with config.json and the weights"
-            + ("; GGUF is not supported" if folder.suffix == ".gguf" else "")
-        )
-    bundled = catalog.names("checkpoints")
-    if catalog.is_installed("checkpoints", name):
-        _refuse(hub_settings, config, f"{name} is a bundled checkpoint")
-        folder = Path(catalog.need(catalog.get("checkpoints", name), Checkpoint).path)
+    folder = _local(name, catalog)
+    if folder is not None:
+        _refuse(hub_settings, config, f"{name} is not downloaded")
         return folder, _names(folder)
     if name == DEFAULT:
         raise CheckpointError(
             "no model is given and the demo is not installed; give a directory or a hub id, or run "
             "`pip install 'tokenspeed-core[default]'`"
         )
+    bundled = catalog.names("checkpoints")
     if not _REPO.match(name) or name.startswith("."):
         raise CheckpointError(f"no such directory: {name}{suggest(name, bundled)}")
     listed: list[str] = []
@@ -165,13 +155,30 @@ def locate(
     return folder, tuple(listed) or _names(folder)
 
 
-def _hub_settings(config: Config) -> tuple[str, ...]:
+def _local(name: str, catalog: Catalog) -> Path | None:
+    """Return the directory that a name stands for, None if it may be a hub id. Raises CheckpointError, PluginError."""
+    # Path.expanduser raises for an unknown user.
+    folder = Path(os.path.expanduser(name))
+    if folder.is_dir():
+        return folder
+    if folder.is_file():
+        raise CheckpointError(
+            f"{name} is a file; give the directory with config.json and the weights"
+            + ("; GGUF is not supported" if folder.suffix == ".gguf" else "")
+        )
+    if catalog.is_installed("checkpoints", name):
+        return Path(catalog.need(catalog.get("checkpoints", name), Checkpoint).path)
+    return None
+
+
+def _hub_settings(config: Config, catalog: Catalog) -> tuple[str, ...]:
     """Return the settings that have no effect if the target model is not downloaded."""
     if config.origin("model") == "auto":  # another process downloaded it to this directory
         return ()
     drafter = config.speculation()
-    has_draft_model = drafter is not None and drafter.draft_model is not None
-    return ("revision",) if has_draft_model else ("revision", "download_dir")
+    draft = None if drafter is None else drafter.draft_model
+    is_downloaded = draft is not None and _local(draft, catalog) is None
+    return ("revision",) if is_downloaded else ("revision", "download_dir")
 
 
 def _refuse(names: Sequence[str], config: Config, why: str) -> None:
