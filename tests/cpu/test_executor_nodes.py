@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -52,14 +53,31 @@ def test_two_nodes_serve_and_end_together(tmp_path: Path) -> None:
 
 
 def test_node_with_other_settings_cannot_join() -> None:
+    assert_refused({}, {"max_num_seqs": 3}, r"--max-num-seqs is 3 on node 1 and 256 on node 0")
+
+
+def test_nodes_may_have_the_draft_model_in_different_folders() -> None:
+    def drafting(folder: str) -> dict[str, Any]:
+        return {"speculative_algorithm": "draft_model", "speculative_draft_model_path": folder}
+
+    def configured(folder: str) -> dict[str, Any]:
+        return {"speculative_config": {"method": "draft_model", "model": folder}}
+
+    for drafter in (drafting, configured):
+        theirs = {**drafter("/there"), "strict_plugins": True}
+        assert_refused(drafter("/here"), theirs, "--strict-plugins is on on node 1")
+
+
+def assert_refused(ours_only: dict[str, Any], theirs_only: dict[str, Any], message: str) -> None:
+    """Let a node with other settings join, and check why it is refused."""
     address = free_address()
     nodes = {"tensor_parallel_size": 2, "nnodes": 2, "dist_init_addr": address}
-    ours = Config.from_keywords(**nodes)
-    theirs = Config.from_keywords(**nodes, node_rank=1, max_num_seqs=3)
+    ours = Config.from_keywords(**nodes, **ours_only)
+    theirs = Config.from_keywords(**nodes, node_rank=1, **theirs_only)
     executor = NodesExecutor(ExecutorJob(2, 1, "cpu"), ours)
     executor.start({}, lambda end: None)
     try:
-        with pytest.raises(ConfigError, match=r"--max-num-seqs is 3 on node 1 and 256 on node 0"):
+        with pytest.raises(ConfigError, match=message):
             run_node(theirs, Catalog.discover())
     finally:
         executor.close(1)

@@ -32,7 +32,15 @@ ALIVE_SECONDS = 1.0  # between heartbeats
 LOST_SECONDS = 3.0  # without a heartbeat
 TICK_MS = 100
 CLOSE_SECONDS = 5.0
-_MAY_DIFFER = {"model", "revision", "download_dir", "tokenizer", "node_rank", "log_level"}
+_MAY_DIFFER = {
+    "model",
+    "revision",
+    "download_dir",
+    "tokenizer",
+    "speculative_draft_model_path",
+    "node_rank",
+    "log_level",
+}
 log = logging.getLogger("tokenspeed.executor")
 
 
@@ -259,6 +267,8 @@ class _Node:
 def _comparable(config: Config) -> dict[str, Any]:
     """Return the settings that must be the same on all nodes."""
     values = config.to_wire()["values"]
+    if values["speculative_config"] is not None:
+        values["speculative_config"]["model"] = None
     return {
         name: value
         for name, value in values.items()
