@@ -61,7 +61,7 @@ class EngineLoop:
         ready: Ready,
         sockets: Sequence[Socket],
         parent_fd: int,
-        publish: Callable[[], None] = lambda: None,
+        publish: Callable[[], None] | None = None,
         ranks: Ranks | None = None,
         lockstep: LockstepRunner | None = None,
     ) -> None:
@@ -106,7 +106,8 @@ class EngineLoop:
                 send_outputs(self._sockets, outputs)
             for rejected in engine.take_rejected():
                 send(self._sockets[rejected.request_id >> WORKER_SHIFT], rejected)
-            self._publish()
+            if self._publish is not None:
+                self._publish()
             self._send_heartbeat()
             if self._is_draining and not engine.has_work and self._may_end():
                 return
@@ -222,43 +223,36 @@ def _serve(settings: dict[str, Any], sockets: Sequence[Socket], parent_fd: int) 
     gc.collect()
     gc.freeze()
     try:
-        run_engine(config, started, sockets, parent_fd, replica)
+        _run_engine(config, started, sockets, parent_fd, replica)
     finally:
         started.engine.close()
 
 
-def run_engine(
+def _run_engine(
     config: Config,
     started: Started,
     sockets: Sequence[Socket],
     parent_fd: int,
-    replica: int = 0,
+    replica: int,
 ) -> None:
     """Serve, and publish KV events if they are on. Raises the errors of `EngineLoop.run`, and CapacityError."""
-    events = config.kv_events_config
-    if events is None or not events.enable_kv_cache_events:
-        EngineLoop(
-            started.engine,
-            started.ready,
-            sockets,
-            parent_fd,
-            ranks=started.ranks,
-            lockstep=started.lockstep,
-        ).run()
-        return
-    publisher = KVEventPublisher(events, started.engine.scheduler.kv.collect_events(), replica)
+    events, publisher = config.kv_events_config, None
+    if events is not None and events.enable_kv_cache_events:
+        event_log = started.engine.scheduler.kv.collect_events()
+        publisher = KVEventPublisher(events, event_log, replica)
     try:
         EngineLoop(
             started.engine,
             started.ready,
             sockets,
             parent_fd,
-            publisher.publish,
+            None if publisher is None else publisher.publish,
             ranks=started.ranks,
             lockstep=started.lockstep,
         ).run()
     finally:
-        publisher.close()
+        if publisher is not None:
+            publisher.close()
 
 
 def _exit(reason: str, socket: Socket) -> None:
