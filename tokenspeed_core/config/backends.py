@@ -7,7 +7,10 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
+from tokenspeed_core.config.settings import setting
+
 AUTO: tuple[str, ...] = ("auto",)
+PHASES = ("prefill", "decode")
 
 
 def _names(value: Any) -> Any:
@@ -42,3 +45,15 @@ BackendChoice = Annotated[dict[str, Names], BeforeValidator(_keyed)]
 """Backend names by phase, with "default" for the others. Also reads "fast,triton" or a list."""
 NamePairs = Annotated[dict[str, Names], BeforeValidator(_pairs)]
 Pairs = Annotated[dict[str, Any], BeforeValidator(_pairs)]
+
+
+def backends(family: str, section: str, text: str, *, narrow: tuple[str, ...] = ()) -> Any:
+    """Declare a setting that chooses the backends of a family of ops."""
+    return setting(
+        {"default": AUTO},
+        section,
+        text,
+        narrow=narrow,
+        kind=f"kernels.{family}",
+        takes="NAME[,NAME...]",
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from pydantic import model_validator
 
@@ -57,41 +57,26 @@ class ParallelSizes:
         )
 
 
+def _processes(text: str, **options: Any) -> Any:
+    """Declare a setting that is a number of processes."""
+    return setting(None, "parallel", text, unit="processes", ge=1, le=4096, **options)
+
+
 class ParallelSettings(Settings):
     """How many processes share a model, and where they run. `Config` inherits these settings."""
 
-    tensor_parallel_size: int | None = setting(
-        None,
-        "parallel",
+    tensor_parallel_size: int | None = _processes(
         "Processes that share the model; default of --attn-tp-size and --dense-tp-size.",
-        unit="processes",
         also=("tp",),
-        ge=1,
-        le=4096,
     )
-    attn_tp_size: int | None = setting(
-        None,
-        "parallel",
-        "Processes that share attention heads: 1 or all; default: --tensor-parallel-size.",
-        unit="processes",
-        ge=1,
-        le=4096,
+    attn_tp_size: int | None = _processes(
+        "Processes that share attention heads: 1 or all; default: --tensor-parallel-size."
     )
-    dense_tp_size: int | None = setting(
-        None,
-        "parallel",
-        "Processes that share MLP layers: 1 or all; default: --tensor-parallel-size.",
-        unit="processes",
-        ge=1,
-        le=4096,
+    dense_tp_size: int | None = _processes(
+        "Processes that share MLP layers: 1 or all; default: --tensor-parallel-size."
     )
-    moe_tp_size: int | None = setting(
-        None,
-        "parallel",
-        "Processes that share each expert; default: --tp divided by --ep-size.",
-        unit="processes",
-        ge=1,
-        le=4096,
+    moe_tp_size: int | None = _processes(
+        "Processes that share each expert; default: --tp divided by --ep-size."
     )
     data_parallel_size: int = setting(
         1,
@@ -114,13 +99,8 @@ class ParallelSettings(Settings):
         ge=1,
         le=4096,
     )
-    world_size: int | None = setting(
-        None,
-        "parallel",
-        "Number of processes of the engine; default: the largest of the other sizes.",
-        unit="processes",
-        ge=1,
-        le=4096,
+    world_size: int | None = _processes(
+        "Number of processes of the engine; default: the largest of the other sizes."
     )
     nprocs_per_node: int | None = setting(
         None,

@@ -10,7 +10,15 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, model_validator
 
-from tokenspeed_core.config.backends import AUTO, BackendChoice, NamePairs, Names, Pairs
+from tokenspeed_core.config.backends import (
+    AUTO,
+    PHASES,
+    BackendChoice,
+    NamePairs,
+    Names,
+    Pairs,
+    backends,
+)
 from tokenspeed_core.config.build import PYTHON, build
 from tokenspeed_core.config.kv_events import KVEventsConfig
 from tokenspeed_core.config.parallel_settings import ParallelSettings
@@ -224,13 +232,11 @@ class Config(ParallelSettings, SpeculationSettings):
         0, "scheduler", "Random seed of requests that set none.", ge=0, le=2**63 - 1
     )
 
-    attention_backend: BackendChoice = setting(
-        {"default": AUTO},
+    attention_backend: BackendChoice = backends(
+        "attention",
         "backends",
         "Attention backends by preference; a last auto serves ops that they lack.",
-        narrow=("prefill", "decode"),
-        kind="kernels.attention",
-        takes="NAME[,NAME...]",
+        narrow=PHASES,
     )
     # With 1, a prefill takes no more memory than the largest step, which is measured at start.
     mla_chunk_multiplier: int = setting(
@@ -248,19 +254,15 @@ class Config(ParallelSettings, SpeculationSettings):
         takes="NAME[,NAME...]",
         is_for_servers=True,
     )
-    moe_backend: BackendChoice = setting(
-        {"default": AUTO},
+    moe_backend: BackendChoice = backends(
+        "moe",
         "backends",
         "Mixture-of-experts backends by preference; a last auto serves ops they lack.",
-        kind="kernels.moe",
-        takes="NAME[,NAME...]",
     )
-    sampling_backend: BackendChoice = setting(
-        {"default": AUTO},
+    sampling_backend: BackendChoice = backends(
+        "sampling",
         "backends",
         "Sampling backends in order of preference; a last auto serves ops that they lack.",
-        kind="kernels.sampling",
-        takes="NAME[,NAME...]",
     )
     grammar_backend: str = setting(
         "auto",

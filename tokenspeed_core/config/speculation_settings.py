@@ -15,30 +15,36 @@ from pydantic import (
     model_validator,
 )
 
-from tokenspeed_core.config.backends import AUTO, BackendChoice
+from tokenspeed_core.config.backends import PHASES, BackendChoice, backends
 from tokenspeed_core.config.readers import json_value, split_names
-from tokenspeed_core.config.settings import Settings, setting
+from tokenspeed_core.config.settings import Settings, flag, setting
 
 DEFAULT_MAX_DRAFTS = 8
 MAX_DRAFTS = 64
+# Settings that are options of a drafter, with their names there.
+_OPTIONS = {"eagle3_layers_to_capture": "layers_to_capture"}
 # Settings of --speculative-algorithm, with their keys in --speculative-config.
 _KEYS = {
     "speculative_num_draft_tokens": "num_speculative_tokens",
     "speculative_num_steps": "num_speculative_tokens",
     "speculative_draft_model_path": "model",
-    "eagle3_layers_to_capture": "layers_to_capture",
+    **_OPTIONS,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """The drafter that the settings name. `flag` is the flag that names it, `model_flag` the one for its model."""
+    """The drafter that the settings name.
+
+    `flag` is the flag that names it. `options_flag` is the one that gives its options, and `model_flag` its model.
+    """
 
     drafter: str
     max_drafts: int
     options: Mapping[str, Any]
-    flag: str
     draft_model: str | None
+    flag: str
+    options_flag: str
     model_flag: str
 
 
@@ -111,20 +117,16 @@ class SpeculationSettings(Settings):
         min_length=1,
     )
 
-    drafter_attention_backend: BackendChoice = setting(
-        {"default": AUTO},
+    drafter_attention_backend: BackendChoice = backends(
+        "attention",
         "speculation",
         "Attention backends of the draft model; default: --attention-backend.",
-        narrow=("prefill", "decode"),
-        kind="kernels.attention",
-        takes="NAME[,NAME...]",
+        narrow=PHASES,
     )
-    draft_moe_backend: BackendChoice = setting(
-        {"default": AUTO},
+    draft_moe_backend: BackendChoice = backends(
+        "moe",
         "speculation",
         "Mixture-of-experts backends of the draft model; default: --moe-backend.",
-        kind="kernels.moe",
-        takes="NAME[,NAME...]",
     )
 
     @model_validator(mode="after")
@@ -135,22 +137,19 @@ class SpeculationSettings(Settings):
                 "--speculative-config and --speculative-algorithm both name a drafter; use one"
             )
         for name, key in _KEYS.items():
-            flag = "--" + name.replace("_", "-")
             if getattr(self, name) is None:
                 continue
             if given is not None:
-                raise ValueError(f"{flag} has no effect with --speculative-config; set {key} there")
+                raise ValueError(
+                    f"{flag(name)} has no effect with --speculative-config; set {key} there"
+                )
             if self.speculative_algorithm is None:
-                raise ValueError(f"{flag} has no effect without --speculative-algorithm")
+                raise ValueError(f"{flag(name)} has no effect without --speculative-algorithm")
         steps, tokens = self.speculative_num_steps, self.speculative_num_draft_tokens
         if steps is not None and tokens is not None and tokens != steps + 1:
             raise ValueError(
                 f"--speculative-num-draft-tokens {tokens} contradicts --speculative-num-steps {steps}, which needs "
                 f"{steps + 1}; use one of them"
-            )
-        if self.eagle3_layers_to_capture is not None and self.speculative_algorithm != "eagle3":
-            raise ValueError(
-                f"--eagle3-layers-to-capture has no effect with --speculative-algorithm {self.speculative_algorithm}"
             )
         return self
 
@@ -162,19 +161,21 @@ class SpeculationSettings(Settings):
                 given.method.lower(),
                 given.num_speculative_tokens or DEFAULT_MAX_DRAFTS,
                 given.model_extra or {},
-                "--speculative-config",
                 given.model,
-                "model in --speculative-config",
+                flag="--speculative-config",
+                options_flag="--speculative-config",
+                model_flag="model in --speculative-config",
             )
         if self.speculative_algorithm is None:
             return None
         num_tokens = self.speculative_num_draft_tokens or 1 + DEFAULT_MAX_DRAFTS
-        layers = self.eagle3_layers_to_capture
+        options = {name: value for name in _OPTIONS if (value := getattr(self, name)) is not None}
         return Speculation(
             self.speculative_algorithm,
             self.speculative_num_steps or num_tokens - 1,
-            {} if layers is None else {"layers_to_capture": list(layers)},
-            "--speculative-algorithm",
+            {_OPTIONS[name]: value for name, value in options.items()},
             self.speculative_draft_model_path,
-            "--speculative-draft-model-path",
+            flag="--speculative-algorithm",
+            options_flag=", ".join(map(flag, options)) or "--speculative-algorithm",
+            model_flag="--speculative-draft-model-path",
         )

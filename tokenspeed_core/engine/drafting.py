@@ -66,7 +66,9 @@ def find_drafter(
     try:
         spec.check_options(wanted.options)
     except ValueError as error:
-        raise ConfigError(f"{wanted.flag}: {error}") from error
+        raise ConfigError(
+            f"{wanted.options_flag} with the drafter {wanted.drafter}: {error}"
+        ) from error
     needs_checkpoint = isinstance(spec, ModelDrafterSpec) and spec.needs_checkpoint
     if needs_checkpoint and wanted.draft_model is None:
         raise ConfigError(
