@@ -61,7 +61,7 @@ def test_events_describe_the_prefix_index(groups: str, data: st.DataObject) -> N
         index.apply(log.take())
     world.run()
     index.apply(log.take())
-    held = world.scheduler.kv._index[log.group]
+    held = world.scheduler.kv.index.blocks(log.group)
     assert set(index.prefixes) == {block_hash(digest) for digest in held}
     for prefix in index.prefixes.values():
         assert len(prefix) % world.block_size == 0

@@ -25,6 +25,7 @@ from tokenspeed_core.kv_cache.page_layout import (
     pages_of_blocks,
 )
 from tokenspeed_core.kv_cache.pool import PageCounts, PagePool
+from tokenspeed_core.kv_cache.prefix_index import IndexedBlock, PrefixIndex
 
 MAX_ENTRIES_AT_ONCE = 4096  # of a lease that is released at once; each takes about 0.5 us
 _NEVER_FULL = 2**31 - 1  # tokens per hash when prefix caching is off: no block is ever hashed
@@ -52,14 +53,6 @@ class Match:
     num_tokens: int
     entries: tuple[TableEntries, ...]
     num_idle: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Hashed:
-    """A block in the prefix index."""
-
-    group: int
-    block: int
 
 
 class KVManager:
@@ -97,18 +90,14 @@ class KVManager:
         self._is_one_to_one = self._is_page_a_block and self.num_groups == 1
         self._hits_always_fit = self._is_page_a_block and min(self._max_pages) == UNLIMITED
         self._group_of_page = [0] * num_pages  # of the pages in use
-        self._index: list[dict[bytes, int]] = [{} for _ in groups]
-        self._digests: list[dict[int, bytes]] = [{} for _ in groups]  # of the blocks in the index
-        self._hashed_by_step: dict[int, list[_Hashed]] = {}
+        self.index = PrefixIndex(self.num_groups)
         self._unreleased: deque[BlockLease] = deque()  # of ended sequences
-        self._planned_step = 0
-        self.events: KVEventLog | None = None  # None: not collected
 
     def collect_events(self) -> KVEventLog:
         """Collect changes of the prefix index from now on."""
         whole = (i for i, group in enumerate(self.groups) if group.window is None)
-        self.events = KVEventLog(next(whole, 0), self.block_size)
-        return self.events
+        self.index.events = events = KVEventLog(next(whole, 0), self.block_size)
+        return events
 
     def counts(self) -> PageCounts:
         """Return the number of the pool's pages in each state."""
@@ -291,15 +280,16 @@ class KVManager:
 
         `tokens` are those that the chain covers; they are read for events only.
         """
-        size = self.block_size
+        size, index = self.block_size, self.index
         end = min(num_computed, chain.num_tokens) // size * size
         for length in range(lease.num_hashed_tokens + size, end + 1, size):
             for i, table in enumerate(lease.tables):
                 block = table[length // size - 1]
-                if block == ABSENT or not self._insert(i, chain.at(length), block):
+                if block == ABSENT or not index.add(i, chain.at(length), block):
                     continue
-                if self.events is not None and i == self.events.group:
-                    self.events.stored(chain, length, tokens)
+                self.pool.mark_hashed(block // self._blocks_per_page[i])
+                if index.events is not None and i == index.events.group:
+                    index.events.stored(chain, length, tokens)
         lease.num_hashed_tokens = max(lease.num_hashed_tokens, end)
 
     def release(self, lease: BlockLease) -> None:
@@ -351,14 +341,13 @@ class KVManager:
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix index. Leases keep their blocks."""
-        for group, digests in enumerate(self._digests):
-            self._discard([_Hashed(group, block) for block in digests])
+        self._discard(list(self.index))
 
     # -- steps ----------------------------------------------------------------------------------------
 
     def begin(self, step_id: int) -> None:
         """Start planning a step. `withdraw` attributes the blocks hashed from now on to it."""
-        self._planned_step = step_id
+        self.index.begin(step_id)
 
     def launch(self, step_id: int) -> None:
         """Record the launch of a step. Blocks released from now on are pending until it has finished."""
@@ -367,27 +356,25 @@ class KVManager:
     def retire(self, step_id: int) -> None:
         """Record that all steps up to `step_id` have finished."""
         self.pool.retire(step_id)
-        for step in [step for step in self._hashed_by_step if step <= step_id]:
-            del self._hashed_by_step[step]
+        self.index.retire(step_id)
 
     def withdraw(self, step_id: int) -> None:
         """Remove from the index the blocks that a failed step and later ones should have filled."""
-        for step in [step for step in self._hashed_by_step if step >= step_id]:
-            self._discard(self._hashed_by_step.pop(step))
+        self._discard(self.index.take_unfilled(step_id))
 
     # -- the index ------------------------------------------------------------------------------------
 
     def _resumable(self, groups: Sequence[int], chain: HashChain, length: int) -> int:
         """Return `length` if the groups can resume there, else the start of the first missing block."""
         for group in groups:
-            index = self._index[group]
+            index = self.index.blocks(group)
             for end in self._needed_ends(group, length):
                 if chain.at(end) not in index:
                     return end - self.block_size
         return length
 
     def _hit_entries(self, group: int, chain: HashChain, length: int) -> TableEntries:
-        index = self._index[group]
+        index = self.index.blocks(group)
         ends = self._needed_ends(group, length)
         return TableEntries(
             ends.start // self.block_size - 1, tuple(index[chain.at(end)] for end in ends)
@@ -399,37 +386,18 @@ class KVManager:
         first = self.groups[group].first_needed(length) // size * size
         return range(first + size, length + 1, size)
 
-    def _insert(self, group: int, digest: bytes, block: int) -> bool:
-        """Add a block to the index. Returns False if the index has another block with this content."""
-        index = self._index[group]
-        if digest in index:
-            return False
-        index[digest] = block
-        self._digests[group][block] = digest
-        self._hashed_by_step.setdefault(self._planned_step, []).append(_Hashed(group, block))
-        self.pool.mark_hashed(block // self._blocks_per_page[group])
-        return True
-
-    def _discard(self, blocks: Iterable[_Hashed]) -> None:
+    def _discard(self, blocks: Iterable[IndexedBlock]) -> None:
         """Remove blocks from the index. Their pages may be in any state."""
-        for each in blocks:
-            if each.block in self._digests[each.group]:
-                self._remove(each.group, each.block)
-                self.pool.unmark_hashed(each.block // self._blocks_per_page[each.group])
+        for group, block in blocks:
+            if self.index.remove(group, block):
+                self.pool.unmark_hashed(block // self._blocks_per_page[group])
 
     def _evict(self, page: int) -> None:
         """Remove the blocks of a page from the index."""
         group = self._group_of_page[page]
         per_page = self._blocks_per_page[group]
         for block in range(page * per_page, (page + 1) * per_page):
-            if block in self._digests[group]:
-                self._remove(group, block)
-
-    def _remove(self, group: int, block: int) -> None:
-        digest = self._digests[group].pop(block)
-        del self._index[group][digest]
-        if self.events is not None and group == self.events.group:
-            self.events.removed(digest)
+            self.index.remove(group, block)
 
     def _drop_before(self, group: int, lease: BlockLease, first: int) -> None:
         """Release the blocks of a group's entries before `first`."""
