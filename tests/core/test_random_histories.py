@@ -16,7 +16,7 @@ from tokenspeed_testing.requests import request
 from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.api.step import StepPlan
 from tokenspeed_core.kv_cache import manager
-from tokenspeed_core.scheduler import scheduler
+from tokenspeed_core.scheduler import admission, scheduler
 
 pytestmark = pytest.mark.slow
 
@@ -153,7 +153,8 @@ def test_long_random_histories(seed: int, monkeypatch: pytest.MonkeyPatch) -> No
     for each in range(seed, seed + 4):
         rng = random.Random(each)
         monkeypatch.setattr(manager, "MAX_ENTRIES_AT_ONCE", rng.choice([0, 3, 4096]))
-        monkeypatch.setattr(scheduler, "MAX_BLOCKS_PER_STEP", rng.choice([1, 5, 16_384]))
+        monkeypatch.setattr(admission, "MAX_HIT_BLOCKS", rng.choice([1, 5, 16_384]))
+        monkeypatch.setattr(scheduler, "MAX_RELEASED_BLOCKS", rng.choice([1, 5, 16_384]))
         groups = GROUPS[rng.choice(sorted(GROUPS))]
         world = World(
             groups=groups,

@@ -45,7 +45,6 @@ from tokenspeed_core.plugins.entry import Entry
 from tokenspeed_core.plugins.hooks import Hooks
 from tokenspeed_core.plugins.selection import Selection
 from tokenspeed_core.resolved import Resolved
-from tokenspeed_core.scheduler.counters import EngineCounters
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.scheduler.plugin_policy import find_policy
 from tokenspeed_core.scheduler.scheduler import Scheduler
@@ -288,7 +287,7 @@ def _start(
     # Dummy weights may give any logits.
     if not is_finite and config.load_format != "dummy":
         raise EngineDeadError(no_finite_logits(runner.kernel_plan))
-    scheduler.counters = EngineCounters()  # without the warm-up
+    scheduler.counters.reset()  # without the warm-up
     if resolved.drafter is not None:
         # Captured steps hold draft tokens or prompts.
         is_captured = not (is_cpu or config.enforce_eager or resolved.drafter.model)

@@ -12,6 +12,7 @@ from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.api.step import I32, I64, StepLogprobs, StepPlan, StepResult
 from tokenspeed_core.engine.messages import Outputs, PromptLogprobs
 from tokenspeed_core.scheduler.columns import SlotColumns
+from tokenspeed_core.scheduler.sequence import Sequence
 
 
 @dataclass(slots=True, eq=False)
@@ -139,6 +140,27 @@ def rows_without_slot(collected: Collected, result: StepResult) -> Iterator[tupl
     is_left_out[collected.tokens.plan_rows] = False
     for row in np.flatnonzero(is_left_out):
         yield int(row), result.token_ids[ends[row] - counts[row] : ends[row]]
+
+
+def append_tokens(sequence: Sequence, row: int, token_ids: I32) -> NewTokens:
+    """Append tokens to a sequence without a slot, up to its end."""
+    num_known = len(sequence.tokens)
+    num_cached = sequence.num_cached if num_known == sequence.num_prompt else 0
+    kept = cut_at_end(
+        np.asarray([len(token_ids)], np.int32),
+        token_ids,
+        np.asarray([sequence.max_len - num_known], np.int32),
+        sequence.request.stop_token_ids[np.newaxis],
+    )
+    sequence.append(kept.token_ids)
+    return NewTokens(
+        np.asarray([row], np.int32),
+        np.asarray([sequence.sequence_id], np.int64),
+        kept.num_tokens,
+        kept.token_ids,
+        kept.finish,
+        np.asarray([num_cached], np.int32),
+    )
 
 
 def prompt_logprobs(

@@ -23,6 +23,10 @@ class EngineCounters:
     """The counters of a scheduler and its engine."""
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Count from zero."""
         self.host_seconds = 0.0  # since the last step was collected
         self._num_prompt_tokens = 0
         self._num_prefill_tokens = 0

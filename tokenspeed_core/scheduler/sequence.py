@@ -50,6 +50,13 @@ class Sequence:
         """Known tokens that a prefix hit may cover, plus one: log-probabilities need tokens to be computed."""
         return min(len(self.tokens), self.num_scored + 1)
 
+    def take_scored(self, start: int, end: int) -> range:
+        """Return the tokens of the chunk `[start, end)` whose successors need log-probabilities, once each."""
+        end = min(end, self.num_prompt - 1)
+        scored = range(max(start, self.num_scored), end)
+        self.num_scored = max(self.num_scored, end)
+        return scored
+
     def append(self, tokens: I32) -> None:
         """Add tokens that arrived after the slot was lost."""
         self.tokens = np.concatenate((self.tokens, tokens))
