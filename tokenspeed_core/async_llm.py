@@ -16,7 +16,7 @@ from tokenspeed_core.config.keywords import EngineKeywords
 from tokenspeed_core.config.schema import read_keywords
 from tokenspeed_core.engine.client import EngineClient
 from tokenspeed_core.engine.engine_process import EngineProcess, engine_programs
-from tokenspeed_core.engine.factory import discover, load_text
+from tokenspeed_core.engine.factory import discover
 from tokenspeed_core.engine.logits_processors import LogitsProcessorTable
 from tokenspeed_core.engine.messages import Ready, WorkerReady
 from tokenspeed_core.engine.outputs import RequestOutput
@@ -27,6 +27,7 @@ from tokenspeed_core.engine.subprocesses import Program
 from tokenspeed_core.errors import BadRequestError, EngineDeadError, TokenSpeedError
 from tokenspeed_core.plugins.hooks import Hooks
 from tokenspeed_core.text import Conversation, Tokenizer
+from tokenspeed_core.text.load import load_text
 
 MAX_INLINE_CHARS = 1024  # longer texts, and all chats, are encoded in a thread
 

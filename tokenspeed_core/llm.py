@@ -12,13 +12,8 @@ import numpy as np
 from tokenspeed_core.api.sampling import SamplingParams
 from tokenspeed_core.config.keywords import EngineKeywords
 from tokenspeed_core.config.schema import read_keywords
-from tokenspeed_core.engine.factory import (
-    discover,
-    load_text,
-    resolve,
-    start,
-    threads_per_rank,
-)
+from tokenspeed_core.engine.environment import threads_per_rank
+from tokenspeed_core.engine.factory import discover, resolve, start
 from tokenspeed_core.engine.interrupts import deferred_interrupts
 from tokenspeed_core.engine.logits_processors import LogitsProcessorTable
 from tokenspeed_core.engine.messages import Submit
@@ -31,6 +26,7 @@ from tokenspeed_core.errors import BadRequestError, TokenSpeedError
 from tokenspeed_core.kernels.plan import KernelPlan
 from tokenspeed_core.plugins.hooks import Hooks
 from tokenspeed_core.text import Conversation
+from tokenspeed_core.text.load import load_text
 
 
 @dataclass(frozen=True, slots=True)

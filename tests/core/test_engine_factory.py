@@ -6,7 +6,8 @@ from typing import Any, cast
 
 import pytest
 
-from tokenspeed_core.engine import factory as launch
+from tokenspeed_core.engine import environment
+from tokenspeed_core.engine.factory import start
 from tokenspeed_core.errors import ConfigError
 from tokenspeed_core.plugins.hooks import Hooks
 
@@ -14,9 +15,9 @@ from tokenspeed_core.plugins.hooks import Hooks
 def test_start_without_torch_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(launch, "find_spec", lambda name: None)
+    monkeypatch.setattr(environment, "find_spec", lambda name: None)
     with pytest.raises(
         ConfigError,
         match=r"tokenspeed-core\[default\]",
     ):
-        launch.start(cast(Any, None), cast(Any, None), Hooks(), lambda stage, done, total: None)
+        start(cast(Any, None), cast(Any, None), Hooks(), lambda stage, done, total: None)

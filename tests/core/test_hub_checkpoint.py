@@ -19,9 +19,9 @@ from tokenspeed_core.checkpoint.resolve import (
     wanted_files,
 )
 from tokenspeed_core.config import Config
-from tokenspeed_core.engine.factory import load_text
 from tokenspeed_core.errors import CheckpointError, ConfigError, PluginError
 from tokenspeed_core.plugins import Catalog, Selection
+from tokenspeed_core.text.load import load_text
 
 HERE = "plugin_under_test"
 NOTHING = Path("/nonexistent")

@@ -6,13 +6,7 @@ from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.checkpoint.resolve import ResolvedCheckpoint, resolve_checkpoint
 from tokenspeed_core.engine.client import Delivery, EchoClient, EngineClient, Sink, State
 from tokenspeed_core.engine.engine_process import EngineProcess, engine_programs
-from tokenspeed_core.engine.factory import (
-    discover,
-    discover_in_subprocess,
-    load_text,
-    resolve,
-    tokenizer_folder,
-)
+from tokenspeed_core.engine.factory import discover, discover_in_subprocess, resolve
 from tokenspeed_core.engine.logits_processors import LogitsProcessorTable
 from tokenspeed_core.engine.messages import (
     Grammar,
@@ -60,6 +54,7 @@ from tokenspeed_core.plugins.catalog import make
 from tokenspeed_core.plugins.hooks import Hooks
 from tokenspeed_core.text import Assembler, ChatTemplate, TemplateError, Tokenizer
 from tokenspeed_core.text.detokenizer import Detokenizer, without_text
+from tokenspeed_core.text.load import load_text, tokenizer_folder
 from tokenspeed_core.text.template import MAX_RENDER_SECONDS, read_chat_templates
 
 __all__ = [

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenspeed_core import logs
 from tokenspeed_core.api.drafters import DraftCheckpoint
-from tokenspeed_core.api.step import Runner
 from tokenspeed_core.checkpoint.draft import resolve_draft
 from tokenspeed_core.checkpoint.kv_scales import find_kv_scales
 from tokenspeed_core.checkpoint.quantization import find_quantization
@@ -25,45 +19,30 @@ from tokenspeed_core.config.settings import flag
 from tokenspeed_core.engine.backends import read_overrides
 from tokenspeed_core.engine.drafting import check_is_alone, find_drafter, use_drafter
 from tokenspeed_core.engine.engine import MAX_FAILURES, Engine
+from tokenspeed_core.engine.environment import prepare_torch, unused_settings
 from tokenspeed_core.engine.grammars import GrammarBackend, Grammars, find_backend
 from tokenspeed_core.engine.messages import Ready
+from tokenspeed_core.engine.report import log_start, start_report
 from tokenspeed_core.engine.requests import Defaults
-from tokenspeed_core.engine.several_processes import (
-    build_with_peers,
-    build_with_ranks,
-    in_lockstep,
-)
+from tokenspeed_core.engine.runners import build_runner
 from tokenspeed_core.engine.warmup import warm_up
-from tokenspeed_core.errors import CapacityError, CheckpointError, ConfigError, EngineDeadError
-from tokenspeed_core.executor import DistributedRunner, Ranks, start_ranks
+from tokenspeed_core.errors import CapacityError, ConfigError, EngineDeadError
+from tokenspeed_core.executor import Ranks, start_ranks
 from tokenspeed_core.executor.lockstep import LockstepRunner, Peers
 from tokenspeed_core.kernels.error_attribution import no_finite_logits
-from tokenspeed_core.kernels.table import kernel_table
 from tokenspeed_core.kv_cache.manager import KVManager
 from tokenspeed_core.plugins.catalog import Catalog
-from tokenspeed_core.plugins.entry import Entry
 from tokenspeed_core.plugins.hooks import Hooks
 from tokenspeed_core.plugins.selection import Selection
 from tokenspeed_core.resolved import Resolved
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.scheduler.plugin_policy import find_policy
 from tokenspeed_core.scheduler.scheduler import Scheduler
-from tokenspeed_core.text import ChatTemplate, Tokenizer
-from tokenspeed_core.text.template import load_chat_template
-from tokenspeed_core.text.tokenizer import load_tokenizer
+from tokenspeed_core.text.load import tokenizer_folder
 
 if TYPE_CHECKING:
     from tokenspeed_core.kernels.plan import KernelPlan
-    from tokenspeed_core.worker.local import Progress
-
-_GPU_SETTINGS = (
-    "enforce_eager",
-    "max_cudagraph_capture_size",
-    "cudagraph_capture_sizes",
-    "gpu_memory_utilization",
-)
-
-_FOLDERS = re.compile(r"(?<![\w:/.-])/(?:[^\s/]+/)+")  # of absolute paths, not of URLs
+    from tokenspeed_core.worker.local import LocalRunner, Progress
 
 log = logging.getLogger("tokenspeed.engine")
 
@@ -98,25 +77,6 @@ def discover_in_subprocess(
     catalog = discover(config)
     catalog.verify(settings["catalog_digest"])
     return config, catalog
-
-
-def threads_per_rank(config: Config, *, num_reserved: int) -> int:
-    """Return the threads for a model on the CPU, leaving `num_reserved` cores to other processes."""
-    # OMP_NUM_THREADS may be a list, with a number for each level of nesting.
-    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    if given.isdecimal() and int(given):
-        return int(given)
-    num_free = len(os.sched_getaffinity(0)) - num_reserved
-    return max(1, num_free // (config.parallel_sizes().num_per_node * config.data_parallel_size))
-
-
-def take_devices(config: Config, replica: int) -> None:
-    """Restrict this process and its ranks to the devices of engine `replica`. Raises ConfigError."""
-    prepare_torch()
-    from tokenspeed_core.worker.platform import take_devices
-
-    num_ranks = config.parallel_sizes().num_per_node
-    take_devices(config.device, replica, config.data_parallel_size, num_ranks)
 
 
 def resolve(
@@ -182,27 +142,6 @@ def resolve(
     )
 
 
-def load_text(config: Config, checkpoint: Path) -> tuple[Tokenizer | None, ChatTemplate | None]:
-    """Load the tokenizer and the chat template, from `--tokenizer` or else from the checkpoint.
-
-    Both are None with `--skip-tokenizer-init`. Raises CheckpointError.
-    """
-    if config.skip_tokenizer_init:
-        return None, None
-    folder = tokenizer_folder(config, checkpoint)
-    if not folder.is_dir():
-        raise CheckpointError(
-            f"--tokenizer {config.tokenizer}: no such directory; give the path of a directory with the tokenizer"
-        )
-    tokenizer = load_tokenizer(folder)
-    return tokenizer, load_chat_template(folder, tokenizer.special_tokens, config.chat_template)
-
-
-def tokenizer_folder(config: Config, checkpoint: Path) -> Path:
-    """Return the folder of the tokenizer: that of `--tokenizer` or else the checkpoint."""
-    return checkpoint if config.tokenizer is None else Path(os.path.expanduser(config.tokenizer))
-
-
 def start(
     resolved: Resolved,
     catalog: Catalog,
@@ -246,43 +185,18 @@ def _start(
 ) -> Started:
     """Do the work of `start`, with `ranks` for several processes or `peers` for engines that share experts."""
     progress("libraries", 0, 1)  # importing them takes seconds
-    from tokenspeed_core.worker.local import build
     from tokenspeed_core.worker.platform import resolve_device
 
     progress("libraries", 1, 1)
     config, info = resolved.config, resolved.checkpoint.info
-    backend = _grammar_backend(resolved)
-    if ranks is not None:
-        runner = build_with_ranks(resolved, catalog, progress, ranks)
-    elif peers is not None:
-        runner = build_with_peers(resolved, catalog, progress, peers)
-    else:
-        runner = build(resolved, catalog, progress)
-    kv = KVManager(
-        resolved.cache_groups,
-        runner.block_size,
-        runner.num_pages,
-        blocks_per_page=runner.layout.blocks_per_page,
-        max_chunk=resolved.limits.max_chunk,
-        prefix_caching=config.enable_prefix_caching,
-    )
-    max_model_len = _fit_model_len(resolved, kv.max_sequence_len)
-    max_queued = 2**31 - 1 if is_batch else config.max_queued_requests
-    limits = replace(resolved.limits, max_model_len=max_model_len, max_queued=max_queued)
-    if is_batch:
-        limits = replace(limits, max_queued_tokens=None, max_live_per_tenant=None)
-    scheduler = Scheduler(limits, kv, resolved.policy)
     is_cpu = resolve_device(config.device).type == "cpu"
+    backend = _grammar_backend(resolved)
+    runner, executed = build_runner(resolved, catalog, progress, ranks, peers)
+    scheduler = _make_scheduler(resolved, runner, is_batch=is_batch)
     for name, reason in unused_settings(config, is_cpu=is_cpu).items():
         log.warning("%s has %s", flag(name), reason)
     # On a CPU a step is complete when its launch returns, so there is nothing to overlap.
     depth = 1 if is_cpu else 2
-    executed: Runner = runner
-    lockstep = None
-    if ranks is not None:
-        executed = DistributedRunner(runner, ranks)
-    elif peers is not None:
-        executed = lockstep = in_lockstep(runner, peers)
     is_finite = warm_up(Engine(scheduler, executed, depth=depth, max_failures=0))
     # Dummy weights may give any logits.
     if not is_finite and config.load_format != "dummy":
@@ -305,63 +219,31 @@ def _start(
         # After a failed step the ranks or engines are no longer in step.
         max_failures=MAX_FAILURES if executed is runner else 0,
     )
-    report = {
-        "architecture": info.architecture,
-        "plugins": [public_fields(entry) for entry in catalog.all()],
-        "kernel_plan": json.loads(runner.kernel_plan.to_json()),
-    }
-    log.info("%s", kernel_table(runner.kernel_plan))
-    if resolved.drafter is not None:
-        log.info("speculative decoding: %s", resolved.drafter)
-    log.info("structured output: %s", "off" if backend is None else backend.entry)
-    log.info(
-        "%s on %s in %s: a KV cache of %d tokens in blocks of %d, sequences of up to %d tokens",
-        resolved.checkpoint.name,
-        runner.kernel_plan.platform,
-        config.dtype,
-        kv.max_sequence_len,
-        runner.block_size,
-        max_model_len,
-    )
-    layout = runner.layout
-    if len(layout.groups) > 1:
-        log.info(
-            "a page of the KV cache has %d bytes and holds %s",
-            layout.page_bytes,
-            " or ".join(
-                f"{each.blocks_per_page * layout.block_size} tokens of group {each.name}"
-                for each in layout.groups
-            ),
-        )
-    ready = Ready(max_model_len, kv.max_sequence_len, info.vocab_size, json.dumps(report))
+    num_kv_tokens, max_model_len = scheduler.kv.max_sequence_len, scheduler.limits.max_model_len
+    log_start(resolved, runner, backend, num_kv_tokens, max_model_len)
+    report = start_report(info, catalog, runner.kernel_plan)
+    ready = Ready(max_model_len, num_kv_tokens, info.vocab_size, report)
+    lockstep = executed if isinstance(executed, LockstepRunner) else None
     return Started(engine, ready, runner.kernel_plan, ranks, lockstep)
 
 
-def public_fields(entry: Entry) -> dict[str, Any]:
-    """Return an entry for clients of the server, who must not learn the folders of this machine."""
-    fields = {k: v for k, v in asdict(entry).items() if k not in ("root", "traceback")}
-    for name in ("origin", "reason"):
-        fields[name] = _FOLDERS.sub("", fields[name])
-    return fields
-
-
-def unused_settings(config: Config, *, is_cpu: bool) -> dict[str, str]:
-    """Return the settings that were given but have no effect here, with the reason."""
-    reasons: dict[str, str] = {}
-    if is_cpu:
-        reasons = dict.fromkeys(_GPU_SETTINGS, "no effect on a CPU")
-    if config.chunked_prefill_size > 0:
-        reasons["max_prefill_tokens"] = "no effect unless --chunked-prefill-size is -1"
-    return {name: why for name, why in reasons.items() if config.origin(name) != "default"}
-
-
-def prepare_torch() -> None:
-    """Set the environment that torch reads when it is imported. Raises ConfigError if it is not installed."""
-    if find_spec("torch") is None:
-        raise ConfigError("torch is not installed; run `pip install 'tokenspeed-core[default]'`")
-    # By default idle OpenMP threads spin. On a CPU that another program shares, that makes a step several
-    # times as long; on a dedicated one, sleeping costs about a tenth.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+def _make_scheduler(resolved: Resolved, runner: LocalRunner, *, is_batch: bool) -> Scheduler:
+    """Return a scheduler for the runner's KV cache. Raises CapacityError if that is too small."""
+    kv = KVManager(
+        resolved.cache_groups,
+        runner.block_size,
+        runner.num_pages,
+        blocks_per_page=runner.layout.blocks_per_page,
+        max_chunk=resolved.limits.max_chunk,
+        prefix_caching=resolved.config.enable_prefix_caching,
+    )
+    max_model_len = _fit_model_len(resolved, kv.max_sequence_len)
+    limits = replace(resolved.limits, max_model_len=max_model_len)
+    if is_batch:
+        limits = replace(
+            limits, max_queued=2**31 - 1, max_queued_tokens=None, max_live_per_tenant=None
+        )
+    return Scheduler(limits, kv, resolved.policy)
 
 
 def _grammar_backend(resolved: Resolved) -> GrammarBackend | None:

@@ -12,12 +12,8 @@ from tokenspeed_core.api.quantization import QuantizationScheme
 from tokenspeed_core.checkpoint.resolve import choose_format
 from tokenspeed_core.config import Config
 from tokenspeed_core.config.parallel_settings import LOCAL
-from tokenspeed_core.engine.factory import (
-    discover,
-    prepare_torch,
-    resolve,
-    unused_settings,
-)
+from tokenspeed_core.engine.environment import prepare_torch, unused_settings
+from tokenspeed_core.engine.factory import discover, resolve
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.hooks import Hooks
 from tokenspeed_core.resolved import Resolved

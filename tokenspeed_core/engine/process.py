@@ -16,14 +16,8 @@ import zmq
 
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.engine import Engine
-from tokenspeed_core.engine.factory import (
-    Started,
-    discover_in_subprocess,
-    resolve,
-    start,
-    take_devices,
-    threads_per_rank,
-)
+from tokenspeed_core.engine.environment import take_devices, threads_per_rank
+from tokenspeed_core.engine.factory import Started, discover_in_subprocess, resolve, start
 from tokenspeed_core.engine.kv_event_publisher import KVEventPublisher
 from tokenspeed_core.engine.messages import (
     WORKER_SHIFT,

@@ -16,7 +16,8 @@ import zmq
 
 from tokenspeed_core.api.step import Runner, StepFailed
 from tokenspeed_core.config import Config
-from tokenspeed_core.engine.factory import discover_in_subprocess, prepare_torch, resolve
+from tokenspeed_core.engine.environment import prepare_torch
+from tokenspeed_core.engine.factory import discover_in_subprocess, resolve
 from tokenspeed_core.engine.parent_death import attach_to_parent
 from tokenspeed_core.engine.wire import pack
 from tokenspeed_core.errors import TokenSpeedError

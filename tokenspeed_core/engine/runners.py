@@ -1,4 +1,4 @@
-"""The runner of an engine with several processes, or one that shares experts with other engines."""
+"""The runner of an engine: of one process, of several, or of one that shares experts with other engines."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokenspeed_core.api.step import StepFailed
+from tokenspeed_core.api.step import Runner, StepFailed
 from tokenspeed_core.config.parallel_settings import LOCAL
 from tokenspeed_core.engine.subprocesses import make_private_folder, remove_folder
 from tokenspeed_core.errors import EngineDeadError
-from tokenspeed_core.executor import Ranks
+from tokenspeed_core.executor import DistributedRunner, Ranks
 from tokenspeed_core.executor.lockstep import LockstepRunner, Peers
 from tokenspeed_core.executor.messages import Agreed, Rendezvous
 from tokenspeed_core.plugins.catalog import Catalog
@@ -22,7 +22,27 @@ if TYPE_CHECKING:
 log = logging.getLogger("tokenspeed.engine")
 
 
-def build_with_ranks(
+def build_runner(
+    resolved: Resolved,
+    catalog: Catalog,
+    progress: Progress,
+    ranks: Ranks | None,
+    peers: Peers | None,
+) -> tuple[LocalRunner, Runner]:
+    """Return the runner of this process, and the one that executes a step on all processes that take part."""
+    from tokenspeed_core.worker.local import build
+
+    if ranks is not None:
+        runner = _build_with_ranks(resolved, catalog, progress, ranks)
+        return runner, DistributedRunner(runner, ranks)
+    if peers is not None:
+        runner = _build_with_peers(resolved, catalog, progress, peers)
+        return runner, _in_lockstep(runner, peers)
+    runner = build(resolved, catalog, progress)
+    return runner, runner
+
+
+def _build_with_ranks(
     resolved: Resolved, catalog: Catalog, progress: Progress, ranks: Ranks
 ) -> LocalRunner:
     """Build the runner of rank 0 while the other ranks build theirs."""
@@ -51,7 +71,7 @@ def build_with_ranks(
     return runner
 
 
-def build_with_peers(
+def _build_with_peers(
     resolved: Resolved, catalog: Catalog, progress: Progress, peers: Peers
 ) -> LocalRunner:
     """Build the runner of an engine that shares experts, while the other engines build theirs."""
@@ -71,7 +91,7 @@ def build_with_peers(
     return runner
 
 
-def in_lockstep(runner: LocalRunner, peers: Peers) -> LockstepRunner:
+def _in_lockstep(runner: LocalRunner, peers: Peers) -> LockstepRunner:
     """Return a runner that executes its steps together with the other engines."""
     from tokenspeed_core.worker import distributed
 
