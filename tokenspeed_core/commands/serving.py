@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.checkpoint.resolve import ResolvedCheckpoint, resolve_checkpoint
-from tokenspeed_core.engine.client import Delivery, EchoClient, EngineClient, Sink, State
+from tokenspeed_core.engine.client import Delivery, EngineClient, Sink, State
 from tokenspeed_core.engine.engine_process import EngineProcess, engine_programs
 from tokenspeed_core.engine.factory import discover, discover_in_subprocess, resolve
 from tokenspeed_core.engine.logits_processors import LogitsProcessorTable
 from tokenspeed_core.engine.messages import (
     Grammar,
     Heartbeat,
+    Outputs,
     PromptLogprobs,
     Ready,
     Reasoning,
     Submit,
     TokenLogprobs,
     WorkerReady,
+    to_api,
 )
 from tokenspeed_core.engine.parent_death import attach_to_parent
 from tokenspeed_core.engine.requests import (
@@ -36,6 +38,7 @@ from tokenspeed_core.engine.stats import (
 )
 from tokenspeed_core.engine.subprocesses import Program, Subprocess
 from tokenspeed_core.engine.subprocesses import start as start_subprocess
+from tokenspeed_core.engine.wire import pack
 from tokenspeed_core.errors import (
     BadRequestError,
     CapacityError,
@@ -67,7 +70,6 @@ __all__ = [
     "Defaults",
     "Delivery",
     "Detokenizer",
-    "EchoClient",
     "EngineClient",
     "EngineDeadError",
     "EngineProcess",
@@ -76,6 +78,7 @@ __all__ = [
     "HashChain",
     "Hooks",
     "LogitsProcessorTable",
+    "Outputs",
     "PluginError",
     "Program",
     "PromptLogprobs",
@@ -104,12 +107,14 @@ __all__ = [
     "load_text",
     "log_fields",
     "make",
+    "pack",
     "read_chat_templates",
     "read_ids",
     "resolve",
     "resolve_checkpoint",
     "run_node",
     "start_subprocess",
+    "to_api",
     "tokenizer_folder",
     "without_text",
     "Heartbeat",

@@ -159,6 +159,24 @@ class EngineClient:
         if self._has_message():
             self._loop.call_soon(self._read)
 
+    def receive(self, message: Outputs | Rejected | Heartbeat | Ready | Failed) -> None:
+        """Handle a message of the engine."""
+        match message:
+            case Outputs():
+                self._deliver(message)
+            case Heartbeat():
+                self._note_heartbeat(message)
+            case Rejected():
+                sink = self._sinks.get(message.request_id)
+                if sink is not None:
+                    sink.fail(RequestFailedError(message.reason, message.message))
+            case Ready():
+                self.state = State.READY
+                self._heartbeat_at = self._progress_at = self._clock()
+                self.ready.set_result(message)
+            case Failed():
+                self.die(message.message)
+
     def die(self, reason: str, error: RequestFailedError | None = None) -> None:
         """Mark the engine as dead and fail all sequences with `error`, by default that the engine died.
 
@@ -206,27 +224,10 @@ class EngineClient:
             except WireError as error:
                 log.error("unreadable message from the engine: %s", error)
                 continue
-            self._dispatch(message)
+            self.receive(message)
             if time.monotonic() > end:
                 self._loop.call_soon(self._read)
                 return
-
-    def _dispatch(self, message: Outputs | Rejected | Heartbeat | Ready | Failed) -> None:
-        match message:
-            case Outputs():
-                self._deliver(message)
-            case Heartbeat():
-                self._note_heartbeat(message)
-            case Rejected():
-                sink = self._sinks.get(message.request_id)
-                if sink is not None:
-                    sink.fail(RequestFailedError(message.reason, message.message))
-            case Ready():
-                self.state = State.READY
-                self._heartbeat_at = self._progress_at = self._clock()
-                self.ready.set_result(message)
-            case Failed():
-                self.die(message.message)
 
     def _note_heartbeat(self, heartbeat: Heartbeat) -> None:
         before = self.heartbeat
@@ -263,32 +264,6 @@ class EngineClient:
                 ended.append(delta.sequence_id)
         if ended:
             self.abort(ended)
-
-
-class EchoClient(EngineClient):
-    """A client without an engine. It returns the tokens of each prompt, for a server's warm-up."""
-
-    def __init__(self) -> None:
-        """Be ready at once."""
-        super().__init__("inproc://echo")
-        self._dispatch(Ready(2**30, 2**30, 2**31 - 1, ""))
-
-    def send(self, message: Any) -> None:
-        """Answer a request token by token, through the encoding that an engine's messages have."""
-        if not isinstance(message, Submit):
-            return
-        zero = np.zeros(1, np.int32)
-        for position, token in enumerate(message.prompt):
-            is_last = position == len(message.prompt) - 1
-            finish = FinishReason.LENGTH if is_last else FinishReason.NOT
-            outputs = Outputs(
-                sequence_ids=np.array([message.request_id], np.int64),
-                num_tokens=np.ones(1, np.int32),
-                token_ids=np.array([token], np.int32),
-                finish=np.array([finish], np.int32),
-                num_cached_tokens=zero,
-            )
-            self._loop.call_soon(self._dispatch, to_api.unpack(pack(outputs)))
 
 
 def dead_error() -> RequestFailedError:

@@ -13,9 +13,9 @@ import httpx
 import pytest
 from server_support import TEMPLATE, make_tokenizer
 from tokenspeed_server.app import create_app
+from tokenspeed_server.echo_client import EchoClient
 from tokenspeed_server.service import ModelText, Options, Service
 
-from tokenspeed_core.engine.client import EchoClient
 from tokenspeed_core.engine.requests import Defaults
 from tokenspeed_core.logs import JsonFormatter
 from tokenspeed_core.text import ChatTemplate

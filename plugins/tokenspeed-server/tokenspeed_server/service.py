@@ -13,7 +13,6 @@ from tokenspeed_core.api.hooks import RequestRecord
 from tokenspeed_core.commands.serving import (
     ChatTemplate,
     Defaults,
-    EchoClient,
     LogitsProcessorTable,
     Ready,
     State,
@@ -21,6 +20,7 @@ from tokenspeed_core.commands.serving import (
 )
 from tokenspeed_server import body_limits
 from tokenspeed_server.access import Access, split_keys
+from tokenspeed_server.echo_client import EchoClient
 from tokenspeed_server.errors import ApiError
 from tokenspeed_server.observability import Observability
 from tokenspeed_server.replicas.engines import EngineReplicas

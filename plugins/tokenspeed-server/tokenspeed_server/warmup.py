@@ -8,9 +8,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from tokenspeed_core.commands.serving import CheckpointError, EchoClient, Ready, TemplateError
+from tokenspeed_core.commands.serving import CheckpointError, Ready, TemplateError
 from tokenspeed_server import asgi
 from tokenspeed_server.app import create_app
+from tokenspeed_server.echo_client import EchoClient
 from tokenspeed_server.service import ModelText, Options, Service
 
 GREETING = "Hello!"
