@@ -27,7 +27,6 @@ from tokenspeed_core.plugins.catalog import Catalog, make
 from tokenspeed_core.plugins.entry import load_target
 from tokenspeed_core.resolved import Resolved
 from tokenspeed_core.worker.build import ModelBuild, solve_block_size
-from tokenspeed_core.worker.draft_build import DraftBuild
 from tokenspeed_core.worker.logits_processors import load_processors
 from tokenspeed_core.worker.memory import PoolLimits
 from tokenspeed_core.worker.platform import describe_device, resolve_device
@@ -159,8 +158,7 @@ def _draft_model(resolved: Resolved, build: ModelBuild, target: Model) -> DraftM
             f"{choice.entry} reads hidden states of layers, which {resolved.checkpoint.info.architecture} does not "
             "return. Choose another drafter."
         )
-    context = DraftBuild(
-        build,
+    context = build.for_draft_model(
         resolved.checkpoint.info.num_layers,
         resolved.draft_groups,
         is_quantized=info.weights == resolved.checkpoint.path,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import asdict
 from typing import Any
 
@@ -76,8 +77,24 @@ class ModelBuild:
         self._kv_scales = resolved.kv_scales
         self._max_expanded = resolved.config.mla_chunk_multiplier * resolved.limits.max_num_tokens
         self._layer: int | None = None
+        self._first_layer = 0
+        self._group_names: Mapping[str, str] = {}
         self._kernels: dict[tuple[Any, ...], Callable[..., Any]] = {}
         self._bound: list[tuple[Any, Choice]] = []
+
+    def for_draft_model(
+        self, first_layer: int, group_names: Mapping[str, str], *, is_quantized: bool
+    ) -> ModelBuild:
+        """Return the context of a draft model. Its layers are numbered after those of the target model.
+
+        `group_names` maps the draft model's cache groups to those of the engine. The target's quantization applies if the
+        weights come from its checkpoint. The requests of the draft model are recorded here too.
+        """
+        context = copy(self)
+        context._first_layer, context._group_names = first_layer, group_names
+        if not is_quantized:
+            context._quantization, context.schemes = None, {}
+        return context
 
     @property
     def local_groups(self) -> tuple[CacheGroupSpec, ...]:
@@ -89,10 +106,11 @@ class ModelBuild:
         """The layers that keep a part of the KV cache."""
         return [*self.layers, *self.latent_layers]
 
-    def each_layer(self, num_layers: int, first: int = 0) -> Iterator[int]:
-        """Yield the layers from `first` on, so that the kernel plan knows which layer asks for an op."""
-        for self._layer in range(first, first + num_layers):
-            yield self._layer
+    def each_layer(self, num_layers: int) -> Iterator[int]:
+        """Yield the layers from 0, so that the kernel plan knows which layer asks for an op."""
+        for layer in range(num_layers):
+            self._layer = self._first_layer + layer
+            yield layer
         self._layer = None
 
     def group(self, name: str) -> ProcessGroup:
@@ -168,6 +186,7 @@ class ModelBuild:
 
         Raises CheckpointError if the layer does not match the cache group that the family's `describe` declared.
         """
+        layer, group = self._first_layer + layer, self._group_names.get(group, group)
         parts = keys_and_values(num_kv_heads, head_size, value_head_size)
         index = self._next_index(layer, group, parts, window)
         call = AttentionLayer(
@@ -193,6 +212,7 @@ class ModelBuild:
         self, *, layer: int, sizes: LatentSizes, scale: float, group: str = "latent"
     ) -> LatentLayer:
         """Register a layer's latent attention. Raises CheckpointError as `attention` does."""
+        layer, group = self._first_layer + layer, self._group_names.get(group, group)
         width = sizes.latent_size + sizes.rope_size
         index = self._next_index(layer, group, (CachePart("latent", (width,)),))
         kv_scale = self._kv_scale(layer).key
