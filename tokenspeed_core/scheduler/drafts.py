@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from tokenspeed_core.api.drafters import Drafter, Drafts
-from tokenspeed_core.api.step import F32, I32
+from tokenspeed_core.api.step import F32, I32, Bool
 from tokenspeed_core.scheduler.columns import VACANT, SlotColumns
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.scheduler.sequence_table import SequenceTable
@@ -26,40 +27,6 @@ class NextDraftCount:
 
     num_drafts: int
     returns_ids: bool = False
-
-
-class DraftSource(Protocol):
-    """Gives decode rows draft tokens."""
-
-    @property
-    def needs_results(self) -> bool:
-        """Whether all steps in flight must be collected before the next one is planned."""
-
-    def count(self, slots: I32, room: I32) -> I32 | None:
-        """Return the number of draft tokens of each decode row, at most `room`; None: no row has any."""
-
-    def take(self, slots: I32, counts: I32) -> I32 | None:
-        """Return the first `counts[i]` draft tokens of each row, concatenated; None: the device has them."""
-
-    def next_drafts(self, slots: I32, num_chunk_tokens: int) -> NextDraftCount | None:
-        """Return how many draft tokens the device makes after a step for each row that samples, which are `slots`.
-
-        The step has `num_chunk_tokens` tokens of prompts. None: no draft model follows the step.
-        """
-
-    def receive(self, slots: I32, token_ids: I32) -> None:
-        """Learn the draft tokens that the device made in the newest step for some slots, [S, num_drafts]."""
-
-    def observe(self, slots: I32, num_drafts: I32, num_accepted: I32) -> None:
-        """Learn how many draft tokens of some rows the model accepted."""
-
-    def finish_step(
-        self, num_rows: int, num_tokens: int, num_chunk_tokens: int, seconds: float
-    ) -> None:
-        """Learn the duration of a step with this many rows, query tokens, and tokens of prompts among them."""
-
-    def end(self, slot: int) -> None:
-        """Forget the sequence in a slot, which loses it now."""
 
 
 class DraftDepth(Protocol):
@@ -88,7 +55,67 @@ class DraftDepth(Protocol):
         """Learn the duration of a step."""
 
 
-class HostDrafts:
+class DraftSource(ABC):
+    """Gives decode rows draft tokens. The depth decides how many."""
+
+    def __init__(self, depth: DraftDepth, limits: SchedulerLimits, columns: SlotColumns) -> None:
+        """Start without draft tokens."""
+        self._depth = depth
+        self._limits = limits
+        self._columns = columns
+        self._ids = np.zeros((limits.max_num_seqs, limits.max_drafts), np.int32)
+
+    @property
+    @abstractmethod
+    def needs_results(self) -> bool:
+        """Whether all steps in flight must be collected before the next one is planned."""
+
+    @abstractmethod
+    def count(self, slots: I32, room: I32) -> I32 | None:
+        """Return the number of draft tokens of each decode row, at most `room`; None: no row has any."""
+
+    def take(self, slots: I32, counts: I32) -> I32 | None:
+        """Return the first `counts[i]` draft tokens of each row, concatenated; None: the device has them."""
+        ids: I32 = self._ids[slots][np.arange(self._limits.max_drafts) < counts[:, None]]
+        return ids
+
+    def next_drafts(self, slots: I32, num_chunk_tokens: int) -> NextDraftCount | None:
+        """Return how many draft tokens the device makes after a step for each row that samples, which are `slots`.
+
+        The step has `num_chunk_tokens` tokens of prompts. None: no draft model follows the step.
+        """
+        return None
+
+    def receive(self, slots: I32, token_ids: I32) -> None:
+        """Learn the draft tokens that the device made in the newest step for some slots, [S, num_drafts]."""
+        raise AssertionError("only a draft model returns draft tokens")
+
+    def observe(self, slots: I32, num_drafts: I32, num_accepted: I32) -> None:
+        """Learn how many draft tokens of some rows the model accepted."""
+        self._depth.observe(slots, num_drafts, num_accepted)
+
+    def finish_step(
+        self, num_rows: int, num_tokens: int, num_chunk_tokens: int, seconds: float
+    ) -> None:
+        """Learn the duration of a step with this many rows, query tokens, and tokens of prompts among them."""
+        self._depth.finish_step(num_rows, num_tokens, num_chunk_tokens, seconds)
+
+    @abstractmethod
+    def end(self, slot: int) -> None:
+        """Forget the sequence in a slot, which loses it now."""
+
+    def _may_draft(self, slots: I32) -> Bool:
+        """Return which rows may have draft tokens now."""
+        may_draft: Bool = self._columns.may_draft[slots] & (self._depth.max_drafts(slots) > 0)
+        return may_draft
+
+    def _num_left(self, num_rows: int) -> int:
+        """Return the draft tokens that a step of decodes may have."""
+        limits = self._limits
+        return min(limits.max_draft_tokens, max(0, limits.token_budget - num_rows))
+
+
+class HostDrafts(DraftSource):
     """Draft tokens of a drafter that runs on the host, for rows with all tokens known to the host.
 
     If the drafter fails, no row gets draft tokens from then on.
@@ -104,26 +131,19 @@ class HostDrafts:
         sequences: SequenceTable,
     ) -> None:
         """`name` is for the log. The drafter sees sequences once they decode."""
+        super().__init__(depth, limits, columns)
         self._drafter = drafter
         self._name = name
-        self._depth = depth
-        self._limits = limits
-        self._columns = columns
         self._sequences = sequences
         self._is_off = False
         # The sequence that the drafter follows in each slot, and how many of its tokens it has seen.
         self._sequence_id = np.full(limits.max_num_seqs, VACANT, np.int64)
         self._num_seen = np.zeros(limits.max_num_seqs, np.int32)
-        self._ids = np.zeros((limits.max_num_seqs, limits.max_drafts), np.int32)
 
     @property
     def needs_results(self) -> bool:
         """Whether a decoding row may draft: its newest tokens must be known."""
-        if self._is_off:
-            return False
-        slots = self._columns.decoding()
-        may_draft = self._columns.may_draft[slots]
-        return bool((may_draft & (self._depth.max_drafts(slots) > 0)).any())
+        return not self._is_off and bool(self._may_draft(self._columns.decoding()).any())
 
     def count(self, slots: I32, room: I32) -> I32 | None:
         """Let the drafter propose tokens, and return their number for each row."""
@@ -149,34 +169,14 @@ class HostDrafts:
         ids = np.zeros(has_token.shape, np.int32)
         ids[has_token] = drafts.token_ids
         self._ids[slots] = ids
-        limits = self._limits
-        left = min(limits.max_draft_tokens, max(0, limits.token_budget - len(slots)))
         counts[places] = self._depth.choose(
-            slots[places], drafts.counts, drafts.probabilities, len(slots), left
+            slots[places],
+            drafts.counts,
+            drafts.probabilities,
+            len(slots),
+            self._num_left(len(slots)),
         )
         return counts
-
-    def take(self, slots: I32, counts: I32) -> I32 | None:
-        """Return the first `counts[i]` draft tokens that `count` found for each row, concatenated."""
-        ids: I32 = self._ids[slots][np.arange(self._limits.max_drafts) < counts[:, None]]
-        return ids
-
-    def next_drafts(self, slots: I32, num_chunk_tokens: int) -> NextDraftCount | None:
-        """Return None: there is no draft model."""
-        return None
-
-    def receive(self, slots: I32, token_ids: I32) -> None:
-        """Do nothing: there is no draft model."""
-
-    def observe(self, slots: I32, num_drafts: I32, num_accepted: I32) -> None:
-        """Pass the numbers on to the depth."""
-        self._depth.observe(slots, num_drafts, num_accepted)
-
-    def finish_step(
-        self, num_rows: int, num_tokens: int, num_chunk_tokens: int, seconds: float
-    ) -> None:
-        """Pass the numbers on to the depth."""
-        self._depth.finish_step(num_rows, num_tokens, num_chunk_tokens, seconds)
 
     def end(self, slot: int) -> None:
         """Give the drafter the last tokens of the sequence in a slot, and end it there."""

@@ -6,11 +6,11 @@ import numpy as np
 
 from tokenspeed_core.api.step import I32
 from tokenspeed_core.scheduler.columns import SlotColumns
-from tokenspeed_core.scheduler.drafts import DraftDepth, NextDraftCount
+from tokenspeed_core.scheduler.drafts import DraftDepth, DraftSource, NextDraftCount
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 
 
-class ModelDrafts:
+class ModelDrafts(DraftSource):
     """Counts the draft tokens that the device has for each slot.
 
     Their ids stay there, unless a row has a grammar: its masks depend on them, so the host gets the ids of all rows.
@@ -22,18 +22,14 @@ class ModelDrafts:
 
     def __init__(self, depth: DraftDepth, limits: SchedulerLimits, columns: SlotColumns) -> None:
         """Start without draft tokens."""
-        self._depth = depth
-        self._limits = limits
-        self._columns = columns
+        super().__init__(depth, limits, columns)
         self._num_made = np.zeros(limits.max_num_seqs, np.int32)
-        self._ids = np.zeros((limits.max_num_seqs, limits.max_drafts), np.int32)
         self._is_known = np.zeros(limits.max_num_seqs, np.bool_)  # the host has the ids
 
     @property
     def needs_results(self) -> bool:
         """Whether the next plan needs all results: a row may draft, and its depth follows the newest acceptance."""
-        slots = self._columns.decoding()
-        return bool((self._may_draft(slots) & (self._depth.max_drafts(slots) > 0)).any())
+        return bool(self._may_draft(self._columns.decoding()).any())
 
     def count(self, slots: I32, room: I32) -> I32 | None:
         """Return the number of draft tokens that each row has, at most `room`."""
@@ -51,16 +47,14 @@ class ModelDrafts:
 
     def take(self, slots: I32, counts: I32) -> I32 | None:
         """Return the first `counts[i]` draft tokens of each row if a grammar needs them; None: the device has them."""
-        if not counts[self._columns.has_grammar[slots]].any():
-            return None
-        ids: I32 = self._ids[slots][np.arange(self._limits.max_drafts) < counts[:, None]]
-        return ids
+        needs_ids = counts[self._columns.has_grammar[slots]].any()
+        return super().take(slots, counts) if needs_ids else None
 
     def next_drafts(self, slots: I32, num_chunk_tokens: int) -> NextDraftCount | None:
         """Return how many draft tokens a step makes for each row that samples in it; None: the model does not run."""
         self._num_made[slots] = 0
         self._is_known[slots] = False
-        places = np.flatnonzero(self._may_draft(slots) & (self._depth.max_drafts(slots) > 0))
+        places = np.flatnonzero(self._may_draft(slots))
         if not len(places):
             return NextDraftCount(0) if num_chunk_tokens else None
         drafting = slots[places]
@@ -75,27 +69,7 @@ class ModelDrafts:
         self._ids[slots, : token_ids.shape[1]] = token_ids
         self._is_known[slots] = True
 
-    def observe(self, slots: I32, num_drafts: I32, num_accepted: I32) -> None:
-        """Pass the numbers on to the depth."""
-        self._depth.observe(slots, num_drafts, num_accepted)
-
-    def finish_step(
-        self, num_rows: int, num_tokens: int, num_chunk_tokens: int, seconds: float
-    ) -> None:
-        """Pass the numbers on to the depth."""
-        self._depth.finish_step(num_rows, num_tokens, num_chunk_tokens, seconds)
-
     def end(self, slot: int) -> None:
         """Forget the sequence in a slot."""
         self._num_made[slot] = 0
         self._depth.begin(slot)
-
-    def _may_draft(self, slots: I32) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """Return which rows may have draft tokens."""
-        may_draft: np.ndarray[tuple[int], np.dtype[np.bool_]] = self._columns.may_draft[slots]
-        return may_draft
-
-    def _num_left(self, num_rows: int) -> int:
-        """Return the draft tokens that a step of decodes may have."""
-        limits = self._limits
-        return min(limits.max_draft_tokens, max(0, limits.token_budget - num_rows))
