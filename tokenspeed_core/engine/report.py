@@ -1,4 +1,4 @@
-"""What a start has decided: for the log, and for the clients of a server."""
+"""The report of a start, for the log and for the clients of a server."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def log_start(
     num_kv_tokens: int,
     max_model_len: int,
 ) -> None:
-    """Log what was chosen, and the size of the KV cache."""
+    """Log the kernels, the drafter, the grammar backend, and the size of the KV cache."""
     log.info("%s", kernel_table(runner.kernel_plan))
     if resolved.drafter is not None:
         log.info("speculative decoding: %s", resolved.drafter)

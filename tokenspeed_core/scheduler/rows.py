@@ -1,4 +1,4 @@
-"""Adds rows to a step: makes room for their tokens, and records what is planned."""
+"""Adds rows to a step: makes room for their tokens, and records them in the plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RowPlanner:
     """Plans decodes and chunks of sequences that have a slot."""
 
     def __init__(self, columns: SlotColumns, kv: KVManager, sequences: SequenceTable) -> None:
-        """Plan rows of these sequences, whose blocks `kv` has."""
+        """Plan rows of these sequences; `kv` has their blocks."""
         self.columns = columns
         self.kv = kv
         self.sequences = sequences

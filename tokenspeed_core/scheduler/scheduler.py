@@ -247,7 +247,7 @@ class Scheduler:
         return make_outputs((collected.tokens, *late), result, prompts)
 
     def _count_prefills(self, flight: StepInFlight) -> None:
-        """Count the sequences whose prompt was completed by a step."""
+        """Count the prompts that a step completed."""
         num_decodes = flight.plan.num_decodes
         for row in np.flatnonzero(flight.max_new_tokens[num_decodes:]):
             state = self.sequences.get(int(flight.sequence_ids[num_decodes + row]))

@@ -51,7 +51,7 @@ class Sequence:
         return min(len(self.tokens), self.num_scored + 1)
 
     def take_scored(self, start: int, end: int) -> range:
-        """Return the tokens of the chunk `[start, end)` whose successors need log-probabilities, once each."""
+        """Return the tokens of the chunk `[start, end)` before those that need log-probabilities, once each."""
         end = min(end, self.num_prompt - 1)
         scored = range(max(start, self.num_scored), end)
         self.num_scored = max(self.num_scored, end)
