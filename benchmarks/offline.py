@@ -33,7 +33,7 @@ def main() -> None:
     options = parser.parse_args()
     result = results.new("offline", options.shape, options.shape, options.flags)
 
-    def tell(run: dict[str, Any]) -> None:
+    def report(run: dict[str, Any]) -> None:
         facts = {
             "shape": options.shape,
             "flags": options.flags,
@@ -53,7 +53,7 @@ def main() -> None:
             [of_workload(name) for name in options.workloads.split(",")], options.repeats
         )
         for refused in measure(
-            lambda: LLM(str(path), load_format="dummy", **options.flags), plan, result, tell
+            lambda: LLM(str(path), load_format="dummy", **options.flags), plan, result, report
         ):
             raise SystemExit(refused)
 

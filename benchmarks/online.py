@@ -42,7 +42,7 @@ def main() -> None:
         )
     result = results.new("serve", options.shape, options.shape, {"flags": options.flags})
 
-    def tell(run: dict[str, Any]) -> None:
+    def report(run: dict[str, Any]) -> None:
         shown = {
             name: value
             for name, value in run.items()
@@ -75,7 +75,7 @@ def main() -> None:
                 ),
                 flush=True,
             )
-            measure(Target(api.url, "m"), Online(loads, salts=True), result, tell)
+            measure(Target(api.url, "m"), Online(loads, salts=True), result, report)
 
 
 if __name__ == "__main__":

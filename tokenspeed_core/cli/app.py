@@ -191,10 +191,10 @@ def _unknown_option(option: str, context: Any) -> str:
     if option == "-v":
         return "-v: use `tokenspeed --version`, or --log-level debug for more messages"
     if "--max-model-len" in known and option in SHORT_FORMS:
-        from tokenspeed_core.config.flag_aliases import refuse_foreign
+        from tokenspeed_core.config.flag_aliases import alias_hint
 
         name = SHORT_FORMS[option]
-        return f"{option}: {refuse_foreign(name) or f'write --{name}'}"
+        return f"{option}: {alias_hint(name) or f'write --{name}'}"
     hint = suggest(option, known) or f"; `{context.command_path} --help` lists the options"
     return f"{option}: no such option{hint}"
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from tokenspeed_core.config.describe import as_written
-from tokenspeed_core.config.flag_aliases import refuse_foreign
+from tokenspeed_core.config.flag_aliases import alias_hint
 from tokenspeed_core.config.settings import Settings, flag
 from tokenspeed_core.errors import ConfigError, suggest
 from tokenspeed_core.rules import broken_rule
@@ -60,9 +60,9 @@ def unknown(
 ) -> str:
     """Return a message about an unknown setting, with the nearest setting or flag of the command."""
     shown, where = called(name, origin)
-    foreign = refuse_foreign(name)
-    if foreign is not None:
-        return f"{shown}{where}: {foreign}"
+    replacement = alias_hint(name)
+    if replacement is not None:
+        return f"{shown}{where}: {replacement}"
     setting, dot, _ = name.partition(".")
     if dot and setting in kind.model_fields:
         return f"{shown}{where}: no such setting; available: {kind.narrowed(setting)}"

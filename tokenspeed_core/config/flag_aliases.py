@@ -25,7 +25,7 @@ def needless(name: str) -> str | None:
     return ACCEPTED.get(name) or ACCEPTED_WITH_VALUE.get(name)
 
 
-def refuse_foreign(name: str) -> str | None:
+def alias_hint(name: str) -> str | None:
     """Return the replacement for a name of another engine, or None if the name is not in the table."""
     import yaml  # imported only for unknown names
 

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from tokenspeed_core.config.build import build, called, unknown
-from tokenspeed_core.config.flag_aliases import needless, refuse_foreign
+from tokenspeed_core.config.flag_aliases import alias_hint, needless
 from tokenspeed_core.config.schema import C, Config
 from tokenspeed_core.config.settings import flag
 from tokenspeed_core.errors import ConfigError
@@ -95,7 +95,7 @@ def from_environment(kind: type[Config], environ: Mapping[str, str]) -> Values:
 def _unknown_variable(kind: type[Config], name: str, variable: str) -> str:
     """Return a message about an unknown variable, with the nearest one."""
     near = get_close_matches(name, kind.model_fields, n=1, cutoff=0.75)
-    if refuse_foreign(name) is not None or not near:
+    if alias_hint(name) is not None or not near:
         return unknown(kind, name, variable)
     return f"{variable}: no such variable; did you mean {PREFIX}{near[0].upper()}?"
 

@@ -40,7 +40,7 @@ def installed_kernels(
         if value is None:
             continue
         specs = value if isinstance(value, tuple) and value else (value,)
-        wrong = [reason for spec in specs if (reason := misfit(spec, entry.name, ops))]
+        wrong = [reason for spec in specs if (reason := spec_error(spec, entry.name, ops))]
         if wrong:
             catalog.reject(entry, wrong[0])
             continue
@@ -60,7 +60,7 @@ def installed_kernels(
     return tuple(found)
 
 
-def misfit(spec: object, name: str, ops: Mapping[str, OpContract]) -> str:
+def spec_error(spec: object, name: str, ops: Mapping[str, OpContract]) -> str:
     """Return why the value of a kernel entry is invalid, "" if it is valid.
 
     It must be a KernelSpec with the entry's name as its backend. Only the op's own reference may set `reference`.

@@ -51,12 +51,12 @@ def measure(
     make: Callable[[], Engine],
     plan: Offline,
     result: dict[str, Any],
-    tell: Callable[[Run], None],
+    report: Callable[[Run], None],
     trace: Callable[[str, Callable[[], object]], None] | None = None,
 ) -> list[str]:
     """Create an engine, run everything and add it to `result`.
 
-    Returns messages for skipped traffic and traces. `tell` is called with each run. `trace` is
+    Returns messages for skipped traffic and traces. `report` is called with each run. `trace` is
     called with each traffic, by name, to run once more. Ctrl-C keeps the runs measured so far.
     """
     begin = time.perf_counter()
@@ -66,12 +66,12 @@ def measure(
     try:
         results.add_plan(result, _plan_of(engine))
         end_id, first = first_tokens(engine)
-        tell(results.add_run(result, {"name": "start"}, {"s": round(seconds, 2), **first}))
+        report(results.add_run(result, {"name": "start"}, {"s": round(seconds, 2), **first}))
         engine.generate([{"prompt_token_ids": WARM_UP[0]}], _greedy(WARM_UP[1]))
         for traffic in plan.traffics:
             fitting = below(traffic, end_id)
             try:
-                _repeat(engine, fitting, plan.repeats, result, tell)
+                _repeat(engine, fitting, plan.repeats, result, report)
             except BadRequestError as error:
                 refused.append(
                     f"{traffic.name} was left out: {error}; --input-len and its like make it shorter"
@@ -93,7 +93,11 @@ def measure(
 
 
 def _repeat(
-    engine: Engine, traffic: Traffic, num: int, result: dict[str, Any], tell: Callable[[Run], None]
+    engine: Engine,
+    traffic: Traffic,
+    num: int,
+    result: dict[str, Any],
+    report: Callable[[Run], None],
 ) -> None:
     """Run a traffic repeatedly and add the run; Ctrl-C reduces the number of repeats."""
     done: list[Mapping[str, Any]] = []
@@ -109,7 +113,7 @@ def _repeat(
     if done:
         seconds = [round(each["s"], 4) for each in done]
         drafts = entry(_drafts(engine).since(drafts_before))
-        tell(results.add_run(result, traffic.describe(), best(done), repeats_s=seconds, **drafts))
+        report(results.add_run(result, traffic.describe(), best(done), repeats_s=seconds, **drafts))
 
 
 def _drafts(engine: Engine) -> DraftCounts:

@@ -25,7 +25,7 @@ MAX_WAIT, MAX_STEPS = (
     64,
 )  # steps that go by until a load is in full swing, and that are recorded
 
-Tell = Callable[[str, str, Timeline], None]
+ReportProfile = Callable[[str, str, Timeline], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +72,13 @@ def check_recorder(plugins: object) -> None:
     )
 
 
-def take(arguments: Sequence[str], key: str | None, profile: Profile, tell: Tell) -> list[str]:
+def take(
+    arguments: Sequence[str], key: str | None, profile: Profile, report: ReportProfile
+) -> list[str]:
     """Start a server, send each load and write its trace; return messages for loads without a
     trace.
 
-    `tell` is called with the name, file and timeline of each. Ctrl-C raises KeyboardInterrupt.
+    `report` is called with the name, file and timeline of each. Ctrl-C raises KeyboardInterrupt.
     """
     problems: list[str] = []
     try:
@@ -95,7 +97,7 @@ def take(arguments: Sequence[str], key: str | None, profile: Profile, tell: Tell
                 except BenchError as error:
                     problems.append(f"{name}: no profile: {error}")
                 else:
-                    tell(name, path, timeline)
+                    report(name, path, timeline)
     except TokenSpeedError as error:
         problems.append(f"no profile: {error}")
     return problems

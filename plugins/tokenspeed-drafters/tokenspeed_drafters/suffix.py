@@ -33,7 +33,7 @@ _DEFAULTS = {
 }
 _MIN_ANSWERS, _MAX_ANSWERS = 256, 2**27
 _NUM_LEADING = 8  # prompt tokens kept before an answer, so that its first tokens can be found
-_LOCAL_WINDOW = 32  # tokens behind a deviation where the sequence may be followed again
+_LOCAL_WINDOW = 32  # tokens after a deviation in which the match may continue
 _LOCAL_LENGTH = 2  # matches elsewhere must be longer to be preferred to a local one
 _EXACT_LENGTH = 8  # a match of this length is followed without new searches
 
@@ -107,15 +107,15 @@ class Tenants:
 
 
 class Deviation(NamedTuple):
-    """A sequence left an occurrence at a position of the index, and has `num_behind` tokens from there on."""
+    """The position of the index at which a sequence deviated from an occurrence, and its tokens since then."""
 
     position: int
-    num_behind: int
+    num_after: int
 
 
 @dataclass(slots=True)
-class Trail:
-    """Occurrences that a sequence follows in one index."""
+class FollowedMatches:
+    """Occurrences in an index that a sequence has matched so far."""
 
     index: MatchIndex
     source: Source
@@ -160,12 +160,12 @@ class Draft:
 _NO_DRAFT = Draft([], [], [], 0.0)
 
 
-def vote(trail: Trail, calibration: Calibration, limit: int) -> Draft:
-    """Return the continuation that most occurrences of a trail agree on."""
+def vote(matches: FollowedMatches, calibration: Calibration, limit: int) -> Draft:
+    """Return the continuation on which most occurrences agree."""
     continuations: list[tuple[int, list[int]]] = []  # with their votes
     longest = 0
-    for position, length in trail.occurrences:
-        tokens = trail.index.continuation(position, limit)
+    for position, length in matches.occurrences:
+        tokens = matches.index.continuation(position, limit)
         if tokens:
             continuations.append((length + 1, tokens))
             longest = max(longest, length)
@@ -179,7 +179,7 @@ def vote(trail: Trail, calibration: Calibration, limit: int) -> Draft:
             break
         if share < 1.0:
             continuations = [each for each in continuations if each[1][i : i + 1] == [token]]
-        cell = cell_of(trail.source, longest + i, share)
+        cell = cell_of(matches.source, longest + i, share)
         estimate = calibration.probabilities[cell]
         probability *= estimate
         if probability < MIN_PROBABILITY:
@@ -192,7 +192,7 @@ def vote(trail: Trail, calibration: Calibration, limit: int) -> Draft:
 
 
 def _most_voted(continuations: list[tuple[int, list[int]]], i: int) -> tuple[int, float]:
-    """Return token i with the most votes, and its share of them. SEPARATOR: none goes on."""
+    """Return token i with the most votes, and its share of them. SEPARATOR: all continuations have ended."""
     if len(continuations) == 1:
         tokens = continuations[0][1]
         return (tokens[i] if i < len(tokens) else SEPARATOR), 1.0
@@ -219,11 +219,11 @@ class SuffixSequence:
         self._num_tokens = len(token_ids)
         index = MatchIndex(MAX_INDEXED_TOKENS)
         index.append_all(token_ids)
-        self._own = Trail(index, Source.OWN)
-        self._answers = Trail(answers.index, Source.ANSWERS)
+        self._own = FollowedMatches(index, Source.OWN)
+        self._answers = FollowedMatches(answers.index, Source.ANSWERS)
         self._new_tokens: list[int] = []  # since the last proposal
         self._draft = _NO_DRAFT
-        self._anchors: list[Deviation] = []  # the newest first
+        self._deviations: list[Deviation] = []  # the newest first
 
     def extend(self, token_ids: list[int]) -> None:
         """Add generated tokens."""
@@ -257,18 +257,18 @@ class SuffixSequence:
         self._draft = _NO_DRAFT
 
     def _follow(self) -> None:
-        """Advance both trails over the new tokens, and search again where that may find more."""
+        """Advance all matches over the new tokens, and search again if that may find longer ones."""
         new_tokens, own, answers = self._new_tokens, self._own, self._answers
         context = own.index.last(MAX_CONTEXT)
         self._new_tokens = []
         if new_tokens:
-            self._anchors = [
-                Deviation(each.position, each.num_behind + len(new_tokens))
-                for each in self._anchors
+            self._deviations = [
+                Deviation(each.position, each.num_after + len(new_tokens))
+                for each in self._deviations
             ]
             deviation = own.follow(new_tokens)
             if deviation is not None:
-                self._anchors = [deviation, *self._anchors[:1]]
+                self._deviations = [deviation, *self._deviations[:1]]
             answers.follow(new_tokens)
         if answers.length < _EXACT_LENGTH:
             answers.occurrences = answers.index.find(own.index.hashes, context)
@@ -278,32 +278,32 @@ class SuffixSequence:
         if found and found[0].length > max(own.length, _LOCAL_LENGTH):
             own.occurrences, own.source = found, Source.OWN
         elif not own.occurrences:
-            behind = self._behind_anchors(context[-1])
-            own.occurrences = behind or found
-            own.source = Source.LOCAL if behind else Source.OWN
+            nearby = self._after_deviations(context[-1])
+            own.occurrences = nearby or found
+            own.source = Source.LOCAL if nearby else Source.OWN
 
-    def _behind_anchors(self, last: int) -> list[Occurrence]:
-        """Return where the last token occurs shortly behind places at which the sequence deviated before.
+    def _after_deviations(self, last: int) -> list[Occurrence]:
+        """Return the first occurrence of the last token in the window after each earlier deviation.
 
-        Otherwise the last tokens may have replaced as many at the newest of these places.
+        If there is none, assume that the tokens since the newest deviation replaced the same number of tokens.
         """
         index = self._own.index
         found: list[Occurrence] = []
-        for anchor in self._anchors:
-            behind = index.continuation(anchor.position, self._num_behind(anchor))
-            if last in behind:
-                found.append(Occurrence(anchor.position + behind.index(last) + 1, 1))
-        for anchor in self._anchors[:1]:
-            if not found and anchor.num_behind < self._num_behind(anchor):
-                found.append(Occurrence(anchor.position + anchor.num_behind, 0))
+        for each in self._deviations:
+            nearby = index.continuation(each.position, self._window_after(each))
+            if last in nearby:
+                found.append(Occurrence(each.position + nearby.index(last) + 1, 1))
+        for each in self._deviations[:1]:
+            if not found and each.num_after < self._window_after(each):
+                found.append(Occurrence(each.position + each.num_after, 0))
         return found
 
-    def _num_behind(self, anchor: Deviation) -> int:
-        """Return the length of the window behind a deviation, without the tokens that came since."""
+    def _window_after(self, deviation: Deviation) -> int:
+        """Return the length of the window after a deviation, without the tokens since then."""
         index = self._own.index
-        is_in_prompt = anchor.position < self._num_prompt
-        end = self._num_prompt if is_in_prompt else index.num_tokens - anchor.num_behind
-        return max(0, min(_LOCAL_WINDOW, end - anchor.position))
+        is_in_prompt = deviation.position < self._num_prompt
+        end = self._num_prompt if is_in_prompt else index.num_tokens - deviation.num_after
+        return max(0, min(_LOCAL_WINDOW, end - deviation.position))
 
 
 def _num_equal(one: list[int], other: list[int]) -> int:

@@ -60,7 +60,7 @@ class PagedAttention:
         self._is_checked = True
 
 
-class _InTurn:
+class _SuccessiveCalls:
     """The attention of a module that calls the function several times in a forward."""
 
     def __init__(self, calls: Sequence[PagedAttention]) -> None:
@@ -123,7 +123,7 @@ def bind_attention(
         calls.setdefault(each.module, []).append(paged)
     for name, bound in calls.items():
         module = model.get_submodule(name)
-        module.tokenspeed_attention = bound[0] if len(bound) == 1 else _InTurn(bound)
+        module.tokenspeed_attention = bound[0] if len(bound) == 1 else _SuccessiveCalls(bound)
     return bound_attention
 
 

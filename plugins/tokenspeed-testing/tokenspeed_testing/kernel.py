@@ -21,7 +21,7 @@ from tokenspeed_testing.boundaries import boundary_cases
 from tokenspeed_testing.cases import NotRun, beyond, cases
 from tokenspeed_testing.large_steps import check_large_steps
 from tokenspeed_testing.replays import replays
-from tokenspeed_testing.selection import DOES_NOT_LOAD, Asked
+from tokenspeed_testing.selection import DOES_NOT_LOAD, SpecUnderTest
 from tokenspeed_testing.shapes import contract_of
 
 _PREFILL = of_attention.Rows((1, 9, 4), (30, 9, 21))
@@ -105,7 +105,7 @@ class KernelConformance:
         """
         contract, here = self._contract(), self._declared_platform()
         asked, inside = (
-            Asked(self.spec, contract),
+            SpecUnderTest(self.spec, contract),
             next(cases(self.spec, contract, pairs_only=True), None),
         )
         refusals = [

@@ -123,7 +123,7 @@ def _suites_of(entry: Entry, catalog: Catalog) -> Iterator[tuple[str, object]]:
             yield (
                 subject,
                 _suite(
-                    _Unasked,
+                    _NoExample,
                     reason=NotRun(num_questions, f"{package}/{EXAMPLE.as_posix()}, {what}"),
                 ),
             )
@@ -131,7 +131,7 @@ def _suites_of(entry: Entry, catalog: Catalog) -> Iterator[tuple[str, object]]:
             yield subject, _suite(ModelConformance, spec=value, config=config)
 
 
-class _Unasked:
+class _NoExample:
     """Placeholder for a family that ships no example configuration."""
 
     reason: ClassVar[NotRun]

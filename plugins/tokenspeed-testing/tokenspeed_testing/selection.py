@@ -15,7 +15,7 @@ from tokenspeed_testing.installed import installed_catalog
 DOES_NOT_LOAD = "it does not load"  # the start of selection's reason after a failed import
 
 
-class Asked:
+class SpecUnderTest:
     """A spec among the installed kernels, replacing those of the same op and name."""
 
     def __init__(self, spec: KernelSpec, contract: OpContract) -> None:

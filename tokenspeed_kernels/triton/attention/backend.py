@@ -23,7 +23,7 @@ from tokenspeed_kernels.triton.pdl import supports_pdl
 # Minimum number of keys per split when there are many rows, so that only much longer rows are split.
 LONG_SPLIT = 4096
 # Programs per multiprocessor from which small tiles are fastest, without and with a shared prefix.
-CROWD, SHARING_CROWD = 3, 8
+MANY_PER_SM, MANY_SHARED_PER_SM = 3, 8
 FULL = 2  # programs per multiprocessor that keep it busy
 WANTED = 4  # programs per multiprocessor that splitting aims at
 NUM_SLOTS = {"decode": 65536, "prefill": 16384}  # rows of tiles over all splits, by phase
@@ -97,8 +97,12 @@ class TritonAttention:
         )
         wide = problem.dtype == "float32" or max(self._block_d, self._block_v) > 128
         self._decode = decode_tiling or (Tiling(16, 32, 2, 2) if wide else Tiling(16, 64, 2, 3))
-        self._crowd = decode_tiling or (Tiling(16, 32, 2, 2) if wide else Tiling(16, 32, 1, 3))
-        self._beside = decode_tiling or (Tiling(16, 32, 2, 2) if wide else Tiling(16, 32, 2, 3))
+        self._decode_many = decode_tiling or (
+            Tiling(16, 32, 2, 2) if wide else Tiling(16, 32, 1, 3)
+        )
+        self._decode_overlapped = decode_tiling or (
+            Tiling(16, 32, 2, 2) if wide else Tiling(16, 32, 2, 3)
+        )
         # With draft tokens, more rows are merged, so fewer parts.
         self._drafts = decode_tiling or (
             Tiling(16, 32, 4, 2, 256, 8) if wide else Tiling(16, 64, 4, 3, 256, 16)
@@ -177,12 +181,12 @@ class TritonAttention:
 
     def _decode_tiling(self, programs: int, step: AttentionStep, *, is_shared: bool) -> Tiling:
         """Return the fastest measured tiling for this number of programs. The caller sets its rows."""
-        crowd = programs // self.num_multiprocessors
-        if crowd >= SHARING_CROWD:
-            return self._crowd
-        if is_shared or crowd < CROWD:
+        programs_per_sm = programs // self.num_multiprocessors
+        if programs_per_sm >= MANY_SHARED_PER_SM:
+            return self._decode_many
+        if is_shared or programs_per_sm < MANY_PER_SM:
             return self._decode
-        return self._beside if step.overlaps_prefill else self._crowd
+        return self._decode_overlapped if step.overlaps_prefill else self._decode_many
 
     def _drafts_tiling(self, block_m: int) -> Tiling:
         """Return the tiling for rows with several query tokens. More than 64 rows of a tile need eight warps."""
@@ -286,7 +290,7 @@ def _attend_to_blanks(
     bounds = ((True, limits.max_model_len), (False, short))
     edges = (
         -(-each * backend.num_multiprocessors // num_kv_heads)
-        for each in (FULL, CROWD, SHARING_CROWD)
+        for each in (FULL, MANY_PER_SM, MANY_SHARED_PER_SM)
     )
     some = sorted({min(num_rows, max_rows) for num_rows in (1, 2, 4, 8, 16, 17, *edges, max_rows)})
     sinks = precompile.blank("float32", num_heads) if problem.has_sinks else None
