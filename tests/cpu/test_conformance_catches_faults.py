@@ -459,7 +459,7 @@ FAULTS: tuple[tuple[str, Any, dict[str, Any], str, str], ...] = (
         always(synchronizes_with_item),
         IN_GRAPHS,
         GRAPHS,
-        r"asks on the host .*item at test_conformance_catches_faults.py:\d+",
+        r"graph_safe.* on the host: item at test_conformance_catches_faults.py:\d+",
     ),
     (
         "silu_mul",

@@ -49,8 +49,8 @@ def nothing_waits(case: str) -> Iterator[None]:
         yield
     assert not watch.seen, (
         f"{case}: the kernel declares graph_safe, but reads device values on the host: "
-        f"{', '.join(dict.fromkeys(watch.seen))}; a device would be waited for, which ends a capture. Keep it on the "
-        "device. If only the CPU does this, write a separate spec for cpu."
+        f"{', '.join(dict.fromkeys(watch.seen))}. Waiting for the device ends a capture. Keep the values on the device. "
+        "If only the CPU needs them, write a separate spec for cpu."
     )
 
 
