@@ -17,6 +17,7 @@ from importlinter.cli import lint_imports
 ROOT = Path(__file__).parents[1]
 CORE = "tokenspeed_core"
 PUBLIC = {"api", "commands"}  # modules of the core that plugins may import
+LEAVES = {"errors", "rules", "targets"}  # modules of the core that its contracts may import
 TESTING = "tokenspeed_testing"  # any package may import it in modules that only tests load
 USES_TORCH = {"worker"}  # modules of the core that may import torch
 
@@ -78,6 +79,12 @@ def contracts() -> configparser.ConfigParser:
         source_modules=restricted,
         forbidden_modules=[f"{CORE}.{name}" for name in modules - PUBLIC],
         allow_indirect_imports="True",
+    )
+    add(
+        f"The core's contracts import nothing else of it than {', '.join(sorted(LEAVES))}",
+        "forbidden",
+        source_modules=[f"{CORE}.api", *(f"{CORE}.{name}" for name in LEAVES)],
+        forbidden_modules=[f"{CORE}.{name}" for name in modules - LEAVES - {"api"}],
     )
     add(
         f"The core imports torch only in {', '.join(sorted(USES_TORCH))}",

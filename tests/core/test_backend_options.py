@@ -10,8 +10,9 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from tokenspeed_core.api.attention import AttentionProblem
-from tokenspeed_core.api.kernels import Capability, InstalledKernel, KernelSpec, PlatformInfo
+from tokenspeed_core.api.kernels import Capability, KernelSpec, PlatformInfo
 from tokenspeed_core.errors import SelectionError
+from tokenspeed_core.kernels.installed import InstalledKernel
 from tokenspeed_core.kernels.overrides import Override
 from tokenspeed_core.kernels.select import Selector
 from tokenspeed_core.kernels.table import kernel_table

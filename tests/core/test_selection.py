@@ -17,13 +17,13 @@ from tokenspeed_core.api.kernels import (
     PHASES,
     AxisLimit,
     Capability,
-    InstalledKernel,
     KernelSpec,
     PlatformInfo,
     Ranking,
 )
 from tokenspeed_core.api.ops import OpContract, merge_ops
 from tokenspeed_core.errors import SelectionError
+from tokenspeed_core.kernels.installed import InstalledKernel
 from tokenspeed_core.kernels.overrides import Override
 from tokenspeed_core.kernels.plan import NothingFitsError
 from tokenspeed_core.kernels.select import Selector
@@ -445,7 +445,8 @@ def test_invalid_descriptors_are_rejected(build: Any) -> None:
 def test_selecting_imports_no_tensor_library() -> None:
     code = (
         "import sys; import tokenspeed_core.api; from tokenspeed_core.kernels.select import Selector\n"
-        "from tokenspeed_core.api.kernels import Capability, InstalledKernel, KernelSpec, PlatformInfo\n"
+        "from tokenspeed_core.api.kernels import Capability, KernelSpec, PlatformInfo\n"
+        "from tokenspeed_core.kernels.installed import InstalledKernel\n"
         "can = Capability(('cpu',), ('float32',))\n"
         "spec = KernelSpec(op='greedy', backend='plain', capability=can, load='builtins:print', reference=True)\n"
         "selector = Selector((InstalledKernel(spec, 'some'),), PlatformInfo('cpu'))\n"

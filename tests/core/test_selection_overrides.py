@@ -14,12 +14,12 @@ from tokenspeed_core.api.attention import AttentionProblem
 from tokenspeed_core.api.kernels import (
     PHASES,
     Capability,
-    InstalledKernel,
     KernelSpec,
     PlatformInfo,
 )
 from tokenspeed_core.api.ops import OpContract, merge_ops
 from tokenspeed_core.errors import ConfigError, SelectionError
+from tokenspeed_core.kernels.installed import InstalledKernel
 from tokenspeed_core.kernels.overrides import Override
 from tokenspeed_core.kernels.plan import NothingFitsError
 from tokenspeed_core.kernels.select import Selector

@@ -12,7 +12,7 @@ from zlib import crc32
 import torch
 from process_pool import RankBuild
 
-from tokenspeed_core.plugins.entry import load_target
+from tokenspeed_core.targets import load_target
 from tokenspeed_models.loading.dummy import read_dummy
 from tokenspeed_models.testing import DenseBuild, sequence_logits
 from tokenspeed_models.weights import WeightSlot

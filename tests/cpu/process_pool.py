@@ -32,7 +32,7 @@ from tokenspeed_core.api import (
 )
 from tokenspeed_core.kernels.installed import installed_ops
 from tokenspeed_core.plugins.catalog import Catalog
-from tokenspeed_core.plugins.entry import load_target
+from tokenspeed_core.targets import load_target
 from tokenspeed_kernels.reference import comm
 from tokenspeed_models.testing import DenseBuild
 

@@ -18,7 +18,7 @@ from tokenspeed_core.api import LayerSchemes, ModelSpec, QuantizationScheme
 from tokenspeed_core.checkpoint.quantization import find_quantization
 from tokenspeed_core.kernels.installed import installed_ops
 from tokenspeed_core.plugins.catalog import Catalog
-from tokenspeed_core.plugins.entry import load_target
+from tokenspeed_core.targets import load_target
 from tokenspeed_models.descriptors import LLAMA, QWEN2, QWEN3, QWEN3_MOE
 from tokenspeed_models.loading.safetensors import read_safetensors
 from tokenspeed_models.testing import DenseBuild, sequence_logits

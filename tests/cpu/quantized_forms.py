@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from tokenspeed_core.api import LayerSchemes, ModelSpec, QuantizationScheme
 from tokenspeed_core.kernels.installed import installed_ops
 from tokenspeed_core.plugins.catalog import Catalog
-from tokenspeed_core.plugins.entry import load_target
+from tokenspeed_core.targets import load_target
 from tokenspeed_models.descriptors import LLAMA
 from tokenspeed_models.loading.safetensors import read_safetensors
 from tokenspeed_models.testing import DenseBuild, sequence_logits

@@ -17,7 +17,7 @@ from quantized_forms import QUANTIZED_INPUTS, WEIGHT_ONLY, SchemeBuild
 from tiny_families import save_reference
 from torch import Tensor
 
-from tokenspeed_core.plugins.entry import load_target
+from tokenspeed_core.targets import load_target
 from tokenspeed_models.descriptors import QWEN3_MOE
 
 MOE = {"num_experts": 3, "moe_intermediate_size": 32, "mlp_only_layers": []}

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from tokenspeed_core.api.kernels import Capability, InstalledKernel, KernelSpec, PlatformInfo
+from tokenspeed_core.api.kernels import Capability, KernelSpec, PlatformInfo
 from tokenspeed_core.kernels.error_attribution import attribute_error, no_finite_logits
+from tokenspeed_core.kernels.installed import InstalledKernel
 from tokenspeed_core.kernels.overrides import Override
 from tokenspeed_core.kernels.plan import PlannedOp
 from tokenspeed_core.kernels.select import Selector

@@ -11,7 +11,7 @@ from tokenspeed_testing.shapes import NUM_ROWS
 from tokenspeed_core.api.kernels import KernelSpec
 from tokenspeed_core.kernels.installed import installed_kernels, installed_ops
 from tokenspeed_core.plugins import Catalog, Selection
-from tokenspeed_core.plugins.entry import load_target
+from tokenspeed_core.targets import load_target
 from tokenspeed_kernels import descriptors
 
 CPU = torch.device("cpu")

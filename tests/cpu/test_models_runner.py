@@ -12,10 +12,9 @@ from tiny_families import save_reference
 from tokenspeed_testing.plans import PlanMaker
 
 from tokenspeed_core.api import Capability, KernelSpec, Problem
-from tokenspeed_core.api.kernels import InstalledKernel
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.factory import resolve
-from tokenspeed_core.kernels.installed import installed_kernels
+from tokenspeed_core.kernels.installed import InstalledKernel, installed_kernels
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.worker import assemble
 from tokenspeed_core.worker.local import LocalRunner, build

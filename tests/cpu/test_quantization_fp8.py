@@ -33,8 +33,8 @@ from tokenspeed_core.config import Config
 from tokenspeed_core.engine.factory import discover, resolve
 from tokenspeed_core.errors import CheckpointError, ConfigError, PluginError
 from tokenspeed_core.plugins.catalog import Catalog
-from tokenspeed_core.plugins.entry import load_target
 from tokenspeed_core.resolved import Resolved
+from tokenspeed_core.targets import load_target
 from tokenspeed_core.worker.local import plan_only
 from tokenspeed_kernels import inputs
 from tokenspeed_kernels.reference import activation, fp8, fp8_block, moe_w8a8, norm

@@ -13,7 +13,7 @@ from process_pool import ProcessPool, RankBuild, Sizes, tensor_parallel
 from tokenspeed_core.api import LayerSchemes
 from tokenspeed_core.checkpoint.quantization import find_quantization
 from tokenspeed_core.plugins.catalog import Catalog
-from tokenspeed_core.plugins.entry import load_target
+from tokenspeed_core.targets import load_target
 from tokenspeed_models.descriptors import QWEN3_MOE
 from tokenspeed_models.layers import CausalLM, Linear, Projection
 from tokenspeed_models.loading.dummy import read_dummy

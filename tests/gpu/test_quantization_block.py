@@ -11,7 +11,7 @@ from tokenspeed_testing.shapes import contract_of
 
 from tokenspeed_core import LLM, SamplingParams
 from tokenspeed_core.api.kernels import KernelSpec
-from tokenspeed_core.plugins.entry import load_target
+from tokenspeed_core.targets import load_target
 from tokenspeed_kernels import descriptors
 from tokenspeed_kernels.triton.linear import gemm_fp8_block
 from tokenspeed_kernels.triton.linear.gemm_fp8 import MAX_ROWS

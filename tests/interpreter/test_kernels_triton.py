@@ -13,7 +13,7 @@ from tokenspeed_testing.shapes import contract_of, problems
 
 from tokenspeed_core.api.attention import AttentionProblem
 from tokenspeed_core.api.kernels import KernelSpec
-from tokenspeed_core.plugins.entry import load_target
+from tokenspeed_core.targets import load_target
 from tokenspeed_kernels import descriptors
 
 pytestmark = [

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from tokenspeed_core.plugins.entry import load_target
+from tokenspeed_core.targets import load_target
 
 if TYPE_CHECKING:
     from tokenspeed_core.api.models import ModelInfo, ModelSpec

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from tokenspeed_core.plugins.entry import load_target
+from tokenspeed_core.targets import load_target
 
 Settings = Mapping[str, Any]
 """The settings that a worker process gets from its parent, as JSON: configuration, addresses of the engine, rank."""

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from tokenspeed_core.api.parsers import CallTemplate
-from tokenspeed_core.plugins.entry import load_target
+from tokenspeed_core.targets import load_target
 
 if TYPE_CHECKING:
     from tokenspeed_core.api.step import I32

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tokenspeed_core.plugins.entry import Entry, load_target
+from tokenspeed_core.targets import load_target
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -205,20 +205,6 @@ class AutoDistribution:
     """
 
     name: str
-
-
-@dataclass(frozen=True, slots=True)
-class InstalledKernel:
-    """A kernel spec and the distribution that provides it.
-
-    `required` is the plugin entry if the user named the plugin: then a failed import ends the start.
-    `needs_ranking` keeps `auto` from choosing the kernel unless a ranking measured it.
-    """
-
-    spec: KernelSpec
-    distribution: str
-    required: Entry | None = None
-    needs_ranking: bool = False
 
 
 def _known(what: str, given: tuple[str, ...], known: tuple[str, ...]) -> None:

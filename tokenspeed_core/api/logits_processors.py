@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from tokenspeed_core.plugins.entry import load_target
+from tokenspeed_core.targets import load_target
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from tokenspeed_core.plugins.entry import load_target
+from tokenspeed_core.targets import load_target
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ from tokenspeed_core.config import Config
 from tokenspeed_core.errors import CheckpointError
 from tokenspeed_core.files import read_json
 from tokenspeed_core.plugins.catalog import Catalog, make
-from tokenspeed_core.plugins.entry import Entry, load_target
+from tokenspeed_core.plugins.entry import Entry
+from tokenspeed_core.targets import load_target
 
 
 def resolve_draft(

@@ -12,7 +12,7 @@ from tokenspeed_core.checkpoint.resolve import ResolvedCheckpoint, choose_format
 from tokenspeed_core.config import Config
 from tokenspeed_core.errors import CheckpointError, ConfigError
 from tokenspeed_core.plugins.catalog import Catalog
-from tokenspeed_core.plugins.entry import load_target
+from tokenspeed_core.targets import load_target
 
 
 def find_kv_scales(

@@ -10,7 +10,8 @@ from tokenspeed_core.api.quantization import LayerSchemes, Quantization
 from tokenspeed_core.checkpoint.resolve import ResolvedCheckpoint
 from tokenspeed_core.errors import CheckpointError, ConfigError
 from tokenspeed_core.plugins.catalog import Catalog
-from tokenspeed_core.plugins.entry import Entry, load_target
+from tokenspeed_core.plugins.entry import Entry
+from tokenspeed_core.targets import load_target
 
 _MALFORMED = (KeyError, TypeError, AttributeError)
 

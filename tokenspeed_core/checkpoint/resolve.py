@@ -25,7 +25,8 @@ from tokenspeed_core.config.build import called
 from tokenspeed_core.errors import CheckpointError, ConfigError, suggest
 from tokenspeed_core.files import read_json
 from tokenspeed_core.plugins.catalog import Catalog, make
-from tokenspeed_core.plugins.entry import Entry, load_target
+from tokenspeed_core.plugins.entry import Entry
+from tokenspeed_core.targets import load_target
 
 DEFAULT = "demo"  # the bundled checkpoint
 _SIDE_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")

@@ -20,11 +20,12 @@ from tokenspeed_core.config.parallel_settings import ParallelSizes
 from tokenspeed_core.config.speculation_settings import Speculation
 from tokenspeed_core.errors import ConfigError
 from tokenspeed_core.plugins.catalog import Catalog, make
-from tokenspeed_core.plugins.entry import Entry, load_target
+from tokenspeed_core.plugins.entry import Entry
 from tokenspeed_core.scheduler.draft_depth import AdaptiveDepth
 from tokenspeed_core.scheduler.drafts import DraftSource, HostDrafts
 from tokenspeed_core.scheduler.model_drafts import ModelDrafts
 from tokenspeed_core.scheduler.scheduler import Scheduler
+from tokenspeed_core.targets import load_target
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from tokenspeed_core.api.kernels import (
-    AutoDistribution,
-    InstalledKernel,
-    KernelSpec,
-    Ranking,
-)
+from tokenspeed_core.api.kernels import AutoDistribution, KernelSpec, Ranking
 from tokenspeed_core.api.ops import OpContract, OpReference, merge_ops
 from tokenspeed_core.errors import ConfigError, suggest
 from tokenspeed_core.kernels.overrides import DTYPE_FORMATS, FORMAT_SUFFIX, Override
 from tokenspeed_core.plugins.catalog import Catalog
-from tokenspeed_core.plugins.entry import Status
+from tokenspeed_core.plugins.entry import Entry, Status
 from tokenspeed_core.plugins.kinds import KERNELS_PREFIX
 from tokenspeed_core.plugins.selection import DEFAULTS
 
 _DEFAULT_KERNELS = "tokenspeed-kernels"
+
+
+@dataclass(frozen=True, slots=True)
+class InstalledKernel:
+    """A kernel spec and the distribution that provides it.
+
+    `required` is the plugin entry if the user named the plugin: then a failed import ends the start.
+    `needs_ranking` keeps `auto` from choosing the kernel unless a ranking measured it.
+    """
+
+    spec: KernelSpec
+    distribution: str
+    required: Entry | None = None
+    needs_ranking: bool = False
 
 
 def installed_kernels(

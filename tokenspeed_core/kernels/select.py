@@ -11,10 +11,11 @@ from typing import Any
 from pydantic import BaseModel
 
 from tokenspeed_core.api.attention import AttentionProblem
-from tokenspeed_core.api.kernels import InstalledKernel, KernelSpec, PlatformInfo, Ranking
+from tokenspeed_core.api.kernels import KernelSpec, PlatformInfo, Ranking
 from tokenspeed_core.api.ops import OpContract, Problem, common_ops
 from tokenspeed_core.api.parallel import Collective
 from tokenspeed_core.errors import SelectionError, describe_error
+from tokenspeed_core.kernels.installed import InstalledKernel
 from tokenspeed_core.kernels.options import describe_options, read_options
 from tokenspeed_core.kernels.overrides import Override, as_typed, flag_for
 from tokenspeed_core.kernels.plan import (

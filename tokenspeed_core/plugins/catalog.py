@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 
 from tokenspeed_core import __version__
 from tokenspeed_core.errors import PluginError, describe_error, printable, suggest
-from tokenspeed_core.plugins.entry import Entry, Preflight, Status, load_target
+from tokenspeed_core.plugins.entry import Entry, Preflight, Status
 from tokenspeed_core.plugins.kinds import kind_of
 from tokenspeed_core.plugins.metadata import read_entries
 from tokenspeed_core.plugins.selection import DEFAULTS, VARIABLE, Selection
+from tokenspeed_core.targets import load_target
 
 T = TypeVar("T")
 logger = logging.getLogger("tokenspeed.plugins")

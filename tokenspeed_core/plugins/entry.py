@@ -1,13 +1,10 @@
-"""One entry point of an installed distribution, and how to import its value."""
+"""One entry point of an installed distribution."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import reduce
-from typing import Any
 
 
 class Status(StrEnum):
@@ -63,13 +60,3 @@ class Preflight:
 
     problems: Mapping[Entry, str]
     digests: Mapping[str, str]
-
-
-def load_target(target: str) -> Any:
-    """Import "module:attribute" and return the attribute, or "module" and return the module.
-
-    The attribute may contain dots. Raises the import's exceptions, and AttributeError.
-    """
-    module, _, attribute = target.partition(":")
-    found = importlib.import_module(module)
-    return reduce(getattr, filter(None, attribute.split(".")), found)

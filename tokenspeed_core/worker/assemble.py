@@ -24,8 +24,8 @@ from tokenspeed_core.kernels.installed import (
 from tokenspeed_core.kernels.plan import KernelPlan
 from tokenspeed_core.kernels.select import Selector
 from tokenspeed_core.plugins.catalog import Catalog, make
-from tokenspeed_core.plugins.entry import load_target
 from tokenspeed_core.resolved import Resolved
+from tokenspeed_core.targets import load_target
 from tokenspeed_core.worker.build import ModelBuild, solve_block_size
 from tokenspeed_core.worker.logits_processors import load_processors
 from tokenspeed_core.worker.memory import PoolLimits

@@ -19,8 +19,8 @@ from tokenspeed_core.errors import CapacityError, CheckpointError
 from tokenspeed_core.kernels.plan import KernelPlan
 from tokenspeed_core.kv_cache.page_layout import PageLayout
 from tokenspeed_core.plugins.catalog import Catalog, make
-from tokenspeed_core.plugins.entry import load_target
 from tokenspeed_core.resolved import Resolved
+from tokenspeed_core.targets import load_target
 from tokenspeed_core.worker.adjust import counts_bytes
 from tokenspeed_core.worker.assemble import Assembly, assemble
 from tokenspeed_core.worker.buckets import bucket_sizes, decode_sizes, draft_sizes

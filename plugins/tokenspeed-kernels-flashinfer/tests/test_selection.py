@@ -12,8 +12,8 @@ from tokenspeed_kernels_flashinfer.compiled import Module, compiled_modules, mod
 from tokenspeed_testing.explain import explain
 
 from tokenspeed_core.api.attention import AttentionProblem
-from tokenspeed_core.api.kernels import InstalledKernel, PlatformInfo
-from tokenspeed_core.kernels.installed import installed_kernels, installed_rankings
+from tokenspeed_core.api.kernels import PlatformInfo
+from tokenspeed_core.kernels.installed import InstalledKernel, installed_kernels, installed_rankings
 from tokenspeed_core.kernels.overrides import Override
 from tokenspeed_core.kernels.select import Selector
 from tokenspeed_core.plugins import Catalog

@@ -20,7 +20,7 @@ import torch
 
 from tokenspeed_core import LLM, SamplingParams
 from tokenspeed_core.api.models import ModelInfo, ModelSpec
-from tokenspeed_core.plugins.entry import load_target
+from tokenspeed_core.targets import load_target
 from tokenspeed_testing.cases import NotRun
 
 TOLERANCE = 1e-3  # of log-probabilities: sums in another order give about 1e-5, a wrong window 1e-1

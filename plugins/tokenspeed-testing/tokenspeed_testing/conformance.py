@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tokenspeed_core.api.kernels import KernelSpec
 from tokenspeed_core.api.ops import OpContract, Problem
-from tokenspeed_core.plugins.entry import load_target
+from tokenspeed_core.targets import load_target
 from tokenspeed_testing.canaries import is_shared, with_canaries
 from tokenspeed_testing.host_syncs import nothing_waits
 from tokenspeed_testing.shapes import NUM_ROWS, contract_of, problems

@@ -18,9 +18,10 @@ from tokenspeed_core.kernels.installed import installed_kernels, installed_ops, 
 from tokenspeed_core.kernels.refusals import hardware_refusals
 from tokenspeed_core.kernels.select import has_module
 from tokenspeed_core.plugins.catalog import Catalog
-from tokenspeed_core.plugins.entry import Entry, Status, load_target
+from tokenspeed_core.plugins.entry import Entry, Status
 from tokenspeed_core.plugins.hooks import Hooks
 from tokenspeed_core.plugins.kinds import KERNELS_PREFIX
+from tokenspeed_core.targets import load_target
 
 # The type of an entry's value, for the kinds that are loaded on demand.
 _DESCRIPTORS: Mapping[str, type[Any]] = {

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from tokenspeed_core.api.models import ModelInfo, ModelSpec
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.factory import resolve
-from tokenspeed_core.plugins.entry import load_target
+from tokenspeed_core.targets import load_target
 from tokenspeed_core.worker.local import LocalRunner, build
 from tokenspeed_testing.installed import installed_catalog
 from tokenspeed_testing.plans import PlanMaker

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenspeed_core.api.kernels import InstalledKernel, KernelSpec, PlatformInfo
+from tokenspeed_core.api.kernels import KernelSpec, PlatformInfo
 from tokenspeed_core.api.ops import OpContract, Problem
-from tokenspeed_core.kernels.installed import installed_kernels, installed_ops
+from tokenspeed_core.kernels.installed import InstalledKernel, installed_kernels, installed_ops
 from tokenspeed_core.kernels.overrides import Override
 from tokenspeed_core.kernels.plan import NothingFitsError
 from tokenspeed_core.kernels.select import Selector

@@ -18,7 +18,7 @@ import numpy as np
 from tokenspeed_core.api.grammars import GrammarCompiler, GrammarError, GrammarSpec
 from tokenspeed_core.engine.grammars.backend import read_vocabulary
 from tokenspeed_core.engine.parent_death import end_with_parent
-from tokenspeed_core.plugins.entry import load_target
+from tokenspeed_core.targets import load_target
 from tokenspeed_core.text.tokenizer import load_tokenizer
 
 
