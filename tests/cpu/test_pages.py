@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -36,7 +37,14 @@ def page(request: pytest.FixtureRequest) -> Iterator[playwright.Page]:
         page.set_default_timeout(TIMEOUT)
         problems: list[str] = []
         page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on("console", lambda text: text.type == "error" and problems.append(text.text))
+        page.on(
+            "console",
+            lambda text: (
+                text.type == "error"
+                and "status of 401" not in text.text  # which makes the page ask for the key
+                and problems.append(text.text)
+            ),
+        )
         page.on(
             "request",
             lambda sent: (
@@ -129,6 +137,45 @@ def test_escape_stops_an_answer(server: Served, page: playwright.Page) -> None:
     playwright.expect(page.locator("#send")).to_be_enabled(timeout=TIMEOUT)
 
 
+def test_answer_fits_the_schema_of_the_page(server: Served, page: playwright.Page) -> None:
+    page.goto(server.url)
+    page.get_by_label("Temperature").fill("0")
+    page.get_by_label("Format of the answer").select_option("json_schema")
+    schema = json.loads(page.get_by_label("JSON schema").input_value())
+    ask(page, "what is 23 + 45?")
+    answer = json.loads(page.locator("article.assistant > .text").inner_text())
+    assert set(answer) == set(schema["required"])
+    assert isinstance(answer["answer"], int)
+    screenshot(page, "schema")
+
+
+def test_page_asks_for_the_key_and_keeps_it(server: Served, page: playwright.Page) -> None:
+    def refuse_without_key(route: playwright.Route) -> None:
+        if route.request.headers.get("authorization") == "Bearer secret":
+            route.continue_()
+        else:
+            route.fulfill(status=401, json={"error": {"message": "missing or wrong API key"}})
+
+    page.route("**/v1/**", refuse_without_key)
+    page.goto(server.url)
+    page.get_by_label("API key").wait_for()
+    screenshot(page, "key")
+    page.keyboard.type("secret")
+    page.keyboard.press("Enter")
+    page.get_by_text("demo", exact=True).wait_for()
+    page.goto(f"{server.url}/dashboard")
+    page.get_by_text("running requests").wait_for()
+
+
+def test_page_of_the_api_shows_routes_and_fields(server: Served, page: playwright.Page) -> None:
+    page.goto(f"{server.url}/docs")
+    page.get_by_text("/v1/chat/completions", exact=True).click()
+    page.get_by_text("chat_template_kwargs").first.wait_for()
+    page.locator("details[open] summary", has_text="ToolSpec").click()
+    page.get_by_text("FunctionSpec").first.wait_for()
+    screenshot(page, "api")
+
+
 def test_dashboard_shows_the_engine_live(server: Served, page: playwright.Page) -> None:
     page.goto(f"{server.url}/dashboard")
     page.get_by_text("running requests").wait_for()
@@ -144,5 +191,5 @@ def test_keyboard_reaches_every_control(server: Served, page: playwright.Page) -
     for _ in range(40):
         page.keyboard.press("Tab")
         reached.add(page.evaluate("document.activeElement.id"))
-    controls = {"question", "send", "clear", "system", "temperature", "tools", "format"}
-    assert controls <= reached
+    fields = {"question", "system", "temperature", "top_p", "max_tokens", "seed", "tools", "format"}
+    assert fields | {"send", "clear"} <= reached

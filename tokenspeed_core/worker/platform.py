@@ -90,6 +90,8 @@ def take_devices(name: str, replica: int, num_replicas: int, num_ranks: int) -> 
 def describe_device(device: torch.device) -> PlatformInfo:
     """Return the platform that kernels are selected for."""
     if device.type == "cpu":
-        return PlatformInfo("cpu", None, f"CPU ({torch.get_num_threads()} threads)")
+        num_threads = torch.get_num_threads()
+        threads = "1 thread" if num_threads == 1 else f"{num_threads} threads"
+        return PlatformInfo("cpu", None, f"CPU ({threads})")
     major, minor = torch.cuda.get_device_capability(device)
     return PlatformInfo("cuda", (major, minor), torch.cuda.get_device_name(device))

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from tokenspeed_server import pages
 
 
-@pytest.mark.parametrize("name", ["playground", "dashboard"])
+@pytest.mark.parametrize("name", ["playground", "dashboard", "api"])
 def test_scripts_use_only_ids_that_the_page_has(name: str) -> None:
     folder = files(pages)
     page = folder.joinpath(f"{name}.html").read_text("utf-8")
@@ -34,6 +34,8 @@ async def _read_all_pages() -> None:
         for path in pages.PAGE_PATHS:
             answer = await client.get(path)
             assert answer.status_code == 200
-            assert answer.headers["content-security-policy"].startswith("default-src 'none'")
+            policy = answer.headers["content-security-policy"]
+            assert policy.startswith("default-src 'none'")
+            assert "unsafe" not in policy
             others = re.findall(r"https?://[\w./]+", answer.text)
             assert set(others) <= {"http://www.w3.org/2000/svg"}

@@ -9,6 +9,8 @@ from fastapi.responses import Response
 
 _PAGES = {"/": "playground.html", "/dashboard": "dashboard.html", "/docs": "api.html"}
 _STATIC = (
+    "api.css",
+    "api.js",
     "common.css",
     "common.js",
     "dashboard.css",
@@ -17,36 +19,32 @@ _STATIC = (
     "playground.js",
 )
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
-_POLICY = (
-    "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'self'; "
-    "frame-ancestors 'none'; "
-)
-_OWN_FILES = _POLICY + "style-src 'self'; script-src 'self'"
-_INLINE = _POLICY + "style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+_HEADERS = {
+    "content-security-policy": "default-src 'none'; connect-src 'self'; img-src data:; "
+    "style-src 'self'; script-src 'self'; base-uri 'none'; form-action 'self'; "
+    "frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
 
-# The pages need no API key and contain nothing about the model. Their requests do need it.
+# The pages need no API key and say nothing about the model. What they request does need it.
 PAGE_PATHS = (*_PAGES, *(f"/static/{name}" for name in _STATIC))
 
 router = APIRouter()
 
 
-def _serve(path: str, name: str, policy: str) -> None:
+def _serve(path: str, name: str) -> None:
     """Add the route of a file."""
-    headers = {
-        "content-security-policy": policy,
-        "x-content-type-options": "nosniff",
-        "referrer-policy": "no-referrer",
-        "cache-control": "no-cache",
-    }
     media_type = _TYPES[name.rpartition(".")[2]]
 
     async def page() -> Response:
-        return Response(files(__name__).joinpath(name).read_bytes(), 200, headers, media_type)
+        return Response(files(__name__).joinpath(name).read_bytes(), 200, _HEADERS, media_type)
 
     router.add_api_route(path, page, include_in_schema=False)
 
 
 for _path, _name in _PAGES.items():
-    _serve(_path, _name, _INLINE if _name == "api.html" else _OWN_FILES)
+    _serve(_path, _name)
 for _name in _STATIC:
-    _serve(f"/static/{_name}", f"static/{_name}", _OWN_FILES)
+    _serve(f"/static/{_name}", f"static/{_name}")

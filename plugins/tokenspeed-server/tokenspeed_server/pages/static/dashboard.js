@@ -65,7 +65,7 @@ function chart(title, series) {
   const legend = series.map(([name], index) => element("span", {},
     element("span", { className: `swatch c${index + 1}` }), `${name} ${number(values[index].at(-1), 2)}`));
   return element("figure", {}, element("figcaption", {},
-    element("span", { textContent: `${title} (highest ${number(top, 2)})` }), ...legend), drawing);
+    `${title} (highest ${number(top, 2)})`, element("div", { className: "legend" }, ...legend)), drawing);
 }
 
 async function update() {
