@@ -10,7 +10,7 @@ if they are drawn (`--draws`, and always with `--host`). Target: less than 5 % a
 
 The timeline of a step: the forward of step N+1 is launched, and runs as soon as the sampling of step N is over. Then
 the tokens of step N arrive; the host reads them into the grammars, fills the masks of step N+1 and launches its
-sampling, then plans and launches the forward of step N+2. All of this hides behind the forward of step N+1 if it is
+sampling, then plans and launches the forward of step N+2. All of this overlaps with the forward of step N+1 if it is
 shorter; the device additionally copies the masks, masks the logits and chooses again.
 """
 

@@ -233,7 +233,7 @@ def gather_tokens(
 def verify_drafts(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """Make rows of 0 to 4 draft tokens behind two other tokens. Most of them are right, and some ids are -1."""
+    """Make rows of 0 to 4 draft tokens after two other tokens. Most of them are right, and some ids are -1."""
     del problem, strided
     max_drafts, num_before = 4, 2
     num_drafts = torch.arange(num) * 3 % (max_drafts + 1)

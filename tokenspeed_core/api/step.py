@@ -85,7 +85,7 @@ class NextDrafts:
 
     It makes `num_drafts` tokens for each row that samples, and keeps them on the device. `following` [chunk rows] are
     the prompt tokens after chunks; those of rows that sample are not used. `capacity` [S] counts the tokens that the
-    row's blocks hold: entries behind them are not kept. With `returns_ids` the tokens are part of the step's result
+    row's blocks hold: entries beyond them are not kept. With `returns_ids` the tokens are part of the step's result
     too, which then waits for the draft model.
     """
 

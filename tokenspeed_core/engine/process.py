@@ -197,7 +197,7 @@ def _serve(settings: dict[str, Any], sockets: Sequence[Socket], parent_fd: int) 
         take_devices(config, replica)
 
     def exit_if_stuck(reason: str) -> None:
-        """End this process soon, since its main thread may wait for ever for a rank that failed."""
+        """End this process soon, since its main thread may wait forever for a rank that failed."""
         timer = threading.Timer(STUCK_SECONDS, _exit, (reason, sockets[0]))
         timer.daemon = True
         timer.start()

@@ -142,7 +142,7 @@ class Selector:
         return [(choice, planned) for choice, planned in self._decided.values() if choice]
 
     def planned(self, choice: Choice) -> PlannedOp:
-        """Return the decision behind a choice."""
+        """Return the decision that a choice belongs to."""
         return next(planned for each, planned in self.chosen() if each is choice)
 
     def check(self) -> None:

@@ -50,7 +50,7 @@ class PageLayout:
         dtype_bytes: int,
         max_chunk: int | None = None,
     ) -> PageLayout:
-        """Return the smallest page of which no group wastes more than `MAX_WASTE`, or the one that wastes least.
+        """Return the smallest page at which no group wastes more than `MAX_WASTE`, or the page that wastes least.
 
         A step computes at most `max_chunk` tokens of a sequence (None: any number).
         """
@@ -81,7 +81,7 @@ class PageLayout:
 
     @property
     def max_pages(self) -> tuple[int, ...]:
-        """Pages of each group that one sequence holds at once at most."""
+        """Maximum number of pages of each group that one sequence holds at once."""
         return tuple(group.max_pages for group in self.groups)
 
     def num_pages(self, num_tokens: int) -> int:
@@ -90,7 +90,7 @@ class PageLayout:
         return sum(-(-num_blocks // each) for each in self.blocks_per_page)
 
     def num_pages_of_sequence(self, num_tokens: int) -> int:
-        """Return the most pages that a sequence of `num_tokens` tokens holds at once."""
+        """Return the maximum number of pages that a sequence of `num_tokens` tokens holds at once."""
         num_blocks = -(-num_tokens // self.block_size)
         return pages_of_blocks(num_blocks, self.blocks_per_page, self.max_pages)
 
@@ -106,7 +106,7 @@ class PageLayout:
 def max_pages_held(
     group: CacheGroupSpec, block_size: int, blocks_per_page: int, max_chunk: int | None
 ) -> int:
-    """Return the most pages of a group that one sequence holds at once.
+    """Return the maximum number of pages of a group that one sequence holds at once.
 
     They contain the window of the first query in flight, the chunk that is computed, and the block that comes next;
     the first and the last page may be used partly.
@@ -121,7 +121,7 @@ def max_pages_held(
 def pages_of_blocks(
     num_blocks: int, blocks_per_page: Sequence[int], max_pages: Sequence[int]
 ) -> int:
-    """Return the most pages that a sequence of `num_blocks` blocks holds at once."""
+    """Return the maximum number of pages that a sequence of `num_blocks` blocks holds at once."""
     return sum(
         min(-(-num_blocks // per_page), most)
         for per_page, most in zip(blocks_per_page, max_pages, strict=True)

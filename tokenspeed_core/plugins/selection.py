@@ -1,4 +1,4 @@
-"""Which plugins the user wants."""
+"""The user's selection of plugins."""
 
 from __future__ import annotations
 

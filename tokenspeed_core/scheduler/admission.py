@@ -21,7 +21,7 @@ delay the others."""
 
 @dataclass(frozen=True, slots=True)
 class _Refused:
-    """The first waiting sequence, which the policy refused, as the policy saw it."""
+    """The policy's view of the first waiting sequence, which it refused."""
 
     sequence_id: int
     candidate: Candidate

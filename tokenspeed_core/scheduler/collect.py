@@ -117,7 +117,7 @@ def cut_at_end(num_tokens: I32, token_ids: I32, room: I32, stop_ids: I32) -> Kep
     is_stop = (token_ids[:, None] == stop_ids[rows]).any(axis=1) | (token_ids < 0)
     if is_stop.any():
         position = _offsets(num_tokens, len(rows))
-        # Ascending, so that the first stop of a row comes first; later ones are behind the row's end by then.
+        # Ascending, so that the first stop of a row comes first; later ones are past the row's end by then.
         for i in np.flatnonzero(is_stop):
             row = rows[i]
             if position[i] < num_kept[row]:

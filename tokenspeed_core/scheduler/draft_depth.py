@@ -19,15 +19,14 @@ _CREDIT = 2.0  # plain steps that speculation may lose before it has saved anyth
 _MAX_SAVED = 64.0  # plain steps of savings that later losses may use
 _WEIGHT = 0.1  # of the newest step in the running means
 _MAX_OUTLIER = 8.0  # a longer step counts as this multiple of the mean
-_FIRST_DRAFTS = (
-    4  # draft tokens of the first step with drafts; later ones have at most twice the tried number
-)
+# Draft tokens of the first step with drafts. Later steps have at most twice the number tried before.
+_FIRST_DRAFTS = 4
 _NUM_PLAIN = 4  # plain steps that are measured before drafts are tried
 _PLAIN_INTERVAL = 64  # drafted steps after which a plain step is measured again
-_PRIOR_ACCEPTANCE = 0.6  # of a token whose drafter has no estimate; more if other rows accept more
+_PRIOR_ACCEPTANCE = 0.6  # of a token without a drafter's estimate; more if other rows accept more
 _PRIOR_WEIGHT = 3.0  # draft tokens that a prior counts for
-_FORGET = 0.95  # of what was observed in a row, in each of its steps
-_FORGET_ALL = 0.99  # of what was observed in all rows, in each step
+_FORGET = 0.95  # factor of a row's observations in each of its steps
+_FORGET_ALL = 0.99  # factor of the observations of all rows in each step
 
 
 def size_class(number: int) -> int:
@@ -61,7 +60,7 @@ class StepCost:
         return self._num_steps.get((size_class(num_rows), 0), 0)
 
     def max_drafts(self, num_rows: int) -> int:
-        """Return the most draft tokens whose time can be predicted."""
+        """Return the maximum number of draft tokens for which a time can be predicted."""
         return max(_FIRST_DRAFTS, 2 * self._most_tried.get(size_class(num_rows), 0))
 
     def plain(self, num_rows: int) -> float:
@@ -87,7 +86,7 @@ class StepCost:
 def choose_counts(probabilities: F32, seconds: F32) -> tuple[I32, float]:
     """Return the number of draft tokens of each row, and the expected tokens of all.
 
-    `probabilities` [S, K] say how probable a draft token is if all before it in its row are right, 0 behind the last.
+    `probabilities` [S, K] say how probable a draft token is if all before it in its row are right, 0 after the last.
     `seconds` [N + 1] are the times of steps with 0 to N draft tokens. The counts maximize expected tokens per second;
     they are 0 unless that exceeds the rate without drafts by MARGIN.
     """
@@ -154,7 +153,7 @@ class AdaptiveDepth:
         self._is_drafting = False  # the drafter was asked for the step that finishes next
 
     def max_drafts(self, slots: I32) -> I32:
-        """Return the maximum number of draft tokens of each row; 0 while drafts do not pay."""
+        """Return the maximum number of draft tokens of each row; 0 while drafts cost more than they save."""
         is_on = (
             self.account.is_open
             and self.cost.num_plain(len(slots)) >= _NUM_PLAIN
@@ -202,12 +201,12 @@ class AdaptiveDepth:
         return chosen
 
     def begin(self, slot: int) -> None:
-        """Forget what was observed in a slot: another sequence has it."""
+        """Discard the observations of a slot: another sequence has it."""
         for column in (self._accepted, self._expected, self._tried):
             column[slot] = 0.0
 
     def observe(self, slots: I32, num_drafts: I32, num_accepted: I32) -> None:
-        """Learn how many draft tokens of some rows the model accepted."""
+        """Record how many draft tokens of some rows the model accepted."""
         for column in (self._accepted, self._expected, self._tried):
             column[slots] *= _FORGET
         has_drafts = num_drafts > 0
@@ -224,7 +223,7 @@ class AdaptiveDepth:
     def finish_step(
         self, num_rows: int, num_tokens: int, num_chunk_tokens: int, seconds: float
     ) -> None:
-        """Learn the duration of a step. Steps with prompt tokens are not compared with others."""
+        """Record the duration of a step. Steps with prompt tokens are not compared with others."""
         num_accepted, is_drafting = self._num_accepted, self._is_drafting
         self._num_accepted, self._is_drafting = 0, False
         if num_chunk_tokens or not num_rows:

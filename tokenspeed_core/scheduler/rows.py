@@ -37,7 +37,7 @@ class RowPlanner:
         end = start + num_query
         for i in np.flatnonzero(end > columns.capacity[slots]):
             slot = int(slots[i])
-            # Draft tokens in flight may be rejected: later queries start at a known token or behind it.
+            # Draft tokens in flight may be rejected: later queries start at a known token or after it.
             first_query = int(columns.num_known[slot]) - 1
             has_room = self._extend(builder, slot, first_query, int(end[i]))
             assert has_room, "the policy ran a row without its pages"

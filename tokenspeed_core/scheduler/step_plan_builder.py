@@ -20,7 +20,7 @@ _NO_DELTA = BlockDelta(_NONE, _NONE, _NONE)
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """Known tokens of a chunk whose successors' log-probabilities are wanted."""
+    """Known tokens of a chunk, for which the log-probabilities of their successors are requested."""
 
     chunk: int
     tokens: range
@@ -124,7 +124,7 @@ class StepPlanBuilder:
         self.num_chunk_tokens += end - start
 
     def score(self, tokens: range, width: int) -> None:
-        """Want log-probabilities of the successors of known tokens of the last chunk, with `width` alternatives."""
+        """Request log-probabilities of the successors of known tokens of the last chunk, with `width` alternatives."""
         self._scored.append(_Scored(len(self._chunks) - 1, tokens, width))
 
     def add_table_entries(self, slot: int, entries: tuple[TableEntries, ...]) -> None:
@@ -189,7 +189,7 @@ class StepPlanBuilder:
         if self._num_next_drafts is None:
             return None
         tokens = self._columns.tokens
-        # The token behind a prompt is not known, and not used.
+        # The token after a prompt is not known, and not used.
         following = [
             0 if chunk.is_last else tokens[chunk.slot, chunk.end] for chunk in self._chunks
         ]

@@ -56,7 +56,7 @@ class SharedBuffers:
 def begin_with_drafts(
     state: SlotState, kernels: RunnerKernels, columns: Columns, buffers: StepBuffers
 ) -> None:
-    """Do as `begin_step` for decode rows with draft tokens, which the state has.
+    """Like `begin_step`, for decode rows with draft tokens, which are in the slots' state.
 
     Lengths advance as if all draft tokens were accepted.
     """

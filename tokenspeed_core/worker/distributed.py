@@ -68,7 +68,7 @@ def close() -> None:
 
 
 def abort() -> None:
-    """Make collectives that wait for a lost rank fail. Gloo notices by itself; NCCL would wait for ever."""
+    """Make collectives that wait for a lost rank fail. Gloo notices by itself; NCCL would wait forever."""
     if dist.is_initialized() and dist.get_backend() == "nccl":
         with suppress(RuntimeError):
             backend: Any = dist.group.WORLD

@@ -96,7 +96,7 @@ class DraftPasses:
         *,
         draws: bool,
     ) -> None:
-        """Begin behind the newest token of each row, whose slot's state is that after the step.
+        """Begin after the newest token of each row. The slots have the state after the step.
 
         `slots` and `capacity` int64 [S] are those of `NextDrafts`. `hidden` [S, H] are the hidden states of the last
         tokens in the cache, from which the first draft tokens are chosen at once; None if the model reads tokens only.
@@ -118,7 +118,7 @@ class DraftPasses:
     def begin(self) -> None:
         """Compute the positions of the next pass, and where its cache entries go.
 
-        Tables behind a row's capacity may hold blocks of other sequences, so entries there go to the padding block.
+        Beyond a row's capacity, its table may hold blocks of other sequences, so entries there go to the padding block.
         """
         context = self._context
         torch.clamp(self._next, max=context.max_model_len - 1, out=self._positions)

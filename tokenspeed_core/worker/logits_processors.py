@@ -50,7 +50,7 @@ class LogitsProcessors:
         self._failed: set[int] = set()
 
     def begin(self, inits: SlotInits, which: I32) -> None:
-        """Tell the processors of the new sequences `which` (indices into the columns)."""
+        """Notify the processors of the new sequences `which` (indices into the columns)."""
         for index in which.tolist():
             slot = int(inits.slots[index])
             wanted = json.loads(inits.processors[index])

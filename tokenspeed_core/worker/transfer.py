@@ -71,7 +71,7 @@ class PinnedRing:
         return self._tensors[index], self._arrays[index], self._events[index]
 
     def take_ids(self, count: int) -> tuple[torch.Tensor, I32, torch.cuda.Event]:
-        """Do as `take` for int32 [count], with cached views: a decode step fetches nothing else."""
+        """Like `take`, for int32 [count] and with cached views: a decode step fetches nothing else."""
         index = self._turn()
         views = self._views[index]
         if count not in views:

@@ -168,7 +168,7 @@ def _client(
 ) -> None:
     """Run one client process until the parent has its answers and kills it."""
     ignore_signals()  # the parent handles them
-    # Otherwise a client of a killed parent would wait for ever, and keep the server's output pipe open.
+    # Otherwise a client of a killed parent would wait forever, and keep the server's output pipe open.
     shared.out.cancel_join_thread()
     shared.out.put(asyncio.run(_until_stopped(target, sessions, arrivals, num_users, shared)))
     while os.getppid() == shared.parent:

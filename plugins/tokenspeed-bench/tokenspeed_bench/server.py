@@ -114,7 +114,7 @@ def started(
     api = Api(f"http://127.0.0.1:{_free_port()}", key)
     words = ["serve", *arguments, "--port", api.url.rpartition(":")[2]]
     more = {**(environ or {}), **({"TOKENSPEED_API_KEY": key} if key else {})}
-    with tempfile.TemporaryFile() as log:  # has no name, so it never stays behind
+    with tempfile.TemporaryFile() as log:  # has no name, so it is never left over
         begin = time.perf_counter()
         server = supervised.start(
             words,

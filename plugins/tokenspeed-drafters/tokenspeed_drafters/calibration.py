@@ -13,7 +13,7 @@ class Source(IntEnum):
     """Where a continuation was found."""
 
     OWN = 0  # in the sequence, after the same tokens
-    LOCAL = 1  # in the sequence, shortly behind a place that it followed until it deviated
+    LOCAL = 1  # in the sequence, shortly after an occurrence from which it deviated
     ANSWERS = 2  # in an earlier answer to the same tenant
 
 

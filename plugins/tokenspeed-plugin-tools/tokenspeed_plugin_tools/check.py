@@ -118,7 +118,7 @@ def last_line(report: dict[str, Any]) -> str:
 
 
 def line(verdict: dict[str, Any]) -> str:
-    """Return a result for people, with details on the following lines."""
+    """Return a result as text, with details on the following lines."""
     seconds = f" ({verdict['seconds']:.1f} s)" if verdict["seconds"] >= 0.1 else ""
     first = f"{_SIGNS[verdict['verdict']]:<7} {verdict['subject']}: {verdict['question']}{seconds}"
     lines = verdict["detail"].strip().splitlines()

@@ -68,7 +68,7 @@ def _provided(entry: Entry, found: Probe | None) -> dict[str, Any]:
 
 
 def as_text(record: dict[str, Any]) -> str:
-    """Return a description for people."""
+    """Return a description as text."""
     modules = []
     for module, each in record["required_modules"].items():
         state = "installed" if each["is_installed"] else f"missing: {each['obtain'] or 'unknown'}"

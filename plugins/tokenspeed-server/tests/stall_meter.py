@@ -34,7 +34,7 @@ class StallMeter:
         self._memory[:] = struct.pack("d", 0.0)
 
     async def run(self) -> None:
-        """Measure the running loop for ever."""
+        """Measure the running loop until cancelled."""
         loop, before = asyncio.get_running_loop(), time.process_time()
         while True:
             await asyncio.sleep(BEAT_SECONDS)

@@ -22,7 +22,7 @@ _STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
 ]
 
-DIRECT_SEND = "tokenspeed.send"  # in a scope: the ASGI `send` behind the framework's wrappers
+DIRECT_SEND = "tokenspeed.send"  # key of a scope: the ASGI `send` without the framework's wrappers
 
 Headers = list[tuple[bytes, bytes]]
 

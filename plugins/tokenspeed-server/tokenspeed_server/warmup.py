@@ -56,7 +56,7 @@ def check_vocabulary(text: ModelText, ready: Ready) -> None:
         return
     prompts = {"the tokenizer": GREETING}
     if text.template is not None:
-        with suppress(TemplateError):  # an error of this chat may not be one of others
+        with suppress(TemplateError):  # other chats may not have this error
             chat = [{"role": "user", "content": GREETING}]
             prompts["the chat template"] = text.template.render(chat)
     for name, prompt in prompts.items():

@@ -1,4 +1,4 @@
-"""A model without tensors behind the real step contract, to test schedulers and KV managers.
+"""A model without tensors that implements the step contract, to test schedulers and KV managers.
 
 The next token depends on all tokens of the sequence and on the last few of them, each read from the cache through the
 block tables. So a block that is reused too early, or a missing table entry, gives a wrong token.

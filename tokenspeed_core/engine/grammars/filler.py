@@ -62,7 +62,7 @@ class DirectFiller:
         self._max_seconds = max_seconds
 
     def fill(self, rows: Sequence[MaskRow]) -> tuple[I32, list[int]]:
-        """Do as `MaskFiller.fill`."""
+        """See `MaskFiller.fill`."""
         too_slow: list[int] = []
         ends = _ends(rows)
         for group in _groups(rows):
@@ -91,7 +91,7 @@ class ThreadFiller:
         self._worker: _Worker | None = None
 
     def fill(self, rows: Sequence[MaskRow]) -> tuple[I32, list[int]]:
-        """Do as `MaskFiller.fill`."""
+        """See `MaskFiller.fill`."""
         groups = _groups(rows)
         too_slow: list[int] = []
         while groups:

@@ -85,7 +85,7 @@ class SequenceGrammar:
             self._adjust(row)
 
     def fill_drafts(self, draft_ids: Sequence[int], masks: I32) -> None:
-        """Do as `fill` for the next token, and for those after each draft token. masks int32 [1 + drafts, W].
+        """Like `fill`, for the next token and for the token after each draft token. masks int32 [1 + drafts, W].
 
         The state stays that of the output. A draft token that the grammar does not allow is not accepted, so any token
         may follow it. If the grammar fails after a draft token, none may.

@@ -29,7 +29,9 @@ from tokenspeed_kernels.triton.pdl import supports_pdl
 
 # Minimum rows for cascade attention: with up to 8, the L2 cache saves as much as the extra launch costs.
 MIN_ROWS = 9
-MIN_KEYS = 256  # shared keys needed; at least the bound behind a step's `shares_prefix`
+MIN_KEYS = (
+    256  # minimum shared keys; at least the number from which `AttentionStep.shares_prefix` is set
+)
 # Partial results that a program merges at once, and so the maximum number of splits of the shared keys.
 MERGED_PARTS = 8
 MAX_SLOTS = 65536  # partial results: one per query head, row and split

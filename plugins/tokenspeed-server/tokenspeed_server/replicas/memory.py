@@ -46,7 +46,7 @@ class ReplicaMemory:
         self.num_workers = num_workers
 
     def fit(self, num_kv_tokens: int) -> None:
-        """Use about as many cells as a cache of this size has prefixes, so that both forget alike."""
+        """Use about as many cells as a cache of this size has prefixes, so that both drop prefixes after a similar time."""
         wanted = 1 << max(0, num_kv_tokens // GRANULARITY - 1).bit_length()
         self._cells = self._cells[:, : min(NUM_CELLS, wanted)]
 
@@ -64,7 +64,7 @@ class ReplicaMemory:
         self._cells[replica, self._places(digests)] = digests
 
     def forget(self, replica: int) -> None:
-        """Forget the prefixes of a replica, which starts again with an empty cache."""
+        """Remove the prefixes of a replica, which starts again with an empty cache."""
         self._cells[replica] = 0
 
     def set_load(self, worker: int, replica: int, load: ReplicaLoad) -> None:
