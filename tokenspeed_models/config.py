@@ -185,9 +185,10 @@ def read_decoder(
 
 
 def read_dtype(config: Mapping[str, Any]) -> str:
-    """Return `dtype`, or the older `torch_dtype`, or float32."""
+    """Return `dtype`, or the older `torch_dtype`, or float32; bfloat16 for a quantized checkpoint without both keys."""
     key = "dtype" if config.get("dtype") is not None else "torch_dtype"
-    return ConfigReader(config).choice(key, DTYPES, "float32")
+    default = "bfloat16" if config.get("quantization_config") else "float32"
+    return ConfigReader(config).choice(key, DTYPES, default)
 
 
 def read_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:

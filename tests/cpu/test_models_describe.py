@@ -66,6 +66,7 @@ def test_real_configuration_is_described_in_full() -> None:
         ({"torch_dtype": "bfloat16"}, "bfloat16"),
         ({"dtype": "float32", "torch_dtype": "bfloat16"}, "float32"),
         ({}, "float32"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "bfloat16"),
     ],
 )
 def test_dtype_is_read_from_old_and_new_keys(keys: dict[str, Any], dtype: str) -> None:
