@@ -45,7 +45,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Figure:
-    """Tokens a second of both, and the median of the pairs' ratios."""
+    """Tokens per second of both, and the median of the pairs' ratios."""
 
     what: str
     ours: float

@@ -78,7 +78,7 @@ def main() -> None:
             row = measure(problem, path, layers, num_tokens)
             rows.append({"model": arguments.model, "path": name, "tokens": num_tokens, **row})
             print(
-                f"{arguments.model} {num_tokens:3} tokens, {name:10}: {row['microseconds']:7.2f} us a layer, "
+                f"{arguments.model} {num_tokens:3} tokens, {name:10}: {row['microseconds']:7.2f} us per layer, "
                 f"{row['megabytes']:7.2f} MB of {row['experts']:5.1f} experts, {row['terabytes']:5.2f} TB/s"
             )
     if arguments.json:

@@ -191,7 +191,7 @@ def main() -> None:
     parser.add_argument(
         "--prompts", type=int, nargs="+", default=[1], help="number of such prompts in each step"
     )
-    parser.add_argument("--bandwidth", type=float, default=4.5e12, help="bytes a second")
+    parser.add_argument("--bandwidth", type=float, default=4.5e12, help="bytes per second")
     parser.add_argument("--block-size", type=int)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype")

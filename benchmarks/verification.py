@@ -265,7 +265,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--tokens", type=int, default=512, help="of the user's answer")
     parser.add_argument("--acceptance", type=float, default=0.7)
-    parser.add_argument("--bandwidth", type=float, default=4.5e12, help="bytes a second")
+    parser.add_argument("--bandwidth", type=float, default=4.5e12, help="bytes per second")
     options = parser.parse_args()
     begin = time.perf_counter()
     SHAPES["small"] = {**SHAPES["qwen3-8b"], **SMALL}

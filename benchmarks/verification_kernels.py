@@ -129,7 +129,7 @@ def main() -> None:
             step_ms(runner, maker, names, num_drafts, 3)
             with profile(activities=[ProfilerActivity.CUDA]) as trace:
                 step_ms(runner, maker, names, num_drafts, STEPS)
-            print(f"{num_drafts} drafts: {1e3 * times[num_drafts]:.0f} us a step", flush=True)
+            print(f"{num_drafts} drafts: {1e3 * times[num_drafts]:.0f} us per step", flush=True)
             report(launches(trace.events()), num_layers, STEPS)
         runner.close()
     print(json.dumps({"seconds": round(time.perf_counter() - begin, 1)}))

@@ -42,7 +42,7 @@ class CacheGroupSpec(Protocol):
 
     @property
     def window(self) -> int | None:
-        """The most tokens that a query reads, its own included. None: all tokens before it."""
+        """Maximum number of tokens that a query reads, its own included. None: all tokens before it."""
 
     def first_needed(self, length: int) -> int:
         """Return the first token that a query at position `length` still reads."""

@@ -25,7 +25,7 @@ class DrafterContext:
     vocab_size: int
     num_slots: int
     max_model_len: int  # tokens of a sequence
-    max_drafts: int  # tokens that are proposed for a sequence at most
+    max_drafts: int  # maximum number of tokens proposed for a sequence
     options: Mapping[
         str, Any
     ]  # the algorithm's own settings, which `DrafterSpec.check` has accepted

@@ -159,7 +159,7 @@ class GrammarSpec:
     """A grammar backend, registered in `tokenspeed.grammars`.
 
     With `bounds_time`, a call of a matcher takes at most some 10 ms, whatever the grammar, and then fails. The engine's
-    thread calls such matchers itself. Others are called in a separate thread, which the engine can give up, and
+    thread calls such matchers itself. Others are called in a separate thread, which the engine can abandon, and
     must not hold the GIL for long: two switches of threads cost each step 0.1 to 0.2 ms.
     """
 

@@ -199,7 +199,7 @@ class Ranking:
 
 @dataclass(frozen=True, slots=True)
 class AutoDistribution:
-    """A distribution whose kernels `auto` may choose without a measured ranking.
+    """A distribution with kernels that `auto` may choose without a measured ranking.
 
     Only the default distributions may declare one, in an entry of `tokenspeed.rankings`.
     """

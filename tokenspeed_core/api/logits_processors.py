@@ -29,7 +29,7 @@ class LogitsProcessorContext:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogitsRows:
-    """The R sequences whose logits are changed.
+    """The R sequences for which logits are changed.
 
     `last_tokens` int64 [R], on the device, are the tokens that the model has just read. On the first call after
     `begin`, that is the last of `begin`'s tokens.

@@ -66,7 +66,7 @@ class SlotInits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptTargets:
-    """The prompt tokens of a step whose log-probabilities are wanted, in C chunk rows.
+    """The prompt tokens of a step with requested log-probabilities, in C chunk rows.
 
     Row `rows[i]` of the plan scores `counts[i]` consecutive query tokens from its query token `starts[i]` on.
     `token_ids` [sum(counts)] are the tokens that follow them in the prompt; each gets `width` alternatives.

@@ -20,7 +20,7 @@ ACCEPTED_WITH_VALUE = {
 }
 
 
-def needless(name: str) -> str | None:
+def why_not_needed(name: str) -> str | None:
     """Return why a setting of another engine has no effect, or None if it is not accepted."""
     return ACCEPTED.get(name) or ACCEPTED_WITH_VALUE.get(name)
 
@@ -33,5 +33,5 @@ def alias_hint(name: str) -> str | None:
     for table in yaml.safe_load(TABLES.read_text()):
         if key in table["names"] or key.startswith(tuple(table.get("beginnings", ()))):
             return str(table["says"]).format(table["names"].get(key))
-    why = needless(key)
+    why = why_not_needed(key)
     return why and f"not a TokenSpeed setting and not needed: {why}"

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from tokenspeed_core.config.build import build, called, unknown
-from tokenspeed_core.config.flag_aliases import alias_hint, needless
+from tokenspeed_core.config.flag_aliases import alias_hint, why_not_needed
 from tokenspeed_core.config.schema import C, Config
 from tokenspeed_core.config.settings import flag
 from tokenspeed_core.errors import ConfigError
@@ -39,7 +39,7 @@ def load(
     ):
         weaker = {name for name in values if {name, name.partition(".")[0]} & source.keys()}
         values = {name: each for name, each in values.items() if name not in weaker} | source
-    return build(kind, _join_narrowed(kind, _without_needless(values)))
+    return build(kind, _join_narrowed(kind, _without_unneeded(values)))
 
 
 def _configured(kind: type[Config], environ: Mapping[str, str], file: str | None) -> Values:
@@ -50,11 +50,11 @@ def _configured(kind: type[Config], environ: Mapping[str, str], file: str | None
     return from_file(kind, path, CONFIG_VARIABLE) if path else {}
 
 
-def _without_needless(values: Values) -> Values:
+def _without_unneeded(values: Values) -> Values:
     """Remove settings of other engines that are not needed here, and log a message for each."""
     kept: Values = {}
     for name, (value, origin) in values.items():
-        why = needless(name)
+        why = why_not_needed(name)
         if why is None or value in (False, "false"):
             kept[name] = value, origin
         else:

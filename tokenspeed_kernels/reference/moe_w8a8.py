@@ -1,6 +1,6 @@
 """Experts with 8-bit weights and activations: FP8 or INT8, with per-token, static or block-wise scales.
 
-On CUDA they synchronize with the device to learn which experts have tokens. Each call converts the weights of its
+On CUDA they synchronize with the device to find the experts that have tokens. Each call converts the weights of its
 experts to a wider type.
 """
 

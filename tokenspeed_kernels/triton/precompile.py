@@ -7,8 +7,8 @@ Compiler errors are raised at that launch. Triton holds the GIL for about an eig
 
 This relies on Triton internals: `_Kernel` subclasses `JITFunction` and overrides its private `_do_compile`, and it
 builds the launcher through `driver.active.launcher_cls`. Triton has no public way to compile for given arguments in
-another thread; without this module, a start compiles one kernel after another, or a request waits for the compiler. Check this
-module, and run tests/gpu/test_precompile.py, whenever Triton is updated.
+another thread; without this module, a start compiles one kernel after another, or a request waits for the compiler.
+Check this module, and run tests/gpu/test_precompile.py, whenever Triton is updated.
 """
 
 from __future__ import annotations

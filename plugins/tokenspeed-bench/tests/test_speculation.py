@@ -58,7 +58,7 @@ def test_histogram_adds_up(accepted: list[int]) -> None:
 
 def test_histogram_draws_a_bar_per_number_of_accepted_drafts() -> None:
     summary, none, one, two = histogram(DraftCounts(100, 300, (60, 20)).figures())
-    assert "26.7 % of 300 accepted, 1.80 tokens a step" in summary
+    assert "26.7 % of 300 accepted, 1.80 tokens per step" in summary
     assert [line.count("#") for line in (none, one, two)] == [40, 40, 20]
     assert "position 1 accepted in 60.0 %" in one
     assert "position 2 accepted in 20.0 %" in two

@@ -16,11 +16,9 @@ WIDTH, HEIGHT = 440, 230  # of a panel, in pixels
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 34, 36
 COLORS = ("#1f6feb", "#d1495b", "#2a9d8f", "#8d6a9f")
 NUM_TICKS = 5
-PANELS_A_ROW = 4
-LETTER, BETWEEN_NAMES = (
-    6,
-    14,
-)  # the width of a letter, about, and the room between the names of curves
+PANELS_PER_ROW = 4
+LETTER = 6  # approximate width of a letter
+BETWEEN_NAMES = 14  # space between the names of curves
 HEAD = 56  # above the panels
 
 Point = tuple[float, float]
@@ -72,7 +70,7 @@ def _rows(result: Mapping[str, Any]) -> Iterator[list[Panel]]:
     shared: list[Panel] = []
     for part, run in runs_of(result):
         panels = list(_panels(run, f"{part['group']} " if "group" in part else ""))
-        if len(panels) > 1 or len(shared) == PANELS_A_ROW:
+        if len(panels) > 1 or len(shared) == PANELS_PER_ROW:
             if shared:
                 yield shared
             shared = []
@@ -115,7 +113,7 @@ def _served(who: str, series: Mapping[str, Any], figures: Mapping[str, Any]) -> 
     gaps = [Curve(name, _binned(series[f"itl_{name}_ms"], width)) for name in ("p50", "p99")]
     yield Panel(f"{who}: gaps between tokens", "s", "ms", gaps)
     yield Panel(
-        f"{who}: events a second",
+        f"{who}: events per second",
         "s",
         "events/s",
         [Curve("", _binned(series["events_per_s"], width))],

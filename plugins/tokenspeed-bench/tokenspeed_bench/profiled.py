@@ -43,7 +43,7 @@ class Profile:
         """Yield the name, trace file and load of each profile."""
         for number, load in enumerate(self.loads, 1):
             pace = load.pace
-            who = people(pace.users) if pace.rate is None else f"{pace.rate:g} arriving a second"
+            who = people(pace.users) if pace.rate is None else f"{pace.rate:g} arriving per second"
             name = f"{load.traffic.name}, {who}"
             is_one = len(self.loads) == 1
             yield (

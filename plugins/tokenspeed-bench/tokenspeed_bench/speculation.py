@@ -118,7 +118,7 @@ def histogram(figures: Mapping[str, Any]) -> Iterator[str]:
     """Yield a run's draft tokens as text: a summary, and a bar for each number of accepted drafts."""
     yield (
         f"  draft tokens: {100 * figures['acceptance']:.1f} % of {figures['draft_tokens']:,} accepted, "
-        f"{figures['tokens_per_step']:.2f} tokens a step with drafts ({figures['steps']:,} steps)"
+        f"{figures['tokens_per_step']:.2f} tokens per step with drafts ({figures['steps']:,} steps)"
     )
     per_step, shares = figures["accepted_per_step"], figures["accepted_at_position"]
     most = max(per_step)

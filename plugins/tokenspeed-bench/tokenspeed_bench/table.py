@@ -50,7 +50,7 @@ def _numbers(run: Run) -> str:
     if "pace" in run:
         rate = run["pace"]["rate"]
         words.insert(
-            0, people(run["pace"]["users"]) if rate is None else f"{rate:g} arriving a second"
+            0, people(run["pace"]["users"]) if rate is None else f"{rate:g} arriving per second"
         )
     return ", ".join(words)
 
@@ -106,7 +106,7 @@ def _served(run: Run) -> list[str]:
         goals = " ".join(f"{name}:{goal:g}" for name, goal in run["goals"].items())
         lines.append(
             f"  goodput ({goals}): {100 * figures['good_share']:.1f} % of requests, "
-            f"{figures['good_per_s']:.2f} a second"
+            f"{figures['good_per_s']:.2f} per second"
         )
     if "client" in run:
         client = run["client"]

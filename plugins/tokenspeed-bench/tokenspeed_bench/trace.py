@@ -45,8 +45,8 @@ class Timeline:
     num_works: int
     num_launches: int
     gaps: Sequence[tuple[float, float, str, str]]  # begin, length, event before and event after
-    inside: float  # of the gaps, the sum of those between kernels of one launch
-    between: Sequence[float]  # the others, each
+    inside: float  # sum of the gaps between kernels of the same launch
+    between: Sequence[float]  # each of the other gaps
 
     def text(self) -> str:
         """Return the timeline as text."""

@@ -170,4 +170,4 @@ def _group() -> None:
 
 
 def _nothing() -> None:
-    """Stand in for a subcommand that was not requested."""
+    """Placeholder for a subcommand that was not requested."""

@@ -2,7 +2,7 @@
 
 A matrix instruction (mma.m16n8k16) multiplies 16 rows of the weight by 8 tokens. Each thread of a warp holds parts of
 its operands: of each row, two pairs of features that are 8 apart. A product does not depend on the order of features,
-so a thread loads 8 neighbouring features at once and passes them as the pairs of two instructions, with weight and
+so a thread loads 8 adjacent features at once and passes them as the pairs of two instructions, with weight and
 tokens in the same order. The permutations below describe this order; they move no data.
 """
 
