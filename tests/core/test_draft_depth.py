@@ -16,6 +16,7 @@ from tokenspeed_core.scheduler.draft_depth import (
     choose_counts,
     size_class,
 )
+from tokenspeed_core.scheduler.drafts import FinishedStep
 
 
 def test_size_classes_ascend_with_numbers() -> None:
@@ -70,6 +71,7 @@ class Simulation:
         claimed: float | None,
         overhead: float = 0.0,
         noise: float = 0.0,
+        alone: float = 0.0,
         max_drafts: int = 8,
     ) -> None:
         self.depth = AdaptiveDepth(num_rows, max_drafts)
@@ -78,6 +80,8 @@ class Simulation:
         self.acceptance, self.claimed, self.max_drafts = acceptance, claimed, max_drafts
         self.base, self.per_token = base, per_token
         self.overhead, self.noise = overhead, noise
+        # What a step takes longer if the step before is collected first. Plain steps follow each other without it.
+        self.alone, self.was_drafting = alone, False
         self.tokens, self.seconds, self.num_drafts = 0, 0.0, 0
 
     def step(self) -> None:
@@ -92,10 +96,14 @@ class Simulation:
         right = self.random.random((rows, self.max_drafts)) < self.acceptance
         accepted = np.minimum(counts, np.argmin(np.c_[right, np.zeros(rows, bool)], axis=1))
         num_tokens = rows + int(counts.sum())
+        is_alone = is_drafting or self.was_drafting
+        self.was_drafting = is_drafting
         exact = self.base + self.per_token * num_tokens + self.overhead * is_drafting
+        exact += self.alone * is_alone
         seconds = exact * (1 + self.noise * self.random.standard_normal())
         depth.observe(self.slots, counts, accepted.astype(np.int32))
-        depth.finish_step(rows, num_tokens, 0, max(0.1 * exact, seconds))
+        seconds = max(0.1 * exact, seconds)
+        depth.finish_step(FinishedStep(rows, num_tokens, 0, seconds, not is_alone))
         self.tokens += rows + int(accepted.sum())
         self.seconds += exact
         self.num_drafts += int(counts.sum())
@@ -115,6 +123,7 @@ class Simulation:
     per_token=st.sampled_from([0.0, 0.01, 0.1, 1.0]),
     overhead=st.sampled_from([0.0, 0.05, 0.5]),
     noise=st.sampled_from([0.0, 0.05]),
+    alone=st.sampled_from([0.0, 0.8]),
     claimed=st.sampled_from([None, 0.3, 0.9]),
     seed=st.integers(0, 1000),
 )
@@ -124,6 +133,7 @@ def test_speculation_is_hardly_ever_slower(
     per_token: float,
     overhead: float,
     noise: float,
+    alone: float,
     claimed: float | None,
     seed: int,
 ) -> None:
@@ -136,6 +146,7 @@ def test_speculation_is_hardly_ever_slower(
         claimed=claimed,
         overhead=overhead,
         noise=noise,
+        alone=alone,
     )
     assert simulation.speedup(500) >= 0.96
 
@@ -154,18 +165,18 @@ def test_cheap_drafts_are_used(
 def test_rejecting_rows_get_fewer_drafts() -> None:
     depth, slots = AdaptiveDepth(2, 8), np.arange(2, dtype=np.int32)
     for _ in range(4):
-        depth.finish_step(2, 2, 0, 1.0)
+        depth.finish_step(FinishedStep(2, 2, 0, 1.0))
     for _ in range(10):
         counts = depth.choose(slots, depth.max_drafts(slots), None, 2, 100)
         depth.observe(slots, counts, np.asarray([counts[0], 0], np.int32))
-        depth.finish_step(2, 2 + int(counts.sum()), 0, 1.0 + 0.1 * int(counts.sum()))
+        depth.finish_step(FinishedStep(2, 2 + int(counts.sum()), 0, 1.0 + 0.1 * int(counts.sum())))
     counts = depth.choose(slots, np.full(2, 8, np.int32), None, 2, 100)
     assert counts[0] > counts[1]
 
 
 def test_new_sequence_does_not_inherit_slot_history() -> None:
     depth, slots = AdaptiveDepth(1, 4), np.zeros(1, np.int32)
-    depth.finish_step(1, 1, 0, 1.0)
+    depth.finish_step(FinishedStep(1, 1, 0, 1.0))
     fresh = depth.choose(slots, np.full(1, 4, np.int32), None, 1, 100)
     for _ in range(50):
         depth.observe(slots, np.full(1, 4, np.int32), np.zeros(1, np.int32))

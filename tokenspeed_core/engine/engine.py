@@ -18,6 +18,7 @@ from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.api.step import LateInputs, OutOfMemory, Runner, StepFailed, StepPlan
 from tokenspeed_core.engine.messages import Outputs, Rejected, Submit
 from tokenspeed_core.errors import EngineDeadError
+from tokenspeed_core.scheduler.drafts import FinishedStep
 from tokenspeed_core.scheduler.prefill_budget import PrefillBudget
 from tokenspeed_core.scheduler.scheduler import Scheduler
 from tokenspeed_core.scheduler.step_plan_builder import StepPlanBuilder
@@ -78,6 +79,7 @@ class Engine:
         self._prefill_budget = PrefillBudget(
             scheduler.limits.token_budget, bounds_decode_latency=bounds_decode_latency
         )
+        self._is_overlapped = False  # another step was in flight when the last one was collected
         self._num_failures = 0
         self._max_failures = max_failures
 
@@ -164,10 +166,12 @@ class Engine:
         """Launch a step. Returns the outputs of earlier steps that had to be collected first."""
         outputs: list[Outputs] = []
         in_flight = self.scheduler.in_flight
-        if not in_flight:
-            self._prefill_budget.start_after_idle()
+        is_first = not in_flight
         flight = self.scheduler.launch(builder)
         plan = flight.plan
+        # The work between two steps of a sequence counts for the second one.
+        if is_first and not plan.num_decodes:
+            self._prefill_budget.start_after_idle()
         try:
             self.runner.forward(plan)
             late = None
@@ -207,6 +211,7 @@ class Engine:
         self._num_failures = 0
         self.num_steps += 1
         seconds = self._prefill_budget.finish_step(plan.num_tokens, len(plan.token_ids))
+        was_overlapped, self._is_overlapped = self._is_overlapped, len(in_flight) > 1
         if self._observe is not None:
             self._observe(
                 StepRecord(plan.step_id, plan.num_rows, plan.num_decodes, plan.num_tokens, seconds)
@@ -218,7 +223,11 @@ class Engine:
         counters.finish_step(plan, len(outputs.token_ids), seconds)
         drafts = self.scheduler.drafts
         if drafts is not None:
-            drafts.finish_step(plan.num_rows, plan.num_tokens, len(plan.token_ids), seconds)
+            is_steady = self._depth == 1 or (was_overlapped and self._is_overlapped)
+            num_prompt_tokens = len(plan.token_ids)
+            drafts.finish_step(
+                FinishedStep(plan.num_rows, plan.num_tokens, num_prompt_tokens, seconds, is_steady)
+            )
         if outputs.finish.any():
             _log_errors(plan.step_id, outputs)
         return outputs

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tokenspeed_core.api.step import F32, I32
+from tokenspeed_core.scheduler.drafts import FinishedStep
 
 MAX_LOSS = 0.01  # share of the time of all steps that speculation may lose
 MARGIN = 1.02  # predicted speed-up from which drafts are verified
@@ -22,7 +23,8 @@ _MAX_OUTLIER = 8.0  # a longer step counts as this multiple of the mean
 # Draft tokens of the first step with drafts. Later steps have at most twice the number tried before.
 _FIRST_DRAFTS = 4
 _NUM_PLAIN = 4  # plain steps that are measured before drafts are tried
-_PLAIN_INTERVAL = 64  # drafted steps after which a plain step is measured again
+_PLAIN_INTERVAL = 64  # drafted steps after which plain steps are measured again
+_NUM_PLAIN_AGAIN = 2
 _PRIOR_ACCEPTANCE = 0.6  # of a token without a drafter's estimate; more if other rows accept more
 _PRIOR_WEIGHT = 3.0  # draft tokens that a prior counts for
 _FORGET = 0.95  # factor of a row's observations in each of its steps
@@ -150,6 +152,7 @@ class AdaptiveDepth:
         self._tried_by_all = 0.0
         self._num_accepted = 0
         self._since_plain = 0
+        self._num_plain_wanted = 0  # plain steps to measure before drafts are verified again
         self._is_drafting = False  # the drafter was asked for the step that finishes next
 
     def max_drafts(self, slots: I32) -> I32:
@@ -157,7 +160,7 @@ class AdaptiveDepth:
         is_on = (
             self.account.is_open
             and self.cost.num_plain(len(slots)) >= _NUM_PLAIN
-            and self._since_plain < _PLAIN_INTERVAL
+            and not self._num_plain_wanted
         )
         return np.full(len(slots), self._max_drafts if is_on else 0, np.int32)
 
@@ -220,22 +223,29 @@ class AdaptiveDepth:
         self._expected[drafted] += self._step_expected[drafted]
         self._num_accepted += int(num_accepted.sum())
 
-    def finish_step(
-        self, num_rows: int, num_tokens: int, num_chunk_tokens: int, seconds: float
-    ) -> None:
+    def finish_step(self, step: FinishedStep) -> None:
         """Record the duration of a step. Steps with prompt tokens are not compared with others."""
         num_accepted, is_drafting = self._num_accepted, self._is_drafting
         self._num_accepted, self._is_drafting = 0, False
-        if num_chunk_tokens or not num_rows:
+        num_rows, seconds = step.num_rows, step.seconds
+        if step.num_chunk_tokens or not num_rows:
             return
         self.account.earn()
-        plain, num_drafts = self.cost.plain(num_rows), num_tokens - num_rows
+        num_drafts = step.num_tokens - num_rows
         # A step for which the drafter found nothing is not a plain one: asking took time.
-        if num_drafts or not is_drafting:
-            self.cost.observe(num_rows, num_drafts, seconds)
-        if not is_drafting:
-            self._since_plain = 0
+        if not num_drafts and not is_drafting:
+            # Plain steps follow each other with several in flight. The first and the last take another time.
+            if step.is_steady:
+                self.cost.observe(num_rows, 0, seconds)
+                self._since_plain, self._num_plain_wanted = 0, max(0, self._num_plain_wanted - 1)
             return
+        if num_drafts:
+            self.cost.observe(num_rows, num_drafts, seconds)
         self._since_plain += 1
+        if self._since_plain >= _PLAIN_INTERVAL:
+            self._since_plain, self._num_plain_wanted = 0, _NUM_PLAIN_AGAIN
+        plain = self.cost.plain(num_rows)
+        if not plain:  # fewer rows than the drafts were chosen for
+            return
         saved = plain * (1 + num_accepted / num_rows) - min(seconds, _MAX_OUTLIER * plain)
         self.account.record(saved / plain)

@@ -29,6 +29,21 @@ class NextDraftCount:
     returns_ids: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class FinishedStep:
+    """A step that was collected: its rows, its query tokens, and how many of these are of prompts.
+
+    `seconds` is the time since the step before was collected. `is_steady` says whether a sequence of such steps takes
+    that long for each: if the engine keeps several in flight, those before and after it were in flight with it.
+    """
+
+    num_rows: int
+    num_tokens: int
+    num_chunk_tokens: int
+    seconds: float
+    is_steady: bool = True
+
+
 class DraftDepth(Protocol):
     """Chooses how many draft tokens each row gets."""
 
@@ -49,9 +64,7 @@ class DraftDepth(Protocol):
     def observe(self, slots: I32, num_drafts: I32, num_accepted: I32) -> None:
         """Learn how many draft tokens of some rows the model accepted."""
 
-    def finish_step(
-        self, num_rows: int, num_tokens: int, num_chunk_tokens: int, seconds: float
-    ) -> None:
+    def finish_step(self, step: FinishedStep) -> None:
         """Learn the duration of a step."""
 
 
@@ -94,11 +107,9 @@ class DraftSource(ABC):
         """Learn how many draft tokens of some rows the model accepted."""
         self._depth.observe(slots, num_drafts, num_accepted)
 
-    def finish_step(
-        self, num_rows: int, num_tokens: int, num_chunk_tokens: int, seconds: float
-    ) -> None:
-        """Learn the duration of a step with this many rows, query tokens, and tokens of prompts among them."""
-        self._depth.finish_step(num_rows, num_tokens, num_chunk_tokens, seconds)
+    def finish_step(self, step: FinishedStep) -> None:
+        """Learn the duration of a step."""
+        self._depth.finish_step(step)
 
     @abstractmethod
     def end(self, slot: int) -> None:

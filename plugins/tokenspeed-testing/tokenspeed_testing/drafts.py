@@ -11,6 +11,7 @@ import numpy as np
 
 from tokenspeed_core.api.drafters import DrafterContext, DrafterSpec, Drafts
 from tokenspeed_core.api.step import F32, I32
+from tokenspeed_core.scheduler.drafts import FinishedStep
 
 
 class FixedDepth:
@@ -36,9 +37,7 @@ class FixedDepth:
     def observe(self, slots: I32, num_drafts: I32, num_accepted: I32) -> None:
         """Do nothing."""
 
-    def finish_step(
-        self, num_rows: int, num_tokens: int, num_chunk_tokens: int, seconds: float
-    ) -> None:
+    def finish_step(self, step: FinishedStep) -> None:
         """Do nothing."""
 
 
