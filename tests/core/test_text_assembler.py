@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenspeed_core.api.sampling import FinishReason
-from tokenspeed_core.text.assembler import Assembler
+from tokenspeed_core.text.assembler import Assembler, ReasoningText
 
 
 class Letters:
@@ -17,6 +17,16 @@ class Letters:
 
     def push(self, token_ids: Sequence[int]) -> str:
         return "".join("abc"[token_id] for token_id in token_ids)
+
+    def flush(self) -> str:
+        return ""
+
+
+class Characters:
+    """A detokenizer whose tokens are characters."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(chr, token_ids))
 
     def flush(self) -> str:
         return ""
@@ -62,6 +72,49 @@ def test_first_complete_stop_string_ends_the_text(
     assert assembler.finish_reason == ("stop" if ends else "length")
     assert assembler.stop_string == (text[start:end] if ends else None)
     assert assembler.num_tokens == end
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    text=st.text("ab <", max_size=6).flatmap(
+        lambda end: st.sampled_from(["", " ", "<t>", "\n<t>", "<"]).map(lambda start: start + end)
+    ),
+    more=st.text("ab</t>", max_size=12),
+    answer=st.text("ab</t> ", max_size=8),
+    is_closed=st.booleans(),
+    is_open=st.booleans(),
+    begin=st.sampled_from(["<t>", ""]),
+    stops=st.lists(st.text("ab<t>/ ", min_size=1, max_size=3), min_size=1, max_size=3),
+    data=st.data(),
+)
+def test_stop_strings_do_not_count_in_the_reasoning(
+    text: str,
+    more: str,
+    answer: str,
+    is_closed: bool,
+    is_open: bool,
+    begin: str,
+    stops: list[str],
+    data: st.DataObject,
+) -> None:
+    text += more + ("</t>" if is_closed else "") + answer
+    after = 0
+    is_reasoning = is_open or (begin and text.lstrip().startswith(begin))
+    if is_reasoning:
+        at = text.find("</t>", 0 if is_open else text.index(begin) + len(begin))
+        after = len(text) if at < 0 else at + len("</t>")
+    ends = [
+        (text.find(stop, after) + len(stop), text.find(stop, after))
+        for stop in stops
+        if stop in text[after:]
+    ]
+    _, start = min(ends, default=(len(text), len(text)))
+    assembler = Assembler(Characters(), stops, reasoning=ReasoningText(begin, "</t>", is_open))
+    ids = [ord(character) for character in text]
+    cut = data.draw(st.integers(0, len(ids)))
+    got = assembler.feed(ids[:cut]) + assembler.feed(ids[cut:], FinishReason.LENGTH)
+    assert got == text[:start]
+    assert assembler.finish_reason == ("stop" if ends else "length")
 
 
 def test_possible_stop_string_is_held_back() -> None:

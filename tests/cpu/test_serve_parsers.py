@@ -146,6 +146,15 @@ def test_tool_result_is_answered(sdk: openai.OpenAI) -> None:
     assert answer[2:] == ([], "stop")
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_stop_strings_do_not_cut_the_reasoning(sdk: openai.OpenAI, is_stream: bool) -> None:
+    read = streamed if is_stream else whole
+    content, reasoning, _, reason = read(sdk, {**ADDING, "stop": ["="]})
+    assert "8+7" in reasoning and "carry" in reasoning
+    assert content == "58 + 67 "
+    assert reason == "stop"
+
+
 def test_reasoning_is_separate_from_the_answer(sdk: openai.OpenAI) -> None:
     reply = whole(sdk, ADDING)
     assert reply == streamed(sdk, ADDING)

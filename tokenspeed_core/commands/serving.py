@@ -55,7 +55,13 @@ from tokenspeed_core.kv_cache.hashing import HashChain
 from tokenspeed_core.logs import current_request_id, log_fields
 from tokenspeed_core.plugins.catalog import make
 from tokenspeed_core.plugins.hooks import Hooks
-from tokenspeed_core.text import Assembler, ChatTemplate, TemplateError, Tokenizer
+from tokenspeed_core.text import (
+    Assembler,
+    ChatTemplate,
+    ReasoningText,
+    TemplateError,
+    Tokenizer,
+)
 from tokenspeed_core.text.detokenizer import Detokenizer, without_text
 from tokenspeed_core.text.load import load_text, tokenizer_folder
 from tokenspeed_core.text.template import MAX_RENDER_SECONDS, read_chat_templates
@@ -84,6 +90,7 @@ __all__ = [
     "PromptLogprobs",
     "Ready",
     "Reasoning",
+    "ReasoningText",
     "RequestFailedError",
     "ResolvedCheckpoint",
     "Sink",

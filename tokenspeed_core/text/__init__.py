@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenspeed_core.text.assembler import Assembler
+from tokenspeed_core.text.assembler import Assembler, ReasoningText
 from tokenspeed_core.text.conversation import Conversation, read_conversation, read_conversations
 from tokenspeed_core.text.template import ChatTemplate, TemplateError
 from tokenspeed_core.text.tokenizer import Tokenizer
@@ -11,6 +11,7 @@ __all__ = [
     "Assembler",
     "ChatTemplate",
     "Conversation",
+    "ReasoningText",
     "TemplateError",
     "Tokenizer",
     "read_conversation",

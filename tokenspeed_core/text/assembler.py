@@ -15,6 +15,48 @@ _REASONS = {
 }
 
 
+class ReasoningText:
+    """Finds the end of the reasoning at the start of a reply, in which stop strings do not count."""
+
+    __slots__ = ("_begin", "_end", "_is_open", "_text", "is_over")
+
+    def __init__(self, begin: str, end: str, is_open: bool) -> None:
+        """With `is_open`, the reply starts inside the reasoning. Otherwise it may start with `begin`."""
+        self.is_over = not (is_open or begin)
+        self._begin = begin
+        self._end = end
+        self._is_open = is_open
+        self._text = ""  # before the reasoning: the reply so far; in it: a possible start of `end`
+
+    def split(self, text: str) -> tuple[str, str]:
+        """Return the next text of the reasoning, and the text after it."""
+        before = ""
+        if not self._is_open:
+            self._text += text
+            start = self._text.lstrip()
+            if not start.startswith(self._begin):
+                if self._begin.startswith(start):
+                    return "", ""
+                self.is_over = True
+                return "", self.flush()
+            at = len(self._text) - len(start) + len(self._begin)
+            before, text = self._text[:at], self._text[at:]
+            self._is_open, self._text = True, ""
+        known = len(self._text)
+        self._text += text
+        at = self._text.find(self._end)
+        if at < 0:
+            self._text = self._text[max(0, len(self._text) - len(self._end) + 1) :]
+            return before + text, ""
+        self.is_over = True
+        at += len(self._end) - known
+        return before + text[:at], text[at:]
+
+    def flush(self) -> str:
+        """Return the text that `split` has not returned."""
+        return "" if self._is_open else self._text
+
+
 class Assembler:
     """Decodes one sequence and ends it at the first complete stop string.
 
@@ -27,6 +69,7 @@ class Assembler:
         "_held",
         "_keeps_stop",
         "_min_tokens",
+        "_reasoning",
         "_stops",
         "finish_reason",
         "num_chars",
@@ -40,15 +83,17 @@ class Assembler:
         stops: Sequence[str] = (),
         keeps_stop: bool = False,
         min_tokens: int = 0,
+        reasoning: ReasoningText | None = None,
     ) -> None:
         """`keeps_stop` leaves the stop string, or the text of the stop token, in the text.
 
-        Stop strings in the text of the first `min_tokens` tokens do not count.
+        Stop strings in the text of the first `min_tokens` tokens and in the reasoning do not count.
         """
         self._detokenizer = detokenizer
         self._stops = tuple(stops)
         self._keeps_stop = keeps_stop
         self._min_tokens = min_tokens
+        self._reasoning = None if reasoning is None or reasoning.is_over else reasoning
         self._held = ""
         self.num_tokens = 0  # including the one that ended the sequence
         self.num_chars = 0  # decoded characters, including those held back
@@ -93,20 +138,31 @@ class Assembler:
         for position, token_id in enumerate(token_ids):
             self.num_tokens += 1
             if position != hidden:
-                shown.append(self._match(self._detokenizer.push((token_id,))))
+                shown.append(self._push(self._detokenizer.push((token_id,))))
                 if self.finish_reason is not None:
                     return "".join(shown)
         if finish:
-            shown.append(self._match(self._detokenizer.flush()))
+            shown.append(self._push(self._detokenizer.flush()))
+            if self._reasoning is not None and self.finish_reason is None:
+                shown.append(self._match(self._reasoning.flush()))
             shown.append(self._held)
             self._held = ""
         return "".join(shown)
 
+    def _push(self, text: str) -> str:
+        """Add text, and return the text that is final."""
+        self.num_chars += len(text)
+        if self._reasoning is None:
+            return self._match(text)
+        before, text = self._reasoning.split(text)
+        if self._reasoning.is_over:
+            self._reasoning = None
+        return before + self._match(text)
+
     def _match(self, text: str) -> str:
-        """Add text, end the sequence at the first complete stop string, and return the text that is final."""
+        """End the sequence at the first complete stop string, and return the text that is final."""
         if not text:
             return ""
-        self.num_chars += len(text)
         if self.num_tokens <= self._min_tokens:
             return text
         text = self._held + text

@@ -16,6 +16,8 @@ from tokenspeed_core.commands.serving import (
     Assembler,
     BadRequestError,
     Detokenizer,
+    Reasoning,
+    ReasoningText,
     Tokenizer,
     build_submit,
     without_text,
@@ -47,6 +49,7 @@ from tokenspeed_server.reply_grammar import (
     is_held_to_schemas,
     is_listed,
     reply_grammar,
+    reply_reasoning,
 )
 from tokenspeed_server.reply_parsers import NamedParser, Parsers
 from tokenspeed_server.service import Options, Service, Serving
@@ -246,6 +249,9 @@ def _add_choices(
     is_single = isinstance(request.body, ChatRequest) and not request.body.parallel_tool_calls
     max_calls = 1 if is_single else None
     skips_special = params.skip_special_tokens and not parsers.read_special_tokens
+    reasoning = None
+    if params.stop and parsers.chosen:
+        reasoning = reply_reasoning(service.options.parsers, parsers.context.prompt_end)
     return [
         reply.add_choice(
             Assembler(
@@ -253,6 +259,7 @@ def _add_choices(
                 params.stop,
                 params.include_stop_str_in_output,
                 params.min_tokens,
+                _reasoning_text(reasoning),
             ),
             ParserChain(parsers.make(), max_calls=max_calls),
             is_first_of_prompt=index == 0,
@@ -261,6 +268,10 @@ def _add_choices(
         )
         for index in range(params.n)
     ]
+
+
+def _reasoning_text(marks: Reasoning | None) -> ReasoningText | None:
+    return None if marks is None else ReasoningText(marks.begin, marks.end, marks.is_open)
 
 
 def _scored_prompt(request: ParsedRequest, prompt: I32) -> ScoredPrompt | None:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tokenspeed_core.api import CallFunction, CallGrammar, CallTemplate, ReasoningMarks, ReplyEvent
+from tokenspeed_core.api import CallFunction, CallGrammar, CallTemplate, ReplyEvent
 from tokenspeed_core.api.structured_outputs import StructuredOutputs
 from tokenspeed_core.commands.serving import BadRequestError, Grammar, Reasoning
 from tokenspeed_server.protocol import ChatRequest, CompletionRequest, ToolSpec
@@ -32,14 +32,12 @@ def reply_grammar(
     calls = _call_grammar(use, outputs, call_template(use, parsers))
     if calls is None and outputs is None:
         return None
-    reasoning_parser, _ = parsers
-    marks = None if reasoning_parser is None else reasoning_parser.spec.reasoning
-    reasoning = None if marks is None else _reasoning(marks, prompt_end())
+    reasoning = reply_reasoning(parsers, prompt_end())
     if calls is None:
         assert outputs is not None
         return Grammar(*outputs.kind_and_text(), reasoning)
     # Without an opening mark, the closing one announces an answer, not a call.
-    return Grammar("calls", calls.text, reasoning if marks and marks.begin else None)
+    return Grammar("calls", calls.text, reasoning if reasoning and reasoning.begin else None)
 
 
 def grammar_field(body: CompletionRequest | ChatRequest) -> str:
@@ -111,10 +109,12 @@ def _read_schema(text: str) -> Mapping[str, Any]:
     return schema if isinstance(schema, Mapping) else {}
 
 
-def _reasoning(marks: ReasoningMarks, prompt_end: str) -> Reasoning | None:
-    """Return the marks of the reasoning; None if the prompt has ended it."""
+def reply_reasoning(parsers: Parsers, prompt_end: str) -> Reasoning | None:
+    """Return the marks of a reply's reasoning; None if it has none, or if the prompt has ended it."""
+    reasoning_parser, _ = parsers
+    marks = None if reasoning_parser is None else reasoning_parser.spec.reasoning
     end = prompt_end.rstrip()
-    if end.endswith(marks.end):
+    if marks is None or end.endswith(marks.end):
         return None
     is_open = marks.is_open or bool(marks.begin and end.endswith(marks.begin))
     return Reasoning(marks.begin, marks.end, is_open)
