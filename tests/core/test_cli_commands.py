@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from importlib.metadata import distributions
@@ -29,9 +30,9 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--help",), ("--version",)],
+    [("--help",), ("--version",), ("plugins", "list")],
 )
-def test_help_and_version_import_no_heavy_library(arguments: tuple[str, ...]) -> None:
+def test_light_commands_import_no_heavy_library(arguments: tuple[str, ...]) -> None:
     code = (
         "import sys; from tokenspeed_core.cli import main; status = main(sys.argv[1:]);"
         f"print('HEAVY', *(name for name in {HEAVY!r} if name in sys.modules)); sys.exit(status)"
@@ -41,6 +42,21 @@ def test_help_and_version_import_no_heavy_library(arguments: tuple[str, ...]) ->
     )
     assert done.stdout.splitlines()[-1] == "HEAVY"
     assert len(done.stdout.splitlines()) > 1
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("plugins", "list")])
+def test_light_commands_take_little_processor_time(arguments: tuple[str, ...]) -> None:
+    """The limit is 0.3 s. The fastest of three runs counts, since other programs slow down a shared core."""
+    times = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        command = [sys.executable, "-P", "-m", "tokenspeed_core.cli", *arguments]
+        subprocess.run(command, capture_output=True, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
+        if times[-1] < 0.3:
+            return
+    pytest.fail(f"{arguments} took {min(times):.2f} s of processor time")
 
 
 def test_top_level_help_imports_no_command() -> None:
