@@ -16,7 +16,7 @@ from tokenspeed_testing.plans import PlanMaker
 from torch import Tensor
 
 from tokenspeed_core import LLM, SamplingParams
-from tokenspeed_core.api import AttentionStep, FullAttention, KVScale
+from tokenspeed_core.api import AttentionProblem, AttentionStep, FullAttention, KVScale
 from tokenspeed_core.checkpoint.kv_scales import read_scale_file
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.factory import discover, resolve
@@ -71,7 +71,7 @@ def test_layer_scales_apply_to_keys_and_values() -> None:
     kernel, written = RecordingKernel(), []
     group = AttentionGroup(FullAttention("full", 1, 1, 4))
     group.batches = [("prefill", Mock(AttentionStep), None)]
-    layer = AttentionLayer(group, 0, 0, 1, 1, 4, 0.5, None, None, kv_scale=KVScale(4.0, 2.0))
+    layer = AttentionLayer(group, 0, 0, AttentionProblem, None, kv_scale=KVScale(4.0, 2.0))
     layer.bind("prefill", kernel)
     layer.write_kv = make_write_kv(
         None, lambda k, v, *cache: written.extend((k, v)), layer.kv_scale

@@ -88,17 +88,10 @@ class AttentionLayer:
     group: AttentionGroup
     index: int  # of the layer in its group
     layer: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    scale: float
-    window: int | None
+    problem: Callable[..., AttentionProblem]  # of a `phase` and a `block_size`
     rotation: Rotation | None
     kv_scale: KVScale = UNSCALED
-    soft_cap: float | None = None
     sinks: Tensor | None = None  # float32 [H], a parameter of the model
-    is_chunked: bool = False
-    value_head_size: int | None = None  # None: head_size
     choices: dict[str, Choice] = field(default_factory=dict)  # by phase
     # By phase: (q, k_cache, v_cache, out)
     forwards: dict[str, Callable[..., None]] = field(default_factory=dict)

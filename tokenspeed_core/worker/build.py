@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,6 +59,7 @@ class ModelBuild:
         """
         self.dtype: torch.dtype = getattr(torch, resolved.config.dtype)
         self.kv_dtype: torch.dtype = getattr(torch, resolved.kv_dtype)
+        self._dtypes = {"dtype": resolved.config.dtype, "kv_dtype": resolved.kv_dtype}
         self.device = device
         self.max_model_len = resolved.limits.max_model_len
         self.schemes: dict[str, QuantizationScheme | None] = {}
@@ -189,22 +191,22 @@ class ModelBuild:
         layer, group = self._first_layer + layer, self._group_names.get(group, group)
         parts = keys_and_values(num_kv_heads, head_size, value_head_size)
         index = self._next_index(layer, group, parts, window)
-        call = AttentionLayer(
-            self.groups[group],
-            index,
-            layer,
-            num_heads,
-            num_kv_heads,
-            head_size,
-            scale,
-            window,
-            rotation,
-            self._kv_scale(layer),
-            soft_cap,
-            sinks,
-            is_chunked,
-            None if value_head_size == head_size else value_head_size,
+        problem = partial(
+            AttentionProblem,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            has_sinks=sinks is not None,
+            is_chunked=is_chunked,
+            value_head_size=None if value_head_size == head_size else value_head_size,
+            dtype=self._dtypes["dtype"],
+            kv_dtype=self._dtypes["kv_dtype"],
         )
+        kv_scale = self._kv_scale(layer)
+        call = AttentionLayer(self.groups[group], index, layer, problem, rotation, kv_scale, sinks)
         self.layers.append(call)
         return call
 
@@ -264,25 +266,6 @@ class ModelBuild:
                     f"{num_layers} use it. Correct `describe` or the model class."
                 )
 
-    def problem(self, layer: AttentionLayer, block_size: int, phase: str) -> AttentionProblem:
-        """Return a layer's problem in one phase."""
-        name, kv_name = (str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.kv_dtype))
-        return AttentionProblem(
-            phase=phase,
-            num_heads=layer.num_heads,
-            num_kv_heads=layer.num_kv_heads,
-            head_size=layer.head_size,
-            dtype=name,
-            kv_dtype=kv_name,
-            block_size=block_size,
-            scale=layer.scale,
-            window=layer.window,
-            soft_cap=layer.soft_cap,
-            has_sinks=layer.sinks is not None,
-            is_chunked=layer.is_chunked,
-            value_head_size=layer.value_head_size,
-        )
-
     def select_attention(self, block_size: int) -> None:
         """Choose the backends of all layers, and the kernels that rotate and write their caches, for a block size.
 
@@ -290,7 +273,7 @@ class ModelBuild:
         """
         for layer in self.layers:
             for phase in PHASES:
-                problem = self.problem(layer, block_size, phase)
+                problem = layer.problem(phase=phase, block_size=block_size)
                 layer.choices[phase] = self.selector.select_attention(problem, layer=layer.layer)
             layer.write_kv = self._write_kv(layer, asdict(problem))
         for latent in self.latent_layers:
@@ -301,8 +284,7 @@ class ModelBuild:
         self, selector: Selector, layer: LatentLayer, block_size: int
     ) -> list[Choice]:
         """Choose the kernels of a layer's latent attention, in the order of `OPS`. Raises SelectionError."""
-        name, kv_name = (str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.kv_dtype))
-        axes = {**asdict(layer.sizes), "block_size": block_size, "dtype": name, "kv_dtype": kv_name}
+        axes = {**asdict(layer.sizes), **self._dtypes, "block_size": block_size}
         return [
             choice
             for op, phase in OPS
@@ -320,7 +302,7 @@ class ModelBuild:
                 (layer.rotation.op, *ops),
                 {**axes, "rotary_size": layer.rotation.rotary_size},
             )
-        may_fuse = layer.kv_scale == UNSCALED and layer.value_head_size is None
+        may_fuse = layer.kv_scale == UNSCALED and axes["value_head_size"] is None
         chains = (ops,) if may_fuse else tuple((op,) for op in ops)
         choices = [
             each
@@ -363,7 +345,8 @@ def solve_block_size(build: ModelBuild, wanted: int | None, scratch: Callable[[]
         try:
             for layer in build.layers:
                 for phase in PHASES:
-                    attempt.select_attention(build.problem(layer, size, phase), layer=layer.layer)
+                    problem = layer.problem(phase=phase, block_size=size)
+                    attempt.select_attention(problem, layer=layer.layer)
             for latent in build.latent_layers:
                 build.select_latent(attempt, latent, size)
         except NothingFitsError as error:
