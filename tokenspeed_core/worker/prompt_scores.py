@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from tokenspeed_core.api.step import I64, PromptLogprobs, PromptTargets, StepPlan
-from tokenspeed_core.worker.sampler import rank_tokens
+from tokenspeed_core.worker.sampler import RankedTokens, rank_tokens
 
 MAX_LOGITS = 1 << 24  # logits at a time; their log-softmax takes 64 MiB
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RawPromptLogprobs:
-    """Log-probabilities on the device: `chosen`, `ranks` [N]; `top_ids`, `top_values` [N, width]."""
-
-    chosen: torch.Tensor
-    ranks: torch.Tensor
-    top_ids: torch.Tensor
-    top_values: torch.Tensor
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensors to copy to the host."""
-        return self.chosen, self.ranks, self.top_ids, self.top_values
+class RawPromptLogprobs(RankedTokens):
+    """The log-probabilities of prompt tokens."""
 
     @staticmethod
     def result(arrays: Sequence[np.ndarray[Any, Any]]) -> PromptLogprobs:
@@ -58,7 +47,7 @@ def score_prompt(
     """
     rows = max(1, MAX_LOGITS // vocab_size)
     parts = [
-        rank_tokens(torch.log_softmax(logits(part).float(), dim=-1), ids, width)
+        rank_tokens(torch.log_softmax(logits(part).float(), dim=-1), ids, width).tensors()
         for part, ids in zip(torch.split(hidden, rows), torch.split(token_ids, rows), strict=True)
     ]
     return RawPromptLogprobs(*(torch.cat(columns) for columns in zip(*parts, strict=True)))

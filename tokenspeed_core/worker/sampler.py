@@ -69,23 +69,25 @@ class SamplingRows:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RawLogprobs:
-    """Log-probabilities on the device, with `width` alternatives each.
+class RankedTokens:
+    """Log-probabilities of R tokens on the device: `chosen`, `ranks` [R]; `top_ids`, `top_values` [R, width]."""
 
-    They are of the rows `rows` of the plan, and in that order of the sampling rows `places`.
-    """
-
-    rows: I32
-    places: I64
-    width: int
     chosen: torch.Tensor
     ranks: torch.Tensor
     top_ids: torch.Tensor
     top_values: torch.Tensor
 
-    def tensors(self) -> tuple[torch.Tensor, ...]:
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the tensors to copy to the host."""
         return self.chosen, self.ranks, self.top_ids, self.top_values
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RawLogprobs(RankedTokens):
+    """The log-probabilities of sampled tokens, of the rows `rows` of the plan and their sampling rows `places`."""
+
+    rows: I32
+    places: I64
 
     def result(
         self, arrays: Sequence[np.ndarray[Any, Any]], is_kept: Bool | None = None
@@ -95,9 +97,8 @@ class RawLogprobs:
         if is_kept is not None:
             arrays, rows = [each[is_kept[self.places]] for each in arrays], np.unique(rows)
         chosen, ranks, top_ids, top_values = arrays
-        return StepLogprobs(
-            rows, self.width, chosen, ranks, top_ids.reshape(-1), top_values.reshape(-1)
-        )
+        width = top_ids.shape[1]
+        return StepLogprobs(rows, width, chosen, ranks, top_ids.reshape(-1), top_values.reshape(-1))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -213,9 +214,9 @@ class Sampler:
                 self._end_ids.note(rows.device_slots[endless_rows], is_new[endless_rows])
         if raw is None:
             return Sampled(ids, None, num_new)
+        ranked = rank_tokens(raw, ids[asking_rows], int(wanted.max()))
         plan_rows = rows.plan_rows[asking].astype(np.int32)
-        width = int(wanted.max())
-        return Sampled(ids, _logprobs(raw, ids[asking_rows], plan_rows, asking, width), num_new)
+        return Sampled(ids, RawLogprobs(*ranked.tensors(), plan_rows, asking), num_new)
 
     def _count_drafts(
         self, counts: torch.Tensor, rows: SamplingRows, drafts: DraftRows, penalized: I64
@@ -288,21 +289,12 @@ def draw(
     return chosen
 
 
-def _logprobs(
-    raw: torch.Tensor, ids: torch.Tensor, plan_rows: I32, places: I64, width: int
-) -> RawLogprobs:
-    chosen, ranks, top_ids, top_values = rank_tokens(raw, ids, width)
-    return RawLogprobs(plan_rows, places, top_ids.shape[1], chosen, ranks, top_ids, top_values)
+def rank_tokens(raw: torch.Tensor, ids: torch.Tensor, width: int) -> RankedTokens:
+    """Return the values and ranks of tokens `ids` [R], and the `width` top tokens of each row, at most V.
 
-
-def rank_tokens(
-    raw: torch.Tensor, ids: torch.Tensor, width: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return values and ranks [R] of tokens `ids` [R], and ids and values [R, width] of the top tokens.
-
-    `raw` float32 [R, V] are log-probabilities; the width is at most V. Ids and ranks are int32.
+    `raw` float32 [R, V] are log-probabilities. Ids and ranks are int32.
     """
     chosen = raw.gather(1, ids.to(torch.int64).clamp_(min=0).unsqueeze(1))
     ranks = (raw > chosen).sum(dim=-1, dtype=torch.int32) + 1
     top_values, top_ids = raw.topk(min(width, raw.shape[1]), dim=-1)
-    return chosen.squeeze(1), ranks, top_ids.to(torch.int32), top_values
+    return RankedTokens(chosen.squeeze(1), ranks, top_ids.to(torch.int32), top_values)
