@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from tokenspeed_core.api.drafters import DraftCheckpoint
-from tokenspeed_core.api.models import ANY_ARCHITECTURE, ModelInfo, ModelSpec
-from tokenspeed_core.checkpoint.resolve import locate
+from tokenspeed_core.api.models import ANY_ARCHITECTURE, ModelSpec
+from tokenspeed_core.checkpoint.resolve import describe, locate
 from tokenspeed_core.config import Config
 from tokenspeed_core.errors import CheckpointError
 from tokenspeed_core.files import read_json
-from tokenspeed_core.plugins.catalog import Catalog, make
+from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.entry import Entry
-from tokenspeed_core.targets import load_target
 
 
 def resolve_draft(
@@ -28,13 +27,7 @@ def resolve_draft(
     entry = _family(json.get("architectures"), catalog)
     if entry is not None:
         spec = catalog.need(entry, ModelSpec)
-        describe = spec.describe
-        try:
-            info = make(
-                entry, describe, lambda: load_target(describe)(json), ModelInfo, (ValueError,)
-            )
-        except ValueError as error:
-            raise CheckpointError(f"{path}: {error}") from error
+        info = describe(entry, spec, json, path)
     return DraftCheckpoint(path, json, spec, info)
 
 

@@ -72,16 +72,7 @@ def resolve_checkpoint(
                 f"--trust-remote-code has no effect: {entry} does not run code of model repositories; remove the flag"
             )
         model_config["trust_remote_code"] = str(path)
-    try:
-        info = make(
-            entry,
-            spec.describe,
-            lambda: load_target(spec.describe)(model_config),
-            ModelInfo,
-            (ValueError,),
-        )
-    except ValueError as error:
-        raise CheckpointError(f"{path}: {error}") from error
+    info = describe(entry, spec, model_config, path)
     check_cache_groups(info)
     generation = path / "generation_config.json"
     return ResolvedCheckpoint(
@@ -93,6 +84,15 @@ def resolve_checkpoint(
         info,
         files,
     )
+
+
+def describe(entry: Entry, spec: ModelSpec, config: Mapping[str, Any], path: Path) -> ModelInfo:
+    """Return the properties of a checkpoint. Raises CheckpointError if its family does not support them."""
+    target = spec.describe
+    try:
+        return make(entry, target, lambda: load_target(target)(config), ModelInfo, (ValueError,))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
 
 
 def check_cache_groups(info: ModelInfo) -> None:

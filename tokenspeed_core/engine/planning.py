@@ -37,10 +37,7 @@ class StartPlan:
 
 def plan_start(config: Config) -> StartPlan:
     """Make the decisions of a start. Raises the errors of a start up to the loading of weights."""
-    catalog = discover(config)
-    adjusted = Hooks.load(catalog).adjust_config(config)
-    resolved = resolve(adjusted, catalog, with_weights=False)
-    prepare_torch()
+    catalog, resolved = _resolve(config)
     from tokenspeed_core.worker.local import plan_only
     from tokenspeed_core.worker.platform import check_num_devices, resolve_device
 
@@ -60,10 +57,15 @@ def plan_kernels(
 
     Raises the errors of `resolve`, and SelectionError.
     """
+    catalog, resolved = _resolve(config)
+    from tokenspeed_core.worker.assemble import plan_for
+
+    return catalog, plan_for(resolved, catalog, platform)
+
+
+def _resolve(config: Config) -> tuple[Catalog, Resolved]:
     catalog = discover(config)
     adjusted = Hooks.load(catalog).adjust_config(config)
     resolved = resolve(adjusted, catalog, with_weights=False)
     prepare_torch()
-    from tokenspeed_core.worker.assemble import plan_for
-
-    return catalog, plan_for(resolved, catalog, platform)
+    return catalog, resolved

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from tokenspeed_core.kernels.installed import (
 from tokenspeed_core.kernels.plan import KernelPlan
 from tokenspeed_core.kernels.select import Selector
 from tokenspeed_core.plugins.catalog import Catalog, make
+from tokenspeed_core.plugins.entry import Entry
 from tokenspeed_core.resolved import Resolved
 from tokenspeed_core.targets import load_target
 from tokenspeed_core.worker.build import ModelBuild, solve_block_size
@@ -105,18 +107,8 @@ def assemble(
         build = ModelBuild(resolved, where, chosen, handles)
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from error
-    spec, passes = checkpoint.spec, (ValueError, TokenSpeedError, torch.OutOfMemoryError)
-    entry = catalog.get("models", spec.architecture)
-    try:
-        model: Any = make(
-            entry,
-            spec.load,
-            lambda: load_target(spec.load)(checkpoint.config, build),
-            object,
-            passes,
-        )
-    except ValueError as error:
-        raise CheckpointError(f"{checkpoint.path}: {error}") from error
+    entry, load = catalog.get("models", checkpoint.spec.architecture), checkpoint.spec.load
+    model: Model = _construct(entry, load, checkpoint.path, checkpoint.config, build)
     draft = _draft_model(resolved, build, model)
     method = resolved.quantization
     if method is not None and not any(build.schemes.values()):
@@ -163,18 +155,19 @@ def _draft_model(resolved: Resolved, build: ModelBuild, target: Model) -> DraftM
         resolved.draft_groups,
         is_quantized=info.weights == resolved.checkpoint.path,
     )
-    try:
-        model: Any = make(
-            choice.entry,
-            info.load,
-            lambda: load_target(info.load)(info.config, context, target),
-            object,
-            (ValueError, TokenSpeedError, torch.OutOfMemoryError),
-        )
-    except ValueError as error:
-        raise CheckpointError(f"{info.weights}: {error}") from error
-    draft: DraftModel = model
+    draft: DraftModel = _construct(
+        choice.entry, info.load, info.weights, info.config, context, target
+    )
     return draft
+
+
+def _construct(entry: Entry, target: str, weights: Path, *arguments: Any) -> Any:
+    """Construct the module of a family. Raises CheckpointError, with the folder of the weights, if it raises ValueError."""
+    passes = (ValueError, TokenSpeedError, torch.OutOfMemoryError)
+    try:
+        return make(entry, target, lambda: load_target(target)(*arguments), object, passes)
+    except ValueError as error:
+        raise CheckpointError(f"{weights}: {error}") from error
 
 
 def _processors(
