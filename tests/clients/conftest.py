@@ -36,7 +36,7 @@ def pytest_terminal_summary(
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Yield the server at SERVER_URL, whose key is SERVER_KEY, or one that is started with the demo."""
+    """Yield the server at SERVER_URL with the key SERVER_KEY, or one that is started with the demo."""
     url = os.environ.get("SERVER_URL")
     if url is not None:
         yield Server(url.rstrip("/"), os.environ.get("SERVER_KEY", "any"))

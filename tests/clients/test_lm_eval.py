@@ -43,7 +43,7 @@ print(json.dumps(results))
 
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Yield a server whose numbers are exact enough to compare."""
+    """Yield a server with numbers exact enough to compare."""
     with run(tmp_path_factory.mktemp("float32"), "--dtype", "float32") as started:
         yield started
 
@@ -77,7 +77,7 @@ def requests(kind: Any, arguments: list[tuple[Any, ...]]) -> list[Instance]:
 
 
 def expected(pairs: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-    """Return what transformers gives: the log-likelihood, and whether greedy decoding gives the continuation."""
+    """Return the result of transformers: the log-likelihood, and whether greedy decoding gives the continuation."""
     done = subprocess.run(
         [str(PYTHON), "-P", "-c", ORACLE, str(CHECKPOINT), json.dumps(pairs)],
         check=True,

@@ -80,7 +80,7 @@ def _be_slow(matcher: CountingMatcher, seconds: float) -> None:
 
 
 class Compiler:
-    """Compiles texts that say what happens."""
+    """Compiles texts that name a behavior to simulate."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary

@@ -27,7 +27,7 @@ WINDOW = SlidingWindow("window", 1, 1, 1, 6)  # a query reads its own token and 
 
 @dataclass(frozen=True, slots=True)
 class Chunked:
-    """A custom group, as a model plugin may define it: a query reads the tokens of its own chunk."""
+    """A custom group, as a model plugin may define it: a query reads the tokens of its chunk."""
 
     name: str
     chunk: int

@@ -1,4 +1,4 @@
-"""What a kernel plan says about collectives."""
+"""The collectives of a kernel plan."""
 
 from __future__ import annotations
 

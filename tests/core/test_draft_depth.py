@@ -58,7 +58,7 @@ def test_an_unmeasured_number_counts_as_the_next_smaller_one() -> None:
 
 
 class Simulation:
-    """Decodes rows whose draft tokens are right with a given probability, at a given cost of a step."""
+    """Decodes rows with draft tokens that are right with a given probability, at a given cost of a step."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Structured output in the engine: compiling, masks, phases, and what a hostile grammar may not do."""
+"""Structured output in the engine: compiling, masks, phases, and the limits of hostile grammars."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Gate:
 
 
 class GrammarWorld(World):
-    """An engine whose requests with a grammar use the counting backend."""
+    """An engine that uses the counting backend for requests with a grammar."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -300,7 +300,7 @@ def test_cache_is_bounded_in_number_and_bytes(history: list[tuple[int, int, str]
 
 
 class ReadsText:
-    """A matcher that notes what it accepts, and allows "a" only."""
+    """A matcher that records the accepted tokens, and allows "a" only."""
 
     def __init__(self) -> None:
         self.read: list[int] = []
@@ -320,7 +320,7 @@ class ReadsText:
 
 
 class AnyText:
-    """A grammar whose matchers note what they accept."""
+    """A grammar with matchers that record the accepted tokens."""
 
     num_bytes = 0
 

@@ -1,4 +1,4 @@
-"""KV events: a subscriber that reads them knows what the prefix cache holds."""
+"""KV events: a subscriber that reads them knows the content of the prefix cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tokenspeed_core.kv_cache.events import block_hash
 
 
 class Index:
-    """What a router learns from the events: the tokens of each cached prefix."""
+    """A router's knowledge from the events: the tokens of each cached prefix."""
 
     def __init__(self) -> None:
         self.prefixes: dict[int, tuple[int, ...]] = {}

@@ -28,7 +28,7 @@ BLOCK = 4
 
 @dataclass(frozen=True, slots=True)
 class Large:
-    """A group whose blocks are much larger than those of attention, as large as a recurrent state."""
+    """A group with much larger blocks than those of attention, as large as a recurrent state."""
 
     name: str
     num_layers: int
@@ -151,7 +151,7 @@ def test_groups_are_evicted_evenly() -> None:
 
 @dataclass
 class Holder:
-    """A sequence: its tokens, what it holds, and how many of its tokens are computed."""
+    """A sequence: its tokens, its lease, and how many of its tokens are computed."""
 
     tokens: np.ndarray
     chain: HashChain

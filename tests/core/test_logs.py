@@ -18,7 +18,7 @@ Written = Callable[[], str]
 
 @pytest.fixture
 def written(capsys: pytest.CaptureFixture[str]) -> Iterator[Written]:
-    """Return a function that returns what was written to stderr; restore the log afterwards."""
+    """Return a function that returns the text written to stderr; restore the log afterwards."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield lambda: capsys.readouterr().err

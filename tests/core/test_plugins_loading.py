@@ -1,4 +1,4 @@
-"""Plugins whose import fails or whose descriptor is invalid."""
+"""Plugins that fail to import or have an invalid descriptor."""
 
 from __future__ import annotations
 

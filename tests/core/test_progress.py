@@ -54,7 +54,7 @@ def test_each_stage_and_message_has_its_own_line() -> None:
     lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in shown(0).split("\n")]
     last = [
         re.split("\r", line.rstrip("\r"))[-1].strip() for line in lines
-    ]  # what stays of a line drawn anew
+    ]  # the rest of a redrawn line
     assert [line.split()[0] for line in last if line] == [
         "weights",
         "after",

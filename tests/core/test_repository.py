@@ -278,5 +278,5 @@ def test_dynamic_imports_are_in_one_place() -> None:
         if ways.search(path.read_text())
     }
     assert found == {"targets.py", "__init__.py"}, (
-        "the latter imports what tokenspeed_core itself lists"
+        "the latter imports the names that tokenspeed_core lists"
     )

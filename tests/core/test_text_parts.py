@@ -183,7 +183,7 @@ def test_text_is_cut_before_special_tokens() -> None:
 
 
 class Spy:
-    """A tokenizer that records what it encodes."""
+    """A tokenizer that records the encoded texts."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []

@@ -1,7 +1,7 @@
 """Quantized checkpoints in the layouts that AutoAWQ, AutoGPTQ, GPTQModel, AutoFP8 and llm-compressor publish.
 
 Written word by word from the layouts' descriptions, and by compressed-tensors itself for its own format; shares no code
-with what reads them.
+with the readers under test.
 """
 
 from __future__ import annotations

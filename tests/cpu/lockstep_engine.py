@@ -27,7 +27,7 @@ from tokenspeed_core.worker import distributed
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What an engine did."""
+    """The result of an engine."""
 
     tokens: dict[int, list[int]]  # by request
     num_steps: int  # of its own

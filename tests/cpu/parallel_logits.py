@@ -1,4 +1,4 @@
-"""What each process of a pool computes. Imports no large library, because every process imports it."""
+"""The work of each process of a pool. Imports no large library, because every process imports it."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ class Background:
             self._result = error
 
     def result(self, seconds: float = 60) -> Any:
-        """Return what the call returned, or the exception that it raised."""
+        """Return the result of the call, or the exception that it raised."""
         self._thread.join(seconds)
         assert not self._thread.is_alive(), f"still running after {seconds} s"
         return self._result

@@ -23,7 +23,7 @@ from tokenspeed_models.descriptors import QWEN3_MOE
 MOE = {"num_experts": 3, "moe_intermediate_size": 32, "mlp_only_layers": []}
 EXPERT = "model.layers.1.mlp.experts.2"
 ROUTER = "model.layers.1.mlp.gate.weight"
-# The scale of each form, and what a checkpoint with another block or group size, or strategy, has instead.
+# The scale of each form, and the function that makes it that of another block size, group size or strategy.
 SCALES: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "awq": ("scales", lambda scale: scale[:1]),
     "gptq": ("scales", lambda scale: scale[:1]),

@@ -24,7 +24,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def run(name: str, **environ: str) -> str:
-    """Run an example and return what it prints."""
+    """Run an example and return its output."""
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / name)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "NO_PROXY": "*", **environ},

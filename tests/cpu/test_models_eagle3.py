@@ -294,7 +294,7 @@ def test_unknown_options_are_refused() -> None:
 
 
 def wrong_weights(weights: dict[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield weights that must be refused, after what the error must name."""
+    """Yield a name that the error must contain, and weights that must be refused."""
     yield "fc.weight", {**weights, "fc.weight": weights["fc.weight"][:, :HIDDEN]}
     yield "d2t", {name: tensor for name, tensor in weights.items() if name != "d2t"}
     yield "d2t", {**weights, "d2t": weights["d2t"] + VOCAB}

@@ -1,4 +1,4 @@
-"""The pages in headless Chromium, with the demo model. `nox -s pages` installs what they need."""
+"""The pages in headless Chromium, with the demo model. `nox -s pages` installs their requirements."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def test_unusable_plugins_are_listed(
     assert "old from old 1.0: incompatible: needs api 9" in capsys.readouterr().out
 
 
-RAISING = {  # what raises: the entry point, and modules of the plugin
+RAISING = {  # an entry point that raises, and modules of its plugin
     "its descriptor": ("kernels.attention", ("acme", "acme_ends:SPEC [api1]"), {}),
     "its kernel": (
         "kernels.attention",

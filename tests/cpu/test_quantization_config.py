@@ -17,7 +17,7 @@ LAYER = "model.layers.0.mlp.up_proj"
 
 
 def check_refused(settings: dict[str, Any], found: str = "") -> None:
-    """Check that the error says what was found."""
+    """Check that the error shows the value that was found."""
     with pytest.raises(CheckpointError, match=f"quantization_config is not supported.*{found}"):
         read_schemes(settings)
 

@@ -169,7 +169,7 @@ def scheme_of(settings: dict[str, Any]) -> LayerSchemes:
 
 
 def make(build: RankBuild, config: dict[str, Any], load: str = QWEN3_MOE.load) -> CausalLM:
-    """Return a model whose `quantization_config` applies."""
+    """Return a model with a `quantization_config` that applies."""
     build.schemes = scheme_of(config["quantization_config"])
     model: CausalLM = load_target(load)(config, build)
     return model

@@ -112,7 +112,7 @@ def test_tokens_of_a_row_with_drafts_follow_each_other() -> None:
 def test_state_gives_each_draft_token_once(
     rows: list[tuple[int, int]], more_rows: int, more_tokens: int
 ) -> None:
-    """Reads through the columns what `draft_writes` has put into the state."""
+    """Reads draft tokens from the state through the columns, as `draft_writes` wrote them."""
     plan = with_drafts([slot for slot, _ in rows], [count for _, count in rows])
     size = BucketSize(len(rows) + more_rows, 0, 0, num_draft_tokens=plan.num_draft_tokens + 1)
     size = replace(size, num_draft_tokens=size.num_draft_tokens + more_tokens)

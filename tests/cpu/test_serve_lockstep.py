@@ -1,4 +1,4 @@
-"""A server whose engines share experts: its answers, its end, and the death of an engine."""
+"""A server with engines that share experts: its answers, its end, and the death of an engine."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def streamed(sdk: openai.OpenAI, ask: dict[str, Any]) -> tuple[Any, ...]:
 
 
 class Person(pydantic.BaseModel):
-    """What structured output is parsed into."""
+    """The model into which structured output is parsed."""
 
     name: str
     age: int

@@ -101,7 +101,7 @@ def test_steps_without_drafts_may_follow_steps_with_them(
 
 
 class Failing(Guesser):
-    """Raises, or proposes what it may not, after some calls."""
+    """Raises, or makes an invalid proposal, after some calls."""
 
     num_calls = 0
 

@@ -58,7 +58,7 @@ def test_masks_of_drafts_equal_those_of_output(name: str, has_reasoning: bool) -
         forced = [*b"so </think>"] if has_reasoning else []
         row, text = np.zeros((1, NUM_WORDS), np.int32), []
         while len(text) < 60:
-            # `other` shows the right tokens, and what follows each of them.
+            # `ahead` gives the right tokens, and the mask before each of them.
             drafts, masks = [], []
             ahead = make()
             ahead.read(text)

@@ -37,7 +37,9 @@ def spec_of(backend: str, problem: AttentionProblem) -> KernelSpec:
     except SelectionError as error:
         pytest.skip(str(error))
     if spec.needs_compile:
-        pytest.skip(f"{backend} would compile for minutes; compile what heads of 128 need ahead")
+        pytest.skip(
+            f"{backend} would compile for minutes; compile its modules for heads of 128 first"
+        )
     return spec
 
 

@@ -1,4 +1,4 @@
-"""Latent attention on a GPU: large steps, whose entries are expanded, and CUDA graphs of them."""
+"""Latent attention on a GPU: large steps, which expand their entries, and CUDA graphs of them."""
 
 from __future__ import annotations
 

@@ -62,7 +62,10 @@ SLOW = (
     "sample",
     "add_rms_norm_linear_silu_mul",
 )
-LIKE_OTHERS = ("moe_biased_experts", "moe_biased_experts_mxfp4")  # one case of what moe_experts has
+LIKE_OTHERS = (
+    "moe_biased_experts",
+    "moe_biased_experts_mxfp4",
+)  # like moe_experts, so one case suffices
 WITH_TILES = {"linear_fp8_block": (65, 130)}  # row counts that reach the other kernels
 OF_ROW_FP8 = (
     "quantize_linear_fp8",

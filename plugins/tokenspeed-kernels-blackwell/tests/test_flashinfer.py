@@ -62,7 +62,7 @@ GIVEN = {  # arguments that the backend passes, by file and function of the libr
 
 
 def attend(given: dict[str, Any], starts: list[int]) -> None:
-    """Compute what the library computes from these arguments; rows without keys get zeros."""
+    """Compute the library's result for these arguments; rows without keys get zeros."""
     query, out, table, lengths = (
         given["query"],
         given["out"],
@@ -150,7 +150,7 @@ def decode_latents(**given: Any) -> Tensor:
 
 
 def of_library(file: str, mock_library: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a mock that accepts only what the library accepts in every recorded version."""
+    """Return a mock that accepts only calls that are valid in every recorded version."""
     (function,) = (function for where, function in GIVEN if where == file)
     return held_to(
         mock_library, *(each[f"flashinfer/{file}.py:{function}"] for each in SIGNATURES.values())

@@ -51,7 +51,7 @@ def selector(
 
 
 def multiply(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], d: Tensor, **given: Any) -> None:
-    """Compute what the library computes from these arguments, block by block."""
+    """Compute the library's result for these arguments, block by block."""
     assert given == {"disable_ue8m0_cast": True}
     (x, x_scale), (weight, weight_scale) = a, b
     assert all(tensor.is_contiguous() for tensor in (x, x_scale, weight, weight_scale, d))

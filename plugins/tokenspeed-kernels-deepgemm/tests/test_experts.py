@@ -41,7 +41,7 @@ def multiply(
     grouped_layout: Tensor,
     **given: Any,
 ) -> None:
-    """Compute what the library computes from these arguments; rows without an expert hold anything."""
+    """Compute the library's result for these arguments; rows without an expert hold anything."""
     assert given == {"disable_ue8m0_cast": True}
     (x, x_scale), (weight, weight_scale) = a, b
     tensors = (x, x_scale, weight, weight_scale, d, grouped_layout)

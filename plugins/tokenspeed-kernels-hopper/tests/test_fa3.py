@@ -76,7 +76,7 @@ def attend(
     num_splits: int = 0,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute what the library's op computes from these arguments; rows without keys get zeros."""
+    """Compute the result of the library's op for these arguments; rows without keys get zeros."""
     assert is_causal and window_size_right == 0
     assert not attention_chunk or window_size_left == -1, "chunks are not combined with windows"
     assert sinks is None or sinks.dtype == torch.bfloat16, "the library requires it"

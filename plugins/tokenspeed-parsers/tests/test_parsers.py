@@ -1,4 +1,4 @@
-"""What each parser makes of replies, well-formed or not, however they are cut."""
+"""The events of each parser for replies, well-formed or not, however they are cut."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SPECS: dict[str, ParserSpec] = {
     for entry in entry_points(group=f"tokenspeed.{kind}_parsers")
     if entry.value.startswith("tokenspeed_parsers:")
 }
-# The opening and closing text of every format, and what may break it.
+# The opening and closing text of every format, and texts that may break it.
 SHREDS = (
     *("<tool_call>", "</tool_call>", "<tool", "_call>", "</", "<", ">", "<thi", "nk>", "\n", " "),
     *("<function=f>", "</function>", "<parameter=p>", "</parameter>", "<function=", "<parameter="),

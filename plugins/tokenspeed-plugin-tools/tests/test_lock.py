@@ -1,4 +1,4 @@
-"""`plugins freeze` and `plugins verify`, and what counts as a change."""
+"""`plugins freeze` and `plugins verify`, and the changes that they detect."""
 
 from __future__ import annotations
 

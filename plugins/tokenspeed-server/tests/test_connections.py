@@ -91,7 +91,7 @@ def talk(server: Server, *talks: Talk) -> list[Any]:
 
 
 def sends(data: bytes) -> Talk:
-    """Return a talk that sends bytes and returns what comes until the server closes."""
+    """Return a talk that sends bytes and returns those received until the server closes."""
 
     async def run(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
         writer.write(data)

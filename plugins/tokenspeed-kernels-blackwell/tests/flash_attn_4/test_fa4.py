@@ -62,7 +62,7 @@ def attend(
     num_splits: int,
     out: Tensor,
 ) -> tuple[Tensor, None, None, None, None]:
-    """Compute what the library computes from these arguments; rows without keys get zeros."""
+    """Compute the library's result for these arguments; rows without keys get zeros."""
     assert causal and window_size_right == 0 and num_splits == 1
     assert out.shape == q.shape and out.dtype == q.dtype == k.dtype == v.dtype
     assert all(map(aligned, (q, k, v, out))) and k.shape == v.shape and q.shape[1] % k.shape[2] == 0

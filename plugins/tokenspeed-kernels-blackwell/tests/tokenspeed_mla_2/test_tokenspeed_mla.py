@@ -34,7 +34,7 @@ NEEDS_WHEEL = pytest.mark.skipif(
 
 
 def decode(**given: Any) -> Tensor:
-    """Compute what the library computes from these arguments. Rows without keys get NaN."""
+    """Compute the library's result for these arguments. Rows without keys get NaN."""
     query, cache, table = given["query"], given["kv_cache"], given["block_tables"]
     rank, rope = given["kv_lora_rank"], given["qk_rope_head_dim"]
     assert query.dtype == cache.dtype
