@@ -38,6 +38,7 @@ from tokenspeed_core import LLM, SamplingParams
 from tokenspeed_core.api import LatentAttention
 from tokenspeed_core.api.cache_groups import values_per_token
 from tokenspeed_core.worker.attention import AttentionGroup
+from tokenspeed_kernels.reference import mla
 from tokenspeed_kernels.reference.fp8_block import quantize_blocks, spread_blocks
 from tokenspeed_models.testing import DenseBuild
 
@@ -322,3 +323,39 @@ def test_decodes_and_prefills_of_a_step_may_be_separate(
         logits = transformers_logits(reference, [*prompt, *tokens])[len(prompt) - 1 : -1]
         chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
         assert (logits.max(1).values - chosen).max() < 1e-4
+
+
+def test_chunk_multiplier_bounds_the_expanded_entries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = save_reference("DeepseekV3", tmp_path)
+    make, bounds = mla.mla_prefill, set()
+
+    def recorded(problem: Any) -> Any:
+        prefill = make(problem)
+
+        def run(*operands: Any) -> None:
+            max_expanded, num_entries = operands[8], max(operands[7])
+            bounds.add((max_expanded, num_entries > max_expanded))
+            prefill(*operands)
+
+        return run
+
+    monkeypatch.setattr(mla, "mla_prefill", recorded)
+    for multiplier in (1, 3):
+        settings: dict[str, Any] = {"chunked_prefill_size": 8, "max_num_seqs": 2}
+        with LLM(
+            str(tmp_path),
+            skip_tokenizer_init=True,
+            max_total_tokens=256,
+            mla_chunk_multiplier=multiplier,
+            **settings,
+        ) as llm:
+            params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+            tokens = llm.generate({"prompt_token_ids": TOKENS}, params)[0].outputs[0].token_ids
+        logits = transformers_logits(reference, [*TOKENS, *tokens])[len(TOKENS) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        assert (logits.max(1).values - chosen).max() < 1e-4
+    small, large = sorted({bound for bound, _ in bounds})
+    assert large == 3 * small
+    assert (small, True) in bounds, "earlier entries were expanded in several chunks"
