@@ -30,7 +30,8 @@ from tokenspeed_core.plugins.catalog import Catalog
 SETTINGS: dict[str, Any] = {
     "max_num_seqs": 128,
     "max_total_tokens": 65536,
-    "chunked_prefill_size": 2048,
+    "chunked_prefill_size": 1024,
+    "cudagraph_capture_sizes": (1, 32, 128),
 }
 
 
