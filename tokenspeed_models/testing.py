@@ -17,6 +17,7 @@ from tokenspeed_core.api import (
     ONE_PROCESS,
     AttentionCall,
     Collective,
+    ExpertBalance,
     LatentAttentionCall,
     LatentSizes,
     Model,
@@ -41,6 +42,7 @@ class DenseBuild:
     ) -> None:
         self.dtype, self.device, self._layout = dtype, torch.device(device), layout
         self.max_model_len = 1 << 30
+        self.expert_balance: ExpertBalance | None = None
         self.problems: list[tuple[str, dict[str, Any]]] = []
         self.caches: dict[int, _DenseAttention | _DenseLatentAttention] = {}
 

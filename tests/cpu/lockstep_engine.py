@@ -32,6 +32,7 @@ class Served:
     tokens: dict[int, list[int]]  # by request
     num_steps: int  # of its own
     num_joined: int  # of others, without requests
+    num_moves: int = 0  # of experts, with --enable-eplb
 
 
 def serve(
@@ -40,9 +41,13 @@ def serve(
     connections: Sequence[Sequence[socket.socket | None]],
     prompts: Sequence[Sequence[Sequence[int]]],
     max_tokens: int,
-    abort_after: int | None = None,
+    abort_after: int | None,
+    more: Mapping[str, Any],
 ) -> Served:
-    """Serve one engine's prompts, each a list of token ids. Its first request is aborted after so many steps."""
+    """Serve one engine's prompts, each a list of token ids. Its first request is aborted after so many steps.
+
+    `more` are settings that need several engines.
+    """
     rank, num_engines = build.group("data").rank, build.group("data").size
     for other, row in enumerate(connections):
         for each in row if other != rank else ():
@@ -51,7 +56,7 @@ def serve(
     peers = Peers([-1 if each is None else each.detach() for each in connections[rank]])
     distributed.init = lambda layout, address, device: build._handles
     distributed.close = lambda: None
-    sharing = {"data_parallel_size": num_engines, "enable_expert_parallel": True}
+    sharing = {"data_parallel_size": num_engines, "enable_expert_parallel": True, **more}
     config = read_keywords(None, settings).resolved(**sharing)
     catalog = discover(config)
     resolved = resolve(config, catalog, num_threads=1, replica=rank)
@@ -96,4 +101,7 @@ def serve(
     context.destroy(linger=0)
     os.close(reading)
     os.close(writing)
-    return Served(tokens, started.engine.num_steps, num_all - started.engine.num_steps)
+    runner: Any = started.lockstep._runner
+    num_moves = 0 if runner._balancer is None else runner._balancer.num_moves
+    num_joined = num_all - started.engine.num_steps
+    return Served(tokens, started.engine.num_steps, num_joined, num_moves)

@@ -21,6 +21,7 @@ from tokenspeed_core.executor.lockstep import Peers, connect_peers
 
 SETTINGS: dict[str, Any] = {
     "device": "cpu",
+    "dtype": "float32",  # in fewer bits, sums in another order may choose another token
     "kv_cache_memory": "4MB",
     "max_num_seqs": 4,
     "chunked_prefill_size": 16,
@@ -49,7 +50,11 @@ def qwen3_moe(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def together(
-    pool: ProcessPool, model: str, prompts: Sequence[Prompts], abort_after: int | None = None
+    pool: ProcessPool,
+    model: str,
+    prompts: Sequence[Prompts],
+    abort_after: int | None = None,
+    **sharing: Any,
 ) -> Sequence[Served]:
     num_engines = len(prompts)
     connections = [
@@ -64,6 +69,7 @@ def together(
         prompts,
         NUM_TOKENS,
         abort_after,
+        sharing,
     )
     for row in connections:
         for each in row:

@@ -38,6 +38,7 @@ from tokenspeed_core.api.executors import (
     Settings,
     WorkerExit,
 )
+from tokenspeed_core.api.experts import ExpertBalance, MovableExperts
 from tokenspeed_core.api.grammars import (
     MAX_WHITESPACE,
     CallFunction,
@@ -157,6 +158,7 @@ __all__ = [
     "Executor",
     "ExecutorJob",
     "ExecutorSpec",
+    "ExpertBalance",
     "GrammarCompiler",
     "GrammarError",
     "GrammarKind",
@@ -177,6 +179,7 @@ __all__ = [
     "LogitsProcessorSpec",
     "LogitsRows",
     "Model",
+    "MovableExperts",
     "ModelDrafterSpec",
     "ModelInfo",
     "ModelSpec",

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from tokenspeed_core.api.cache_groups import CacheGroupSpec
+    from tokenspeed_core.api.experts import ExpertBalance
     from tokenspeed_core.api.parallel import Collective, ProcessGroup
     from tokenspeed_core.api.quantization import QuantizationScheme
 
@@ -181,12 +182,14 @@ class LatentAttentionCall(Protocol):
 class BuildContext(Protocol):
     """The context of a model's constructor: its device and dtype, its quantization, and access to kernels.
 
-    `max_model_len` is the engine's longest sequence, in tokens.
+    `max_model_len` is the engine's longest sequence, in tokens. With an `expert_balance`, layers let the engine move
+    their experts.
     """
 
     dtype: torch.dtype
     device: torch.device
     max_model_len: int
+    expert_balance: ExpertBalance | None
 
     def group(self, name: str) -> ProcessGroup:
         """Return one of the process groups that share the model. Raises ValueError for an unknown name."""

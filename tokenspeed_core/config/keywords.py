@@ -24,6 +24,9 @@ class EngineKeywords(TypedDict, total=False):
     moe_tp_size: int | None
     enable_expert_parallel: bool
     expert_parallel_size: int | None
+    enable_eplb: bool
+    num_redundant_experts: int
+    eplb_interval: int
     world_size: int | None
     nprocs_per_node: int | None
     nnodes: int

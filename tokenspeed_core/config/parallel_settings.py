@@ -99,6 +99,24 @@ class ParallelSettings(Settings):
         ge=1,
         le=4096,
     )
+    enable_eplb: bool = setting(
+        False, "parallel", "Balance the load of experts: move them between processes."
+    )
+    num_redundant_experts: int = setting(
+        0,
+        "parallel",
+        "Replicas of the most used experts with --enable-eplb, over all processes.",
+        unit="experts",
+        ge=0,
+        le=4096,
+    )
+    eplb_interval: int = setting(
+        3000,
+        "parallel",
+        "Steps between two plans for the experts with --enable-eplb.",
+        unit="steps",
+        ge=4,
+    )
     world_size: int | None = _processes(
         "Number of processes of the engine; default: the largest of the other sizes."
     )
@@ -138,6 +156,7 @@ class ParallelSettings(Settings):
     @model_validator(mode="after")
     def _check_parallel_sizes(self) -> Self:
         sizes = self.parallel_sizes()
+        self._check_balance(sizes.experts)
         if self.node_rank >= self.nnodes:
             raise ValueError(f"--node-rank {self.node_rank} needs --nnodes {self.node_rank + 1}")
         if self.dist_init_addr is not None:
@@ -162,6 +181,21 @@ class ParallelSettings(Settings):
                 "set --tensor-parallel-size"
             )
         return self
+
+    def _check_balance(self, num_groups: int) -> None:
+        """Raise ValueError for settings of the experts' balance that have no effect or do not fit the groups."""
+        if self.enable_eplb and num_groups == 1:
+            raise ValueError(
+                "--enable-eplb moves experts between processes, and every process has all experts; set "
+                "--enable-expert-parallel with --tensor-parallel-size or --data-parallel-size"
+            )
+        if self.num_redundant_experts and not self.enable_eplb:
+            raise ValueError("--num-redundant-experts has no effect without --enable-eplb")
+        if self.num_redundant_experts % num_groups:
+            raise ValueError(
+                f"--num-redundant-experts {self.num_redundant_experts} cannot be divided among {num_groups} groups of "
+                "processes; give a multiple"
+            )
 
     def _refuse_own_nodes(self) -> None:
         """Raise ValueError for settings of nodes that are started one by one."""

@@ -17,12 +17,14 @@ from tokenspeed_core.api.cache_groups import (
     keys_and_values,
     local_cache_group,
 )
+from tokenspeed_core.api.experts import ExpertBalance
 from tokenspeed_core.api.kernels import PHASES
 from tokenspeed_core.api.models import KVScale, LatentSizes, Rotation
 from tokenspeed_core.api.ops import Problem
 from tokenspeed_core.api.parallel import Collective, CommGroup, ProcessGroup, TokenCounts
 from tokenspeed_core.api.quantization import QuantizationScheme
 from tokenspeed_core.errors import CheckpointError, PluginError, TokenSpeedError
+from tokenspeed_core.executor.expert_placement import NUM_TURNS
 from tokenspeed_core.kernels.error_attribution import describe_kernel
 from tokenspeed_core.kernels.plan import KernelPlan, NothingFitsError, PlannedOp
 from tokenspeed_core.kernels.select import Choice, Selector
@@ -62,6 +64,11 @@ class ModelBuild:
         self._dtypes = {"dtype": resolved.config.dtype, "kv_dtype": resolved.kv_dtype}
         self.device = device
         self.max_model_len = resolved.limits.max_model_len
+        self.expert_balance = (
+            ExpertBalance(resolved.config.num_redundant_experts, NUM_TURNS)
+            if resolved.config.enable_eplb
+            else None
+        )
         self.schemes: dict[str, QuantizationScheme | None] = {}
         self._quantization = resolved.quantization
         self._parallel, self._handles = resolved.parallel, handles or {}
@@ -94,6 +101,7 @@ class ModelBuild:
         """
         context = copy(self)
         context._first_layer, context._group_names = first_layer, group_names
+        context.expert_balance = None  # few experts: only those of the target move
         if not is_quantized:
             context._quantization, context.schemes = None, {}
         return context

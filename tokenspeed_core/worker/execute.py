@@ -26,6 +26,7 @@ from tokenspeed_core.worker.attention import bind_arena
 from tokenspeed_core.worker.captured_step import GraphLaunch
 from tokenspeed_core.worker.draft_model import DraftRunner, TargetStep
 from tokenspeed_core.worker.draft_passes import DraftContext
+from tokenspeed_core.worker.expert_balancer import ExpertBalancer
 from tokenspeed_core.worker.graphs import GraphContext, StepGraphs
 from tokenspeed_core.worker.inputs import EagerInputs, StepInputs
 from tokenspeed_core.worker.masks import CudaMasks, HostMasks, Masks
@@ -115,6 +116,7 @@ class LocalRunner:
         self._sampler = self._new_sampler()
         self._drafter = self._new_drafter()
         self._graphs: StepGraphs | None = None
+        self._balancer: ExpertBalancer | None = None
         self.resize(num_pages)
 
     @property
@@ -171,6 +173,11 @@ class LocalRunner:
             self._state.reset(self._padding)
         self._flags.reset()
         self._sampler = self._new_sampler()
+
+    def balance_experts(self, balancer: ExpertBalancer) -> None:
+        """Move experts between processes from the next step on."""
+        balancer.start()
+        self._balancer = balancer
 
     def mask_buffer(self) -> I32:
         """Return memory for the largest `LateInputs.mask`, int32 [S, W], that is copied to the device fastest."""
@@ -301,6 +308,8 @@ class LocalRunner:
             self._flags.note_blocks(plan.block_deltas)
         if plan.num_rows == 0:
             return _Launched(plan, None, None)
+        if self._balancer is not None:
+            self._balancer.begin_step()
         if self._graphs is not None:
             # Graphs keep the hidden states of sampling rows only.
             graph = self._graphs.run(plan) if plan.prompt_targets is None else None

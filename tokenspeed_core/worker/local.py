@@ -25,6 +25,7 @@ from tokenspeed_core.worker.adjust import counts_bytes
 from tokenspeed_core.worker.assemble import Assembly, assemble
 from tokenspeed_core.worker.buckets import bucket_sizes, decode_sizes, draft_sizes
 from tokenspeed_core.worker.execute import LocalRunner
+from tokenspeed_core.worker.expert_balancer import ExpertBalancer
 from tokenspeed_core.worker.memory import GIB, DeviceBudget, pages_of_device, pages_of_host
 from tokenspeed_core.worker.platform import resolve_device
 from tokenspeed_core.worker.staged import BucketSize
@@ -74,9 +75,22 @@ def build(
         info = resolved.draft_model
         if assembly.draft_model is not None and info is not None:
             _load_weights(assembly.draft_model, info.weights, resolved, catalog, progress)
+    balancer = _balancer(assembly, handles)  # allocates memory, which the KV cache must not use
     if device.type == "cpu":
-        return LocalRunner(assembly, agree(_host_pages(assembly)))
-    return _start_on_device(assembly, device, progress, agree)
+        runner = LocalRunner(assembly, agree(_host_pages(assembly)))
+    else:
+        runner = _start_on_device(assembly, device, progress, agree)
+    if balancer is not None:
+        runner.balance_experts(balancer)
+    return runner
+
+
+def _balancer(assembly: Assembly, handles: Mapping[str, Any] | None) -> ExpertBalancer | None:
+    """Return what moves experts between processes, None without --enable-eplb. Raises ConfigError."""
+    balance, resolved = assembly.build.expert_balance, assembly.resolved
+    if balance is None or handles is None:
+        return None
+    return ExpertBalancer(balance, resolved.parallel, handles, resolved.config.eplb_interval)
 
 
 def plan_only(

@@ -10,9 +10,10 @@ from tokenspeed_models.layers.attention import Attention
 from tokenspeed_models.layers.causal_lm import CausalLM
 from tokenspeed_models.layers.decoder import DecoderLayer, Layer, PostNormDecoderLayer
 from tokenspeed_models.layers.embedding import Embedding, OutputHead
-from tokenspeed_models.layers.experts import ExpertNames, Experts, LocalExperts
+from tokenspeed_models.layers.experts import ExpertNames, Experts
 from tokenspeed_models.layers.latent_attention import MultiHeadLatentAttention
 from tokenspeed_models.layers.linear import Linear, Projection, bias_slot
+from tokenspeed_models.layers.local_experts import LocalExperts
 from tokenspeed_models.layers.mlp import MLP
 from tokenspeed_models.layers.moe import MoE, Router, SharedExperts, expert_sharding
 from tokenspeed_models.layers.multi_token_prediction import MultiTokenPredictor

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from tokenspeed_core.api import BuildContext, QuantizationScheme
+from tokenspeed_models.layers.local_experts import BalancedExperts, LocalExperts
 from tokenspeed_models.layers.ops import dtype_name
 from tokenspeed_models.layers.packed_weight import PackedWeight
 from tokenspeed_models.layers.quantized_weight import QuantizedWeight
@@ -46,7 +47,13 @@ class Experts:
     ) -> None:
         self._names = names or ExpertNames()
         self.num_experts, self.hidden_size = num_experts, hidden_size
-        self.local, self._columns = LocalExperts(build, num_experts), Shard(0, "moe")
+        balance = build.expert_balance
+        self.local = (
+            LocalExperts(build, num_experts)
+            if balance is None
+            else BalancedExperts(build, num_experts, balance)
+        )
+        self._columns = Shard(0, "moe")
         self._stacked = StackedShard((2 * ((intermediate_size, self._columns),)), 1)
         intermediate_size = self._columns.local_size("experts", intermediate_size, build.group)
         self.intermediate_size = intermediate_size
@@ -59,8 +66,8 @@ class Experts:
             )
         assert op is not None, "unquantized experts have an op"
         _check_blocks_are_whole(build, scheme, intermediate_size)
-        gate_up_shape = self.local.num, 2 * intermediate_size, hidden_size
-        down_shape = self.local.num, hidden_size, intermediate_size
+        gate_up_shape = self.local.num_slots, 2 * intermediate_size, hidden_size
+        down_shape = self.local.num_slots, hidden_size, intermediate_size
         self._quantized: tuple[QuantizedWeight | PackedWeight, ...] | None = None
         self._operands: tuple[torch.Tensor | None, ...]
         if scheme is None:
@@ -80,9 +87,11 @@ class Experts:
             self.gate_up, self.down = gate_up.values, down.values
             self._quantized = gate_up, down
             self._operands = (*gate_up.operands, *down.operands)
+        if balance is not None and isinstance(self.local, BalancedExperts):
+            balance.layers.append(self.local.movable(self._movable_weights(scheme)))
         self._experts = build.op(
             op,
-            num_experts=self.local.num,
+            num_experts=self.local.num_slots,
             top_k=top_k,
             hidden_size=hidden_size,
             intermediate_size=intermediate_size,
@@ -119,9 +128,24 @@ class Experts:
         ):
             shards = (Shard(0, "experts"), shard)
             if self._quantized is None:
+                weight = weight[: self.local.num]
                 yield WeightSlot(name, weight, shards, replaces=tuple(replaces))
             else:
-                yield from self._quantized[index].stacked_slots(name, shards, tuple(replaces))
+                yield from self._quantized[index].stacked_slots(
+                    name, self.local.num, shards, tuple(replaces)
+                )
+
+    def _movable_weights(self, scheme: QuantizationScheme | None) -> tuple[torch.Tensor, ...]:
+        """Return the weights with their scales. Raises ValueError if other tensors depend on which experts are here."""
+        weights = tuple(each for each in self._operands if each is not None)
+        is_movable = scheme is None or (scheme.packing is None and not scheme.has_tensor_scales)
+        if not is_movable:
+            assert scheme is not None
+            raise ValueError(
+                f"--enable-eplb: experts in {scheme.name} cannot be moved, because they share scales. Supported: "
+                "unquantized experts, and FP8 with scales per channel or block."
+            )
+        return weights
 
     def _layer_names(self) -> Iterator[str]:
         """Yield the names of the linear layers of all experts: gate, up and down of each."""
@@ -144,39 +168,6 @@ class Experts:
             yield from gate_up_weight.slots(gate, first, columns, 0, expert)
             yield from gate_up_weight.slots(up, second, columns, 1, expert)
             yield from down_weight.slots(down, whole, rows, 0, expert)
-
-
-class LocalExperts:
-    """The `num` experts of this process, and their choice among those of a token.
-
-    Raises ValueError if the processes of the group "experts" cannot divide the experts.
-    """
-
-    def __init__(self, build: BuildContext, num_experts: int) -> None:
-        group = build.group("experts")
-        if num_experts % group.size:
-            raise ValueError(
-                f"{num_experts} experts cannot be divided by {size_flag(group)}. Choose a size that divides them."
-            )
-        self.num, self.is_all = num_experts // group.size, group.size == 1
-        self._rank, self._num_processes = group.rank, group.size
-        first = self._rank * self.num
-        self._local_ids = torch.full(
-            (num_experts,), self.num, dtype=torch.int32, device=build.device
-        )
-        self._local_ids[first : first + self.num] = torch.arange(self.num, dtype=torch.int32)
-
-    def take(self, layers: list[str]) -> list[str]:
-        """Return this process's part of names in the order of the experts."""
-        size = len(layers) // self._num_processes
-        return layers[self._rank * size : (self._rank + 1) * size]
-
-    def choose(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the ids, int32 [T, k], counted from this process's first expert.
-
-        Those of other processes' experts become `num`, which means no expert to the ops, so that they are not computed.
-        """
-        return self._local_ids.index_select(0, ids.flatten()).view(ids.shape)
 
 
 def _check_blocks_are_whole(

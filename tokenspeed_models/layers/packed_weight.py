@@ -109,7 +109,11 @@ class PackedWeight:
             )
 
     def stacked_slots(
-        self, name: str, shards: tuple[Shard | StackedShard, ...], replaces: tuple[str, ...]
+        self,
+        name: str,
+        num_experts: int,
+        shards: tuple[Shard | StackedShard, ...],
+        replaces: tuple[str, ...],
     ) -> Iterator[WeightSlot]:
         """Return no slots: checkpoints with these schemes store each expert by itself."""
         yield from ()

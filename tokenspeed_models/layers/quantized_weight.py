@@ -96,19 +96,31 @@ class QuantizedWeight:
             yield from self.tensor_scales.slots(name, expert or 0, projection)
 
     def stacked_slots(
-        self, name: str, shards: tuple[Shard | StackedShard, ...], replaces: tuple[str, ...]
+        self,
+        name: str,
+        num_experts: int,
+        shards: tuple[Shard | StackedShard, ...],
+        replaces: tuple[str, ...],
     ) -> Iterator[WeightSlot]:
-        """List the slot of the one tensor that holds the unquantized weights of all experts in newer checkpoints."""
+        """List the slot of the one tensor that holds the unquantized weights of all experts in newer checkpoints.
+
+        They fill the first `num_experts`.
+        """
         if self.tensor_scales is None:
+            values, scale = self.values[:num_experts], self.scale[:num_experts]
             scale_shards = tuple(
                 scale_shard
                 for shard in shards
                 if (scale_shard := self._scale_shard(shard, 1)) is not None
             )
             online = OnlineQuantization(
-                self._dtype, self._store_experts, self.scale, f"{name}_scale", scale_shards
+                self._dtype,
+                partial(self._store_experts, values, scale),
+                scale,
+                f"{name}_scale",
+                scale_shards,
             )
-            yield WeightSlot(name, self.values, shards, replaces=replaces, quantization=online)
+            yield WeightSlot(name, values, shards, replaces=replaces, quantization=online)
 
     def _scale_shard(
         self, shard: Shard | StackedShard | None, row_axis: int
@@ -124,10 +136,12 @@ class QuantizedWeight:
             return StackedShard(parts, shard.axis)
         return shard
 
-    def _store_experts(self, weights: torch.Tensor) -> None:
-        """Quantize the weights [E, O, I] of all experts into this weight, one expert at a time."""
-        for values, scale, weight in zip(self.values, self.scale, weights, strict=True):
-            self._store(values, scale, weight)
+    def _store_experts(
+        self, values: torch.Tensor, scales: torch.Tensor, weights: torch.Tensor
+    ) -> None:
+        """Quantize the weights [E, O, I] of all experts into `values` and `scales`, one expert at a time."""
+        for each in zip(values, scales, weights, strict=True):
+            self._store(*each)
 
     def _store(self, values: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor) -> None:
         """Quantize a weight into `values` and `scale`."""

@@ -1,0 +1,72 @@
+"""Layers of experts that move, in a process of a pool. Imports no large library, because every process imports it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from process_pool import RankBuild
+from test_quantization_parallel import FORMS, scheme_of
+
+from tokenspeed_core.api import ExpertBalance
+from tokenspeed_core.executor.expert_placement import NUM_TURNS
+from tokenspeed_core.worker.expert_balancer import ExpertBalancer
+from tokenspeed_models.layers.experts import Experts
+
+SIZES: dict[str, int] = {
+    "num_experts": 8,
+    "top_k": 2,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+}
+NUM_STEPS = 30
+INTERVAL = 4
+
+
+Outputs = list[list[torch.Tensor]]
+
+
+def make_layer(build: RankBuild, form: str | None, generator: torch.Generator) -> Experts:
+    """Return a layer whose weights are this process's part of random ones. Unused slots are not finite."""
+    if form is not None:
+        build.schemes = scheme_of(FORMS[form][0])
+    layer = Experts(build, **SIZES)
+    num, rank = layer.local.num, build.group("experts").rank
+    for weight in layer._operands:
+        assert weight is not None
+        whole = torch.randn(8, *weight.shape[1:], generator=generator)
+        weight.copy_(torch.full(weight.shape, float("nan")))
+        part = whole[num * rank : num * (rank + 1)]
+        weight[:num] = part.to(weight.dtype) if weight.ndim == 3 else part.abs()
+    return layer
+
+
+def run_layers(
+    build: RankBuild, num_redundant: int | None, form: str | None = None
+) -> tuple[Outputs, list[np.ndarray[Any, Any]], int]:
+    """Run two layers for some steps; return their outputs, the last placements and the number of moves.
+
+    Without `num_redundant`, experts do not move.
+    """
+    balance = None if num_redundant is None else ExpertBalance(num_redundant, NUM_TURNS)
+    build.expert_balance = balance
+    generator = torch.Generator().manual_seed(3)
+    layers = [make_layer(build, form, generator) for _ in range(2)]
+    balancer = None
+    if balance is not None:
+        balancer = ExpertBalancer(balance, build._layout, build._handles, INTERVAL)
+        balancer.start()
+    generator, outputs = torch.Generator().manual_seed(5), []
+    for _ in range(NUM_STEPS):
+        if balancer is not None:
+            balancer.begin_step()
+        x = torch.randn(9, SIZES["hidden_size"], generator=generator)
+        weights = torch.rand(9, 2, generator=generator)
+        # The first experts, which one process holds at first, get most tokens.
+        scores = torch.rand(9, 8, generator=generator) * torch.tensor([9.0] * 3 + [1.0] * 5)
+        ids = scores.topk(2).indices.to(torch.int32)
+        outputs.append([layer(x, weights, ids) for layer in layers])
+    if balancer is None:
+        return outputs, [], 0
+    return outputs, balancer._placements, balancer.num_moves

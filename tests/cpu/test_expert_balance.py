@@ -1,0 +1,151 @@
+"""Experts that move between processes: the same tokens before, during and after a move."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from balanced_layers import INTERVAL, NUM_STEPS, SIZES, run_layers
+from process_pool import ProcessPool, RankBuild, Sizes
+from test_lockstep import UNEVEN, alone, prompt, together, tokens
+from test_quantization_parallel import FORMS, scheme_of
+
+from tokenspeed_core import LLM, SamplingParams
+from tokenspeed_core.api import ExpertBalance
+from tokenspeed_core.config.schema import read_keywords
+from tokenspeed_core.errors import ConfigError
+from tokenspeed_core.executor.expert_placement import NUM_TURNS, turn_table
+from tokenspeed_core.worker.expert_balancer import ExpertBalancer
+from tokenspeed_models.layers.experts import Experts
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_redundant", "form"),
+    [
+        (Sizes(experts=2), 0, None),
+        (Sizes(experts=2), 4, None),
+        (Sizes(experts=4), 0, None),
+        (Sizes(experts=4), 4, None),
+        (Sizes(moe=2, experts=2), 4, None),
+        (Sizes(experts=2), 2, "fp8 per channel"),
+        (Sizes(experts=2), 2, "fp8 blocks"),
+    ],
+    ids=str,
+)
+def test_sum_of_all_processes_is_the_same_after_moves(
+    pool: ProcessPool, sizes: Sizes, num_redundant: int, form: str | None
+) -> None:
+    ranks = pool.run(run_layers, sizes, num_redundant, form)
+    static = pool.run(run_layers, sizes, None, form)
+    for step in range(NUM_STEPS):
+        for layer in range(2):
+            found, expected = (
+                torch.stack([outputs[step][layer] for outputs, _, _ in each]).sum(0)
+                for each in (ranks, static)
+            )
+            assert expected.abs().sum() > 0
+            torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-4)
+    _, placements, num_moves = ranks[0]
+    assert num_moves > 0
+    for _, others, _ in ranks:
+        for mine, theirs in zip(placements, others, strict=True):
+            assert (mine == theirs).all()
+    has_replicas = all((np.bincount(each.flatten()) > 1).any() for each in placements)
+    assert has_replicas == bool(num_redundant)
+
+
+@pytest.mark.parametrize("num_redundant", [0, 4])
+def test_engines_generate_the_tokens_of_one_process_while_experts_move(
+    pool: ProcessPool, num_redundant: int
+) -> None:
+    settings = {
+        "enable_eplb": True,
+        "num_redundant_experts": num_redundant,
+        "eplb_interval": INTERVAL,
+    }
+    first, second = together(pool, "demo-deepseek", UNEVEN, **settings)
+    assert [tokens(first), tokens(second)] == alone("demo-deepseek", UNEVEN)
+    assert first.num_moves == second.num_moves > 0
+
+
+@pytest.mark.slow
+@pytest.mark.release
+def test_ranks_of_an_engine_generate_the_tokens_of_one_process_while_experts_move() -> None:
+    prompts: Sequence[Sequence[int]] = [prompt(20, 1), prompt(3, 2)]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    settings: dict[str, Any] = {
+        "model": "demo-deepseek",
+        "device": "cpu",
+        "dtype": "float32",
+        "kv_cache_memory": "4MB",
+        "skip_tokenizer_init": True,
+        "max_model_len": 96,
+    }
+    balanced = {
+        "tensor_parallel_size": 2,
+        "enable_expert_parallel": True,
+        "enable_eplb": True,
+        "num_redundant_experts": 2,
+        "eplb_interval": INTERVAL,
+    }
+    found = []
+    for more in ({}, balanced):
+        with LLM(**settings, **more) as llm:
+            runner: Any = llm._engine.runner
+            requests = [{"prompt_token_ids": each} for each in prompts]
+            found.append([each.outputs[0].token_ids for each in llm.generate(requests, params)])
+    assert found[0] == found[1]
+    assert runner._runner._balancer.num_moves > 0
+
+
+def test_loads_count_the_chosen_experts() -> None:
+    build = RankBuild(Sizes(experts=2).layout(1))
+    balance = build.expert_balance = ExpertBalance(2, NUM_TURNS)
+    layer = Experts(build, **SIZES)
+    (movable,) = balance.layers
+    assert movable.num_slots == 5 and layer.gate_up.shape[0] == 5
+    ids = torch.tensor([[1, 5], [5, 7], [0, 5]], dtype=torch.int32)
+    assert layer.local.choose(ids).tolist() == [[5, 1], [1, 3], [5, 1]]
+    assert movable.loads.tolist() == [1, 1, 0, 0, 0, 3, 0, 1]
+    # Expert 5 has a replica on the other process: they take turns by the index of the token.
+    placement = np.asarray([[0, 1, 2, 3, 5], [4, 5, 6, 7, -1]], np.int32)
+    movable.table.copy_(torch.from_numpy(turn_table(placement, 1, 8)))
+    assert layer.local.choose(ids).tolist() == [[5, 5], [1, 3], [5, 5]]
+
+
+def test_model_without_movable_experts_is_refused() -> None:
+    layout = Sizes(experts=2).layout(0)
+    with pytest.raises(ConfigError, match="--enable-eplb"):
+        ExpertBalancer(ExpertBalance(0, NUM_TURNS), layout, {}, INTERVAL)
+
+
+def test_experts_that_share_scales_are_refused() -> None:
+    build = RankBuild(Sizes(experts=2).layout(0))
+    build.expert_balance = ExpertBalance(0, NUM_TURNS)
+    build.schemes = scheme_of(FORMS["nvfp4"][0])
+    with pytest.raises(ValueError, match=r"--enable-eplb.*share scales"):
+        Experts(build, **SIZES)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"enable_eplb": True}, "--enable-expert-parallel"),
+        ({"num_redundant_experts": 2}, "--enable-eplb"),
+        (
+            {
+                "tensor_parallel_size": 2,
+                "enable_expert_parallel": True,
+                "enable_eplb": True,
+                "num_redundant_experts": 3,
+            },
+            "multiple",
+        ),
+    ],
+)
+def test_settings_without_effect_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_keywords("demo-deepseek", settings)

@@ -1,0 +1,74 @@
+"""Which experts of a layer a process computes."""
+
+from __future__ import annotations
+
+import torch
+
+from tokenspeed_core.api import BuildContext, ExpertBalance, MovableExperts
+from tokenspeed_models.weights import size_flag
+
+
+class LocalExperts:
+    """The `num` experts of this process, and their choice among those of a token.
+
+    Raises ValueError if the processes of the group "experts" cannot divide the experts.
+    """
+
+    def __init__(self, build: BuildContext, num_experts: int) -> None:
+        group = build.group("experts")
+        if num_experts % group.size:
+            raise ValueError(
+                f"{num_experts} experts cannot be divided by {size_flag(group)}. Choose a size that divides them."
+            )
+        self.num, self.is_all = num_experts // group.size, group.size == 1
+        self.num_slots = self.num
+        self._rank, self._num_processes = group.rank, group.size
+        self._local_ids = self._first_slots(build, num_experts)
+
+    def take(self, layers: list[str]) -> list[str]:
+        """Return this process's part of names in the order of the experts."""
+        size = len(layers) // self._num_processes
+        return layers[self._rank * size : (self._rank + 1) * size]
+
+    def choose(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the slots, int32 [T, k], of the experts `ids`, counted from this process's first one.
+
+        Those of other processes' experts become `num_slots`, which means no expert to the ops, so that they are not
+        computed.
+        """
+        return self._local_ids.index_select(0, ids.flatten()).view(ids.shape)
+
+    def _first_slots(self, build: BuildContext, num_experts: int) -> torch.Tensor:
+        """Return the slot of each expert, int32 [experts], before any was moved."""
+        slots = torch.full((num_experts,), self.num_slots, dtype=torch.int32, device=build.device)
+        first = self._rank * self.num
+        slots[first : first + self.num] = torch.arange(self.num, dtype=torch.int32)
+        return slots
+
+
+class BalancedExperts(LocalExperts):
+    """Experts that the engine moves between processes. Those with a high load may have replicas, which take turns."""
+
+    def __init__(self, build: BuildContext, num_experts: int, balance: ExpertBalance) -> None:
+        super().__init__(build, num_experts)
+        self.num_slots = self.num + balance.num_redundant // self._num_processes
+        self._num_turns = balance.num_turns
+        self._loads = torch.zeros(num_experts, dtype=torch.int64, device=build.device)
+        self._one = torch.ones((), dtype=torch.int64, device=build.device)
+        first = self._first_slots(build, num_experts)
+        self._table = first[:, None].repeat(1, self._num_turns)
+
+    def choose(self, ids: torch.Tensor) -> torch.Tensor:
+        """Count the experts of all tokens, and return the slots of this process's turns, as `LocalExperts` does.
+
+        All processes see the same tokens, so that one of them computes each pair.
+        """
+        flat = ids.flatten()
+        self._loads.index_add_(0, flat, self._one.expand(flat.shape))
+        turns = torch.arange(len(ids), dtype=torch.int32, device=ids.device) % self._num_turns
+        places = ids * self._num_turns + turns[:, None]
+        return self._table.flatten().index_select(0, places.flatten()).view(ids.shape)
+
+    def movable(self, weights: tuple[torch.Tensor, ...]) -> MovableExperts:
+        """Return what the engine needs to move the experts, which have these weights [slots, ...]."""
+        return MovableExperts(self.num_slots, self._loads, weights, self._table)
