@@ -14,7 +14,7 @@ from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.api.step import StepPlan, StepResult
 from tokenspeed_core.errors import EngineDeadError
 from tokenspeed_core.kv_cache.hashing import HashChain
-from tokenspeed_core.kv_cache.manager import Match
+from tokenspeed_core.kv_cache.match import Match
 from tokenspeed_core.scheduler.policy import Ordered
 
 PROMPT = list(range(1, 17))

@@ -11,7 +11,7 @@ from tokenspeed_testing.requests import request
 from tokenspeed_core.api.step import I32
 from tokenspeed_core.kv_cache.hashing import HashChain
 from tokenspeed_core.kv_cache.lease import ABSENT, BlockLease
-from tokenspeed_core.kv_cache.manager import TableEntries
+from tokenspeed_core.kv_cache.match import TableEntries
 from tokenspeed_core.scheduler.columns import SlotColumns
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.scheduler.sequence import Sequence

@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from tokenspeed_core.api.step import I32
 from tokenspeed_core.kv_cache.events import KVEventLog
 from tokenspeed_core.kv_cache.hashing import HashChain
 from tokenspeed_core.kv_cache.lease import ABSENT, BlockLease
+from tokenspeed_core.kv_cache.match import NO_ENTRIES, Match, TableEntries
 from tokenspeed_core.kv_cache.page_layout import (
     UNLIMITED,
     blocks_of_pages,
@@ -29,30 +29,6 @@ from tokenspeed_core.kv_cache.prefix_index import IndexedBlock, PrefixIndex
 
 MAX_ENTRIES_AT_ONCE = 4096  # of a lease that is released at once; each takes about 0.5 us
 _NEVER_FULL = 2**31 - 1  # tokens per hash when prefix caching is off: no block is ever hashed
-
-
-@dataclass(frozen=True, slots=True)
-class TableEntries:
-    """Consecutive entries of one group's block table: `table[start + i] = blocks[i]`."""
-
-    start: int
-    blocks: tuple[int, ...]
-
-
-_NO_ENTRIES = TableEntries(0, ())
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """A prefix hit.
-
-    `num_tokens` is the length at which every group can resume, `entries` are the blocks per group that hold it, and
-    `num_idle` is how many of their pages are available now.
-    """
-
-    num_tokens: int
-    entries: tuple[TableEntries, ...]
-    num_idle: int
 
 
 class KVManager:
@@ -176,7 +152,7 @@ class KVManager:
 
     def no_match(self) -> Match:
         """Return a match of no tokens."""
-        return Match(0, (_NO_ENTRIES,) * self.num_groups, 0)
+        return Match(0, (NO_ENTRIES,) * self.num_groups, 0)
 
     def num_pages_needed(self, start: int, end: int) -> int:
         """Return the most pages that a sequence resuming at token `start` takes at once for its tokens up to `end`."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from tokenspeed_core.api.step import I32, BlockDelta, Bool, NextDrafts, PromptTargets, StepPlan
 from tokenspeed_core.kv_cache.lease import ABSENT, BlockLease
-from tokenspeed_core.kv_cache.manager import TableEntries
+from tokenspeed_core.kv_cache.match import TableEntries
 from tokenspeed_core.scheduler.columns import SlotColumns
 from tokenspeed_core.scheduler.sequence import Sequence
 from tokenspeed_core.scheduler.slot_inits import slot_inits

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from tokenspeed_core.api.policy import Candidate, View
-from tokenspeed_core.kv_cache.manager import KVManager, Match
+from tokenspeed_core.kv_cache.manager import KVManager
+from tokenspeed_core.kv_cache.match import Match
 from tokenspeed_core.scheduler.columns import SlotColumns
 from tokenspeed_core.scheduler.drafts import DraftSource
 from tokenspeed_core.scheduler.sequence import Sequence
