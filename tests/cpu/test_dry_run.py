@@ -87,6 +87,12 @@ def test_dry_run_refuses_the_settings_a_start_refuses(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("settings", [{"uds": "x", "port": 1}, {"ssl_certfile": "/nope"}])
+def test_dry_run_refuses_wrong_addresses(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"--uds|--ssl-certfile"):
+        dry_run(ServerConfig.from_keywords(device="cpu", **settings))
+
+
 def test_dry_run_reports_settings_without_effect() -> None:
     report = dry_run(
         ServerConfig.from_keywords(device="cpu", enforce_eager=True, max_prefill_tokens=9)

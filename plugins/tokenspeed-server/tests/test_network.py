@@ -15,6 +15,7 @@ import pytest
 from server_support import Running, running
 from tokenspeed_server.announce import address
 from tokenspeed_server.listen import listen
+from tokenspeed_server.serve import _warn_if_open
 from tokenspeed_server.settings import ServerConfig
 from tokenspeed_server.tls import check_certificate
 from tokenspeed_server.unix_socket import listen_unix
@@ -213,6 +214,23 @@ def test_wrong_network_settings_are_refused(name: str, value: str) -> None:
 def test_origins_are_a_list_of_either_form(given: str) -> None:
     config = ServerConfig.from_keywords(allowed_origins=given)
     assert config.allowed_origins == (PAGE, "http://localhost:3000")
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_open"),
+    [
+        ({"host": "0.0.0.0"}, True),
+        ({"host": "::"}, True),
+        ({"host": "0.0.0.0", "api_key": "secret"}, False),
+        ({"host": "127.0.0.1"}, False),
+        ({"uds": "x"}, False),
+    ],
+)
+def test_open_server_without_a_key_is_warned_about(
+    settings: dict[str, str], is_open: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    _warn_if_open(ServerConfig.from_keywords(**settings))
+    assert ["--api-key" in message for message in caplog.messages] == [True] * is_open
 
 
 @pytest.mark.parametrize("host", ["a" * 300, "a..b", "é..", "\0", " "])

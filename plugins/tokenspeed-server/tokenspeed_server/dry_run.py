@@ -13,12 +13,14 @@ from tokenspeed_core.commands.planning import (
     plan_start,
 )
 from tokenspeed_core.commands.serving import load_text
+from tokenspeed_server.listen import check_address
 from tokenspeed_server.reply_parsers import describe_parsers, find_parsers, model_traits
 from tokenspeed_server.settings import ServerConfig
 
 
 def dry_run(config: ServerConfig) -> str:
     """Return a report on all decisions of a start before it loads weights. Raises the same errors as a start."""
+    check_address(config)
     plan = plan_start(config)
     settled, checkpoint = plan.resolved.config, plan.resolved.checkpoint
     assert isinstance(settled, ServerConfig), "plan_start keeps the class"

@@ -11,6 +11,17 @@ from typing import Any
 import psutil
 
 from tokenspeed_core.commands.serving import CapacityError, ConfigError
+from tokenspeed_server.settings import ServerConfig
+from tokenspeed_server.tls import check_certificate
+
+
+def check_address(config: ServerConfig) -> None:
+    """Check the settings of the address and of HTTPS. Raises ConfigError."""
+    if config.ssl_certfile is not None:
+        check_certificate(config.ssl_certfile, config.ssl_keyfile)
+    for name in ("host", "port"):
+        if config.uds is not None and config.origin(name) != "default":
+            raise ConfigError(f"--uds and --{name} both set the address; use one")
 
 
 def listen(host: str, port: int, count: int = 1) -> list[socket.socket]:

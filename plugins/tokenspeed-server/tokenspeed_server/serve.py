@@ -17,7 +17,6 @@ from typing import Any
 from tokenspeed_core import __version__
 from tokenspeed_core.commands import Catalog
 from tokenspeed_core.commands.serving import (
-    ConfigError,
     Defaults,
     EngineDeadError,
     Hooks,
@@ -39,7 +38,7 @@ from tokenspeed_server.announce import announce
 from tokenspeed_server.connections import ConnectionLimits, raise_file_limit
 from tokenspeed_server.isolated_template import IsolatedTemplate
 from tokenspeed_server.lifecycle import WorkerConfig, serve
-from tokenspeed_server.listen import listen
+from tokenspeed_server.listen import check_address, listen
 from tokenspeed_server.metrics import MetricsMemory
 from tokenspeed_server.observability import Observability
 from tokenspeed_server.replicas.memory import ReplicaMemory
@@ -49,7 +48,6 @@ from tokenspeed_server.service import ModelText, Options
 from tokenspeed_server.settings import ServerConfig
 from tokenspeed_server.statistics import EngineMonitors
 from tokenspeed_server.supervisor import Supervised, Supervisor
-from tokenspeed_server.tls import check_certificate
 from tokenspeed_server.unix_socket import listen_unix
 
 MAX_RESTARTS = 5
@@ -155,14 +153,10 @@ def _warn_if_open(config: ServerConfig) -> None:
 
 def _listen(config: ServerConfig, opened: ExitStack) -> list[socket.socket]:
     """Return the listening sockets of the API workers. Raises ConfigError and CapacityError."""
-    if config.ssl_certfile is not None:
-        check_certificate(config.ssl_certfile, config.ssl_keyfile)
+    check_address(config)
     count = config.num_workers()
     if config.uds is None:
         return listen(config.host, config.port, count)
-    for name in ("host", "port"):
-        if config.origin(name) != "default":
-            raise ConfigError(f"--uds and --{name} both set the address; use one")
     return opened.enter_context(listen_unix(config.uds, count))
 
 
