@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tokenspeed_core.api.sampling import SamplingParams
+
 pytestmark = pytest.mark.tree
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +58,13 @@ def test_chart_is_current() -> None:
         check=True,
     )
     assert done.stdout == (ROOT / "docs/assets/benchmarks.svg").read_text(encoding="utf-8")
+
+
+def test_python_page_lists_every_sampling_parameter() -> None:
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    table = page.partition("## Sampling parameters")[2]
+    missing = [name for name in SamplingParams.model_fields if f"`{name}" not in table]
+    assert missing == []
 
 
 def test_tables_begin_with_a_header() -> None:
