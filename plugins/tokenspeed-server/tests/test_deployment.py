@@ -150,6 +150,8 @@ def test_systemd_unit_runs_the_server() -> None:
     assert service["ExecStart"].split()[1:] == ["serve"]
     assert int(service["TimeoutStopSec"]) > 10
     assert "TOKENSPEED_CONFIG=" in service["Environment"]
+    # Only this folder can be written to: caches of models and kernels are there.
+    assert f"HOME=/var/cache/{service['CacheDirectory']}" in service["Environment"].split()
     # The first process drains the others; a signal to all of them would end the engine early.
     assert service["KillMode"] == "mixed"
 
