@@ -71,6 +71,8 @@ def bodies(size: int) -> Iterator[tuple[str, str, bytes]]:
     yield "regex", completions, json.dumps({"prompt": "a", "guided_regex": "a?" * 9000}).encode()
     yield "many stops", completions, json.dumps({"prompt": "a", "stop": ["a" * 999] * 64}).encode()
     yield "prompts", completions, json.dumps({"prompt": ["word " * 4000] * 32}).encode()
+    yield "256k tokens", completions, json.dumps({"prompt": [5] * 262_000}).encode()
+    yield "256k words", chat, body(messages=[{**USER, "content": "a b " * 65_000}])
     yield "prompts of ids", completions, json.dumps({"prompt": [[5] * 4096] * 32}).encode()
     yield "echoed ids", completions, json.dumps({"prompt": [5] * 9000, "echo": True}).encode()
     yield "lone surrogates", completions, b'{"prompt": "' + b"\\ud800" * (size // 8) + b'"}'
