@@ -21,6 +21,7 @@ from tokenspeed_core.api import (
     ModelInfo,
     ModelSpec,
     Policy,
+    QueuedSequence,
     Room,
     View,
 )
@@ -41,14 +42,21 @@ class LastFirst:
     def __init__(self) -> None:
         self.inner = Ordered(by_priority=False)
 
-    def key(self, priority: int, arrival: int) -> tuple[int, int]:
-        return (0, -arrival)
+    def key(self, sequence: QueuedSequence) -> tuple[int, int]:
+        return (0, -sequence.arrival)
 
     def decide(self, view: View, limits: Limits) -> Decision:
         return self.inner.decide(view, limits)
 
     def admit(self, candidate: Candidate, room: Room) -> int:
         return self.inner.admit(candidate, room)
+
+
+class ShortestFirst(LastFirst):
+    """The sequence with the least work left comes first, of all tenants."""
+
+    def key(self, sequence: QueuedSequence) -> tuple[int, int]:
+        return (sequence.num_tokens + sequence.max_tokens, sequence.arrival)
 
 
 def broken() -> Policy:
@@ -70,6 +78,7 @@ def catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Catalog:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lifo\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
         f"[tokenspeed.models]\nTiny = {HERE}:TINY [api1]\n[tokenspeed.policies]\nlifo = {HERE}:LastFirst [api1]\n"
+        f"sjf = {HERE}:ShortestFirst [api1]\n"
         f"broken = {HERE}:broken [api1]\nno_policy = {HERE}:dict [api1]\nno_factory = {HERE}:HERE [api1]\n"
         f"fcfs = {HERE}:LastFirst [api1]\n"
     )
@@ -119,6 +128,16 @@ def test_plugin_policy_orders_sequences(catalog: Catalog) -> None:
     assert list(world.finish) == [2, 1, 0]
     for sequence_id in range(3):
         world.check(sequence_id)
+
+
+def test_plugin_policy_may_run_the_shortest_first(catalog: Catalog) -> None:
+    world = World(policy=find_policy("sjf", catalog), max_num_seqs=1)
+    lengths = {0: (9, 6), 1: (3, 9), 2: (5, 2), 3: (2, 2)}  # prompt and output
+    for sequence_id, (num_prompt, max_tokens) in lengths.items():
+        prompt = [sequence_id, *range(1, num_prompt)]
+        world.submit(request(sequence_id, prompt, max_tokens=max_tokens, tenant=str(sequence_id)))
+    world.run()
+    assert list(world.finish) == [3, 2, 1, 0]
 
 
 def fails(*given: Any) -> Any:

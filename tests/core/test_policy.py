@@ -9,7 +9,15 @@ import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from tokenspeed_core.api.policy import Candidate, Decision, Limits, Policy, Room, View
+from tokenspeed_core.api.policy import (
+    Candidate,
+    Decision,
+    Limits,
+    Policy,
+    QueuedSequence,
+    Room,
+    View,
+)
 from tokenspeed_core.scheduler.policy import POLICIES
 
 MANY = 10_000
@@ -78,9 +86,15 @@ candidates = st.builds(
 )
 
 
+def queued(priority: int, arrival: int) -> QueuedSequence:
+    """Return a sequence of the waiting queue."""
+    return QueuedSequence(priority, arrival, num_tokens=8, max_tokens=8, tenant="")
+
+
 def order(policy: Policy, view: View) -> list[int]:
     """Return the rows of a view, most important first."""
-    keys = [policy.key(int(p), int(a)) for p, a in zip(view.priority, view.arrival, strict=True)]
+    columns = zip(view.priority, view.arrival, strict=True)
+    keys = [policy.key(queued(int(priority), int(arrival))) for priority, arrival in columns]
     return sorted(range(len(keys)), key=keys.__getitem__)
 
 
@@ -299,7 +313,7 @@ def test_lone_candidate_that_fits_is_admitted(
 @pytest.mark.parametrize(("name", "first"), [("fcfs", (9, 1)), ("priority", (0, 2))])
 def test_order_of_the_queue(name: str, first: tuple[int, int]) -> None:
     policy = POLICIES[name]
-    assert min([(9, 1), (0, 2), (0, 3)], key=lambda each: policy.key(*each)) == first
+    assert min([(9, 1), (0, 2), (0, 3)], key=lambda each: policy.key(queued(*each))) == first
 
 
 @dataclass(eq=False)
@@ -377,7 +391,9 @@ class Simulation:
     def _admit(self, budget: int, is_prompt_running: bool) -> int:
         used = 0
         while self.waiting and budget > used:
-            row = min(self.waiting, key=lambda row: self.policy.key(row.priority, row.arrival))
+            row = min(
+                self.waiting, key=lambda row: self.policy.key(queued(row.priority, row.arrival))
+            )
             known = row.num_prompt + row.num_made
             promised = sum(
                 each.short(each.target + 1) for each in self.running if not each.is_decoding

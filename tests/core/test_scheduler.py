@@ -9,7 +9,15 @@ import pytest
 from engine_world import World
 from tokenspeed_testing.requests import request
 
-from tokenspeed_core.api.policy import Candidate, Decision, Limits, Policy, Room, View
+from tokenspeed_core.api.policy import (
+    Candidate,
+    Decision,
+    Limits,
+    Policy,
+    QueuedSequence,
+    Room,
+    View,
+)
 from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.api.step import StepPlan, StepResult
 from tokenspeed_core.errors import EngineDeadError
@@ -83,8 +91,8 @@ class Generous:
             to_waiting,
         )
 
-    def key(self, priority: int, arrival: int) -> tuple[int, int]:
-        return self.inner.key(priority, arrival)
+    def key(self, sequence: QueuedSequence) -> tuple[int, int]:
+        return self.inner.key(sequence)
 
     def decide(self, view: View, limits: Limits) -> Decision:
         decision = self.inner.decide(view, limits)
@@ -183,8 +191,8 @@ class Postponing:
     def __init__(self) -> None:
         self.inner = Ordered(by_priority=False)
 
-    def key(self, priority: int, arrival: int) -> tuple[int, int]:
-        return self.inner.key(priority, arrival)
+    def key(self, sequence: QueuedSequence) -> tuple[int, int]:
+        return self.inner.key(sequence)
 
     def decide(self, view: View, limits: Limits) -> Decision:
         return self.inner.decide(view, limits)

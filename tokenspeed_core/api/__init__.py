@@ -105,7 +105,15 @@ from tokenspeed_core.api.parsers import (
     ReplyEvent,
     ReplyParser,
 )
-from tokenspeed_core.api.policy import Candidate, Decision, Limits, Policy, Room, View
+from tokenspeed_core.api.policy import (
+    Candidate,
+    Decision,
+    Limits,
+    Policy,
+    QueuedSequence,
+    Room,
+    View,
+)
 from tokenspeed_core.api.quantization import (
     Axis,
     LayerSchemes,
@@ -196,6 +204,7 @@ __all__ = [
     "ProcessGroup",
     "Quantization",
     "QuantizationScheme",
+    "QueuedSequence",
     "Ranking",
     "ReasoningMarks",
     "ReplyEvent",

@@ -46,6 +46,17 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
+class QueuedSequence:
+    """A sequence that enters the waiting queue, new or preempted."""
+
+    priority: int  # lower is more important
+    arrival: int  # order of arrival
+    num_tokens: int  # prompt, and output if it was preempted
+    max_tokens: int  # output tokens at which it ends
+    tenant: str
+
+
+@dataclass(frozen=True, slots=True)
 class Candidate:
     """The first sequence of the waiting queue."""
 
@@ -76,8 +87,11 @@ class Policy(Protocol):
     runs a row without its pages, names a victim twice or one that runs, or runs nothing while no step is in flight.
     """
 
-    def key(self, priority: int, arrival: int) -> tuple[int, int]:
-        """Return the sort key of a waiting sequence. The smallest comes first."""
+    def key(self, sequence: QueuedSequence) -> tuple[int, int]:
+        """Return the sort key of a waiting sequence. The smallest comes first.
+
+        Tenants take turns among sequences whose keys begin with the same number, such as 0 for all.
+        """
 
     def decide(self, view: View, limits: Limits) -> Decision:
         """Share the step's tokens and pages among the running sequences."""

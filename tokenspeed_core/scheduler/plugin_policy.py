@@ -6,7 +6,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tokenspeed_core.api.policy import Candidate, Decision, Limits, Policy, Room, View
+from tokenspeed_core.api.policy import (
+    Candidate,
+    Decision,
+    Limits,
+    Policy,
+    QueuedSequence,
+    Room,
+    View,
+)
 from tokenspeed_core.plugins.catalog import Catalog, make
 from tokenspeed_core.plugins.entry import Entry
 from tokenspeed_core.scheduler.policy import POLICIES
@@ -35,10 +43,10 @@ class PluginPolicy:
     def __str__(self) -> str:
         return f"{self.entry.name} of {self.entry.distribution} {self.entry.version}"
 
-    def key(self, priority: int, arrival: int) -> tuple[int, int]:
+    def key(self, sequence: QueuedSequence) -> tuple[int, int]:
         """Return the policy's sort key."""
         factory = f"{self.entry.value}.key"
-        return make(self.entry, factory, lambda: self.policy.key(priority, arrival), tuple)
+        return make(self.entry, factory, lambda: self.policy.key(sequence), tuple)
 
     def decide(self, view: View, limits: Limits) -> Decision:
         """Return the policy's decision, with at most the tokens that each row wants."""

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tokenspeed_core.api.policy import Candidate, Decision, Limits, Policy, Room, View
+from tokenspeed_core.api.policy import (
+    Candidate,
+    Decision,
+    Limits,
+    Policy,
+    QueuedSequence,
+    Room,
+    View,
+)
 from tokenspeed_core.api.step import I32
 
 
@@ -20,9 +28,9 @@ class Ordered:
     def __str__(self) -> str:
         return "priority" if self.by_priority else "fcfs"
 
-    def key(self, priority: int, arrival: int) -> tuple[int, int]:
+    def key(self, sequence: QueuedSequence) -> tuple[int, int]:
         """Return (priority, arrival), or (0, arrival) for first come, first served."""
-        return (priority if self.by_priority else 0, arrival)
+        return (sequence.priority if self.by_priority else 0, sequence.arrival)
 
     def decide(self, view: View, limits: Limits) -> Decision:
         """Run every decode, then prompts within the budget. Preempt the least important rows if pages are short."""

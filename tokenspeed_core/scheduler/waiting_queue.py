@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, field
 
-from tokenspeed_core.api.policy import Policy
+from tokenspeed_core.api.policy import Policy, QueuedSequence
 from tokenspeed_core.scheduler.sequence import Sequence
 
 
@@ -41,7 +41,14 @@ class WaitingQueue:
     def push(self, sequence: Sequence) -> None:
         """Add a sequence, in the policy's order."""
         request = sequence.request
-        key = self._policy.key(request.priority, sequence.arrival)
+        queued = QueuedSequence(
+            priority=request.priority,
+            arrival=sequence.arrival,
+            num_tokens=len(sequence.tokens),
+            max_tokens=request.max_tokens,
+            tenant=request.tenant,
+        )
+        key = self._policy.key(queued)
         self.put_back(QueueEntry(key, sequence.sequence_id, request.tenant))
 
     def put_back(self, entry: QueueEntry) -> None:
