@@ -293,6 +293,7 @@ def test_failed_server_start_quotes_its_output() -> None:
         (("latency", "--seed", "1", "--seed", "2"), "--seed: given twice"),
         (("latency", "--seed", "1", "m"), "m: "),
         (("latency", "--json", "/no/such/folder/x"), "/no/such/folder"),
+        (("latency", "--plot", "x.png"), "x.png: plots are SVG"),
         (("all", "--traffic", "latency,naps"), "--traffic naps"),
         (("serve", "--url", "ftp://x"), "must begin with http"),
         (("serve", "--url", "h", "--max-num-seqs", "3"), "--url"),

@@ -350,6 +350,35 @@ def test_isolated_gap_is_drawn() -> None:
     assert heights[0] < 60, "the gap sets the top of the axis"
 
 
+def test_several_loads_give_latency_by_throughput() -> None:
+    titles = re.findall(r">([^<]+) by throughput<", draw(serve_result()))
+    assert titles == []
+    both = serve_result()
+    both["runs"] += serve_result(scale=2.0, users=4)["runs"]
+    drawn = draw(both)
+    assert [
+        title.partition(": ")[2] for title in re.findall(r">([^<]+) by throughput<", drawn)
+    ] == [
+        "first token",
+        "gap between tokens",
+    ]
+    root = ElementTree.fromstring(drawn)
+    panel = next(
+        each for each in root.iter() if any("by throughput" in (child.text or "") for child in each)
+    )
+    lines = [each.attrib["d"] for each in panel if each.tag.endswith("}path")]
+    assert [len(re.findall(r"[ML]", line)) for line in lines] == [2, 2]
+
+
+def test_percentiles_are_not_joined() -> None:
+    root = ElementTree.fromstring(draw(serve_result()))
+    panel = next(
+        each for each in root.iter() if any("percentiles" in (child.text or "") for child in each)
+    )
+    assert not [each for each in panel if each.tag.endswith("}path")]
+    assert len([each for each in panel if each.tag.endswith("}circle")]) == 8
+
+
 def test_curve_names_do_not_overlap() -> None:
     root = ElementTree.fromstring(draw(serve_result()))
     panel = next(

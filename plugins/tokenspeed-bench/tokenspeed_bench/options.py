@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from tokenspeed_bench.baselines import GROUPS, HTTP_LOADS
@@ -74,6 +75,13 @@ def positive(text: str) -> float:
     return value
 
 
+def svg(text: str) -> str:
+    """Check the name of a plot."""
+    if Path(text).suffix.lower() not in ("", ".svg"):
+        raise argparse.ArgumentTypeError(f"{text}: plots are SVG. Choose a name that ends in .svg.")
+    return text
+
+
 def goal(text: str) -> tuple[str, float]:
     """Parse a goal in milliseconds, such as `ttft:200`."""
     name, colon, value = text.partition(":")
@@ -94,7 +102,7 @@ def parser_of(verb: str) -> Parser:
     parser = Parser(prog=f"tokenspeed bench {verb}", usage=usage, allow_abbrev=False)
     files = parser.add_argument_group("files")
     files.add_argument("--json", metavar="FILE", help="write the result as JSON; - is stdout")
-    files.add_argument("--plot", metavar="FILE", help="plot the result as SVG")
+    files.add_argument("--plot", type=svg, metavar="FILE.svg", help="plot the result as SVG")
     if verb != "anchors":
         parser.add_argument(
             "--shape",

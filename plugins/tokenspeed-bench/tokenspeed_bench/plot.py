@@ -1,4 +1,4 @@
-"""Plots of a result as SVG: first tokens and gaps over time, rates, percentiles, repeats."""
+"""Plots of a result as SVG: latency by throughput, first tokens and gaps over time, rates, percentiles, repeats."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Panel:
 
 def draw(result: Mapping[str, Any]) -> str:
     """Return the plot of a result. Raises BenchError if there is nothing to plot."""
-    rows = list(_rows(result))
+    rows = [*_trade_offs(result), *_rows(result)]
     if not rows:
         raise BenchError("nothing to plot: no traffic was measured")
     width, height = WIDTH * max(map(len, rows)), HEAD + HEIGHT * len(rows)
@@ -80,6 +80,29 @@ def _rows(result: Mapping[str, Any]) -> Iterator[list[Panel]]:
             shared += panels
     if shared:
         yield shared
+
+
+def _trade_offs(result: Mapping[str, Any]) -> Iterator[list[Panel]]:
+    """Yield a row of panels with latency by throughput, for traffic that was sent at several loads."""
+    by_traffic: dict[str, list[Mapping[str, Any]]] = {}
+    for _, run in runs_of(result):
+        if "series" in run and {"ttft_p50_ms", "itl_p50_ms"} <= run["figures"].keys():
+            by_traffic.setdefault(run["traffic"]["name"], []).append(run["figures"])
+    for name, loads in by_traffic.items():
+        if len(loads) > 1:
+            loads.sort(key=lambda figures: float(figures["out_per_s"]))
+            yield [
+                _trade_off(f"{name}: {text} by throughput", metric, loads)
+                for metric, text in (("ttft", "first token"), ("itl", "gap between tokens"))
+            ]
+
+
+def _trade_off(title: str, metric: str, loads: Sequence[Mapping[str, Any]]) -> Panel:
+    curves = [
+        Curve(name, [(each["out_per_s"], each[f"{metric}_{name}_ms"]) for each in loads])
+        for name in ("p50", "p99")
+    ]
+    return Panel(title, "output tokens/s", "ms", curves)
 
 
 def _title(result: Mapping[str, Any]) -> str:
@@ -120,7 +143,11 @@ def _served(who: str, series: Mapping[str, Any], figures: Mapping[str, Any]) -> 
     )
     names = ("p50", "p90", "p99", "max")
     spreads = [
-        Curve(text, [(float(i), figures[f"{metric}_{name}_ms"]) for i, name in enumerate(names)])
+        Curve(
+            text,
+            [(float(i), figures[f"{metric}_{name}_ms"]) for i, name in enumerate(names)],
+            "dots",
+        )
         for metric, text in (("ttft", "first token"), ("itl", "between tokens"))
         if f"{metric}_p50_ms" in figures
     ]
@@ -198,7 +225,7 @@ def _curve(curve: Curve, color: str, place: Any, bottom: float) -> Iterator[str]
 
 
 def _dot(at: Point, color: str) -> str:
-    return f'<circle cx="{at[0]:.1f}" cy="{at[1]:.1f}" r="1.8" fill="{color}"/>'
+    return f'<circle cx="{at[0]:.1f}" cy="{at[1]:.1f}" r="2" fill="{color}"/>'
 
 
 def _nice(value: float) -> float:
