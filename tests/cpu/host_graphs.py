@@ -13,7 +13,7 @@ import torch
 
 from tokenspeed_core.worker import graphs
 from tokenspeed_core.worker.attention import AttentionGroup, Batch
-from tokenspeed_core.worker.buckets import draft_sizes
+from tokenspeed_core.worker.buckets import bucket_sizes, draft_sizes
 from tokenspeed_core.worker.execute import LocalRunner
 from tokenspeed_core.worker.staged import BucketSize
 
@@ -57,13 +57,23 @@ class HostRing:
 
 
 def capture_decodes(
-    runner: LocalRunner, num_rows: Sequence[int], patch: pytest.MonkeyPatch
+    runner: LocalRunner,
+    num_rows: Sequence[int],
+    patch: pytest.MonkeyPatch,
+    *,
+    with_prompts: bool = False,
 ) -> list[BucketSize]:
-    """Capture decode steps of these numbers of rows, without and with draft tokens, as `capture` does."""
+    """Capture decode steps of these numbers of rows, without and with draft tokens, as `capture` does.
+
+    With prompts, also steps with up to 64 prompt tokens.
+    """
     limits = runner.resolved.limits
+    mixed = bucket_sizes(num_rows, 64, limits.max_num_seqs) if with_prompts else ()
     drafts = draft_sizes(num_rows, limits.max_drafts, limits.max_draft_tokens)
     patch.setattr(runner, "_graphs", None)  # restored with the patch
-    return capture(runner, (*(BucketSize(each, 0, 0) for each in num_rows), *drafts), patch)
+    decodes = [BucketSize(each, 0, 0) for each in num_rows]
+    chunks = [size for size in mixed if size.num_chunks]
+    return capture(runner, (*decodes, *chunks, *drafts), patch)
 
 
 def capture(

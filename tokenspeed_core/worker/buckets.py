@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -23,6 +23,8 @@ _SMALLEST_CHUNK, _CHUNK_STEP = 32, 64
 # A bucket has one chunk row for this many tokens. Unused rows cost kernel time too.
 _TOKENS_PER_CHUNK = 16
 _FEW_CHUNKS = 16
+# Chunk tokens of buckets that a draft model can follow.
+_FOLLOWED_CHUNKS = (32, 64, 128, 256, 512)
 # Decodes of the largest bucket with draft tokens. Larger steps verify drafts eagerly.
 _MAX_DRAFTING = 64
 # Draft tokens per row of these buckets, besides the maximum. Few tokens take about as long as one.
@@ -113,32 +115,47 @@ def draft_sizes(
     return tuple(sizes)
 
 
+def followed_sizes(sizes: Iterable[BucketSize]) -> frozenset[BucketSize]:
+    """Return the sizes with graphs of the draft model: all with draft tokens, and a few with chunks.
+
+    Their chunk tokens are powers of two. In steps with more of them, computing takes longer than launching.
+    """
+    return frozenset(
+        size
+        for size in sizes
+        if size.num_draft_tokens
+        or (size.num_chunk_tokens in _FOLLOWED_CHUNKS and not size.no_shared_prefix)
+    )
+
+
 class BucketFinder:
     """Finds the bucket of a step among those without variants."""
 
-    def __init__(self, sizes: Sequence[BucketSize]) -> None:
-        """Sort the sizes by kind of step."""
+    def __init__(self, sizes: Sequence[BucketSize], followed: Collection[BucketSize] = ()) -> None:
+        """Sort the sizes by kind of step. A draft model can follow the `followed` ones."""
         self._decodes = sorted(
             size.num_decodes for size in sizes if size.num_tokens == size.num_decodes
         )
         self._drafts = _by_tokens(size for size in sizes if size.num_draft_tokens)
         self._mixed = _by_tokens(size for size in sizes if size.num_chunks)
+        self._followed = [size for size in self._mixed if size in followed]
 
     def find(self, plan: StepPlan) -> BucketSize | None:
         """Return the bucket with the fewest tokens, then decodes, that holds a step.
 
-        None holds chunks and drafts, or chunks that a draft model follows.
+        None holds chunks and drafts.
         """
         decodes = plan.num_decodes
         chunks = plan.num_rows - decodes
-        if plan.num_draft_tokens or plan.next_drafts is not None:
+        is_followed = plan.next_drafts is not None
+        if plan.num_draft_tokens or (is_followed and not chunks):
             return None if chunks else self._with_drafts(plan)
         if not chunks:
             place = bisect_left(self._decodes, decodes)
             fits = place < len(self._decodes) and plan.wants_logits.all()
             return BucketSize(self._decodes[place], 0, 0) if fits else None
         tokens = len(plan.token_ids)
-        for size in self._mixed:
+        for size in self._followed if is_followed else self._mixed:
             if (
                 size.num_chunk_tokens >= tokens
                 and size.num_decodes >= decodes

@@ -14,6 +14,9 @@ from tokenspeed_core.worker.inputs import Columns, GroupInputs, StepBuffers
 from tokenspeed_core.worker.sampler import SamplingRows
 from tokenspeed_core.worker.staged import StagedLayout
 
+Follow = Callable[[torch.Tensor | None, torch.Tensor | None], torch.Tensor | None]
+"""Runs a draft model after a step. Its arguments are those of `DraftRunner.follow` after the step, as is its result."""
+
 
 @dataclass(slots=True, eq=False)
 class Bucket:
@@ -62,8 +65,7 @@ class GraphLaunch:
     int32 is the number of new tokens of each row of the plan. All tensors are views of buffers
     that the next step overwrites (later on the stream). Until then `draw` or `logits` may be called, once. After
     `logits` were changed in place, `choose_again` replaces `ids`; its argument says whether a row draws. `follow` runs a
-    draft model after the step; its arguments are the chosen tokens, like `ids`, and the new tokens of each row, like
-    `num_new`. It returns the draft tokens, int32 [S, num_drafts], if the plan asks for them.
+    draft model after the step.
     """
 
     rows: SamplingRows
@@ -73,4 +75,4 @@ class GraphLaunch:
     draw: Callable[[], None]
     choose_again: Callable[[bool], None]
     num_new: torch.Tensor | None = None
-    follow: Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None] | None = None
+    follow: Follow | None = None

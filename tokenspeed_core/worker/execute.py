@@ -358,7 +358,6 @@ class LocalRunner:
         """Run the draft model after a step, if it does. Returns the draft tokens if the host needs them."""
         graph, target, step.target = step.graph, step.target, None
         if graph is not None and graph.follow is not None:
-            assert ids is not None and step.num_new is not None, "rows with draft tokens sample"
             return graph.follow(ids, step.num_new)
         if target is None or self._drafter is None:
             return None

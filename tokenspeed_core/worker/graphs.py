@@ -17,15 +17,15 @@ import numpy as np
 import torch
 
 from tokenspeed_core.api.models import Model
-from tokenspeed_core.api.step import NextDrafts, StepPlan
+from tokenspeed_core.api.step import I64, NextDrafts, StepPlan
 from tokenspeed_core.worker.attention import AttentionGroup
-from tokenspeed_core.worker.buckets import BucketFinder
+from tokenspeed_core.worker.buckets import BucketFinder, followed_sizes
 from tokenspeed_core.worker.captured_inputs import (
     SharedBuffers,
     begin_with_drafts,
     captured_group_inputs,
 )
-from tokenspeed_core.worker.captured_step import Bucket, GraphLaunch
+from tokenspeed_core.worker.captured_step import Bucket, Follow, GraphLaunch
 from tokenspeed_core.worker.draft_graphs import DraftGraphs, FollowedRows
 from tokenspeed_core.worker.draft_model import DraftRunner
 from tokenspeed_core.worker.draft_passes import PassBounds
@@ -68,9 +68,10 @@ class StepGraphs:
             getattr(kernel, "prepares_on_host", False) for kernel in attention
         )
         usual = [size for size in sizes if not size.no_shared_prefix]
-        self._finder = BucketFinder(usual)
+        followed = followed_sizes(usual) if context.drafter is not None else frozenset()
+        self._finder = BucketFinder(usual, followed)
         self._layouts = {
-            size: StagedLayout(size, self._num_words(size))
+            size: StagedLayout(size, self._num_words(size), has_draft_model=size in followed)
             for size in (usual if self._needs_prepare else sizes)
         }
         longest = max(layout.num_int64 for layout in self._layouts.values())
@@ -108,7 +109,7 @@ class StepGraphs:
         if size is None:
             return None
         bucket = self._buckets[size]
-        variant = bucket.no_shared_prefix
+        variant = bucket.no_shared_prefix if plan.next_drafts is None else None
         if variant is not None and self._context.flags.no_shared_prefix(plan):
             bucket = variant
         self._upload(bucket, plan)
@@ -131,8 +132,15 @@ class StepGraphs:
             bucket.buffers.token_ids,
             bucket.columns["last"],
         )
-        again = partial(self._choose_again, bucket)
-        return GraphLaunch(rows, bucket.ids, at, bucket.logits, bucket.draw, again)
+        return GraphLaunch(
+            rows,
+            bucket.ids,
+            at,
+            bucket.logits,
+            bucket.draw,
+            partial(self._choose_again, bucket),
+            follow=self._follow_of(bucket, plan, rows, at),
+        )
 
     def _decode_launch(self, bucket: Bucket, plan: StepPlan) -> GraphLaunch:
         num_rows = plan.num_rows
@@ -151,7 +159,7 @@ class StepGraphs:
         return GraphLaunch(rows, ids, None, bucket.logits, bucket.draw, again)
 
     def _draft_launch(self, bucket: Bucket, drafts: DraftRows, plan: StepPlan) -> GraphLaunch:
-        num_tokens, num_rows, following = plan.num_tokens, plan.num_rows, plan.next_drafts
+        num_tokens, num_rows = plan.num_tokens, plan.num_rows
         rows = SamplingRows(
             np.repeat(self._plan_rows[:num_rows], plan.num_query_tokens),
             np.repeat(plan.slots, plan.num_query_tokens),
@@ -169,8 +177,15 @@ class StepGraphs:
             bucket.draw,
             partial(self._choose_again, bucket),
             bucket.num_new[:num_rows],
-            None if following is None else partial(self._follow, bucket, following, rows),
+            self._follow_of(bucket, plan, rows, None),
         )
+
+    def _follow_of(
+        self, bucket: Bucket, plan: StepPlan, rows: SamplingRows, at: I64 | None
+    ) -> Follow | None:
+        if plan.next_drafts is None:
+            return None
+        return partial(self._follow, bucket, plan.next_drafts, rows, at)
 
     def _num_words(self, size: BucketSize) -> int:
         """Return how many changed words a bucket's upload holds; steps with more scatter them before it."""
@@ -236,8 +251,8 @@ class StepGraphs:
             self._prepare(bucket)
             stage()
         followed = None
-        if drafts is not None and bucket.drafts is not None:
-            followed = self._followed(bucket, bucket.drafts)
+        if drafts is not None and bucket.layout.has_draft_model:
+            followed = self._followed(bucket)
             drafts.warm_up(followed)
             self._prepare(bucket)
         record.synchronize()
@@ -257,14 +272,19 @@ class StepGraphs:
             bucket.own_states = None
         return bucket
 
-    def _followed(self, bucket: Bucket, drafts: DraftRows) -> FollowedRows:
-        columns, drafter = bucket.columns, self._context.drafter
+    def _followed(self, bucket: Bucket) -> FollowedRows:
+        columns, drafter, drafts = bucket.columns, self._context.drafter, bucket.drafts
         assert drafter is not None, "a draft model follows"
 
         def extend() -> torch.Tensor | None:
             buffers = bucket.buffers
             following = bucket.ids.to(torch.int64).clamp_(min=0)
-            newest = drafts.first + bucket.num_new - 1
+            if drafts is not None:
+                newest = drafts.first + bucket.num_new - 1
+            else:
+                newest, follows = columns["last"], columns["follows"]
+                chosen = following[(-1 - follows).clamp_(min=0)]
+                following = torch.where(follows < 0, chosen, follows)
             return drafter.extend(
                 buffers.token_ids, following, buffers.positions, bucket.own_states, newest
             )
@@ -317,7 +337,7 @@ class StepGraphs:
         model, buffers = self._context.model, bucket.buffers
         wanted = bucket.columns.get("last")
         drafter = self._context.drafter
-        if drafter is None or bucket.drafts is None:
+        if drafter is None or not bucket.layout.has_draft_model:
             hidden = model.forward(buffers.token_ids, buffers.positions, wanted)
         else:
             hidden, bucket.own_states = drafter.read(
@@ -353,20 +373,30 @@ class StepGraphs:
         bucket: Bucket,
         following: NextDrafts,
         rows: SamplingRows,
-        ids: torch.Tensor,
-        num_new: torch.Tensor,
+        at: I64 | None,
+        ids: torch.Tensor | None,
+        num_new: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        """Run the draft model after the bucket's last launch."""
-        drafter = self._context.drafter
+        """Run the draft model after the bucket's last launch. `at` are the rows of `ids`, None if they are the first."""
+        drafter, transfer = self._context.drafter, self._context.transfer
         assert drafter is not None and bucket.follow is not None, "a draft model follows"
-        own_ids, own_num_new = bucket.ids[: len(ids)], bucket.num_new[: len(num_new)]
-        if ids.data_ptr() != own_ids.data_ptr():  # chosen outside graphs
-            own_ids.copy_(ids)
-            own_num_new.copy_(num_new)
-        bucket.follow.replay(following.num_drafts, draws=drafter.draws(rows))
-        if not following.returns_ids:
+        if ids is not None and ids.data_ptr() != bucket.ids.data_ptr():  # chosen outside graphs
+            if at is None:
+                bucket.ids[: len(ids)] = ids
+            else:
+                bucket.ids.index_copy_(0, transfer.send((at,))[0], ids)
+            if num_new is not None:
+                bucket.num_new[: len(num_new)] = num_new
+        draws = ids is not None and drafter.draws(rows)
+        bucket.follow.replay(following.num_drafts, draws=draws)
+        if ids is None or not following.returns_ids:
             return None
-        return drafter.drafts(bucket.columns["slots"][: len(num_new)], following.num_drafts)
+        slots = bucket.columns["slots"]
+        if at is not None:
+            slots = slots[transfer.send((at,))[0]]
+        elif num_new is not None:
+            slots = slots[: len(num_new)]
+        return drafter.drafts(slots, following.num_drafts)
 
     def _note(self, bucket: Bucket, logits: torch.Tensor, chosen: torch.Tensor) -> None:
         state = self._context.state

@@ -59,14 +59,18 @@ class StagedLayout:
     [chunks + 1], from the first chunk token.
 
     With draft tokens, int64: `num_drafts` and `first` [rows], the draft tokens and the first token of each row;
-    `capacity` [rows], that of `NextDrafts`, 0 if no draft model follows; `token_slots` [tokens]; `token_words` [tokens], where the state has the token; `offsets` [tokens] in the row; and
+    `token_slots` [tokens]; `token_words` [tokens], where the state has the token; `offsets` [tokens] in the row; and
     `until_end` [tokens], by which the position precedes the row's new length. int32: `query_start` [rows + 1].
+
+    If a draft model may follow, int64: `capacity` [rows], that of `NextDrafts`, 0 for rows that do not sample; and with
+    chunks `follows` [tokens], the token after each, or -1 - row for the token that is chosen for a row.
     """
 
-    def __init__(self, size: BucketSize, num_words: int) -> None:
+    def __init__(self, size: BucketSize, num_words: int, *, has_draft_model: bool = False) -> None:
         """Lay out a size in which at most `num_words` words of the state change."""
         self.size = size
         self.num_words = num_words
+        self.has_draft_model = has_draft_model
         wide = {"slots": size.num_rows, "words": num_words}
         narrow = {"values": num_words, "advance": size.num_rows}
         if size.num_chunks:
@@ -78,11 +82,13 @@ class StagedLayout:
             wide |= {"last": size.num_rows}
             narrow |= {"query_start": size.num_chunks + 1}
         if size.num_draft_tokens:
-            wide |= dict.fromkeys(("num_drafts", "first", "capacity"), size.num_rows)
+            wide |= dict.fromkeys(("num_drafts", "first"), size.num_rows)
             wide |= dict.fromkeys(
                 ("token_slots", "token_words", "offsets", "until_end"), size.num_tokens
             )
             narrow |= {"query_start": size.num_rows + 1}
+        if has_draft_model:
+            wide |= {"capacity": size.num_rows, "follows": size.num_tokens * (size.num_chunks > 0)}
         self.wide, self.middle = _place(wide)
         self.narrow, length = _place(narrow)
         self.num_int64 = self.middle + -(-length // 2)
@@ -111,6 +117,8 @@ class StagedLayout:
             chunks = slice(size.num_decodes, size.num_decodes + plan.num_rows - middle)
             slots[chunks], advance[chunks] = plan.slots[middle:], plan.num_query_tokens[middle:]
             self._fill_tokens(host, narrow[self.narrow["query_start"]], plan, padding[0])
+        if self.has_draft_model:
+            self._fill_next(host, plan)
 
     def padding(self, state: SlotLayout) -> I64:
         """Return a buffer of padding only."""
@@ -135,6 +143,25 @@ class StagedLayout:
         last[:middle] = np.arange(middle)
         last[decodes : decodes + num_chunks] = decodes - 1 + query_start[1 : num_chunks + 1]
 
+    def _fill_next(self, host: I64, plan: StepPlan) -> None:
+        capacity, follows = host[self.wide["capacity"]], host[self.wide["follows"]]
+        capacity[:], follows[:] = 0, 0
+        if plan.next_drafts is None:
+            return
+        decodes, middle = self.size.num_decodes, plan.num_decodes
+        num_chunks, count = plan.num_rows - middle, len(plan.token_ids)
+        chunk_rows = slice(decodes, decodes + num_chunks)
+        samples = plan.wants_logits[middle:]
+        capacity[:middle] = plan.next_drafts.capacity[:middle]
+        capacity[chunk_rows] = np.where(samples, plan.next_drafts.capacity[middle:], 0)
+        if num_chunks:
+            chosen = -1 - np.arange(decodes + num_chunks)
+            follows[:decodes] = chosen[:decodes]
+            of_chunks = follows[decodes : decodes + count]
+            of_chunks[:-1] = plan.token_ids[1:]
+            last = np.cumsum(plan.num_query_tokens[middle:]) - 1
+            of_chunks[last] = np.where(samples, chosen[decodes:], plan.next_drafts.following)
+
     def _fill_drafts(self, host: I64, query_start: I32, plan: StepPlan, state: SlotLayout) -> None:
         counts, num_rows, count = plan.num_query_tokens, plan.num_rows, plan.num_tokens
         np.cumsum(counts, out=query_start[1 : num_rows + 1])
@@ -142,10 +169,6 @@ class StagedLayout:
         num_drafts, first = host[self.wide["num_drafts"]], host[self.wide["first"]]
         num_drafts[:num_rows], num_drafts[num_rows:] = counts - 1, 0
         first[:num_rows], first[num_rows:] = query_start[:num_rows], 0
-        capacity = host[self.wide["capacity"]]
-        capacity[:] = 0
-        if plan.next_drafts is not None:
-            capacity[:num_rows] = plan.next_drafts.capacity
         token_slots, token_words = host[self.wide["token_slots"]], host[self.wide["token_words"]]
         offsets, until_end = host[self.wide["offsets"]], host[self.wide["until_end"]]
         last_token = state.column("last_token")
