@@ -100,7 +100,7 @@ class DraftSource(ABC):
         return None
 
     def receive(self, slots: I32, token_ids: I32) -> None:
-        """Learn the draft tokens that the device made in the newest step for some slots, [S, num_drafts]."""
+        """Keep the draft tokens that the device made in the newest step for some slots, [S, num_drafts]."""
         raise AssertionError("only a draft model returns draft tokens")
 
     def observe(self, slots: I32, num_drafts: I32, num_accepted: I32) -> None:
@@ -113,7 +113,7 @@ class DraftSource(ABC):
 
     @abstractmethod
     def end(self, slot: int) -> None:
-        """Forget the sequence in a slot, which loses it now."""
+        """Discard the state of the sequence in a slot, which becomes free."""
 
     def _may_draft(self, slots: I32) -> Bool:
         """Return which rows may have draft tokens now."""
@@ -226,13 +226,15 @@ class HostDrafts(DraftSource):
         """Raise ValueError if proposals are invalid."""
         counts, ids = drafts.counts, drafts.token_ids
         if len(counts) != len(most) or ((counts < 0) | (counts > most)).any():
-            raise ValueError(f"counts {counts.tolist()} for at most {most.tolist()} tokens")
+            raise ValueError(f"counts are {counts.tolist()}; at most {most.tolist()} are allowed")
         if len(ids) != int(counts.sum()):
-            raise ValueError(f"{len(ids)} tokens for counts {counts.tolist()}")
+            raise ValueError(f"{len(ids)} tokens, but the sum of counts is {counts.sum()}")
         if drafts.probabilities is not None and len(drafts.probabilities) != len(ids):
-            raise ValueError(f"{len(drafts.probabilities)} probabilities for {len(ids)} tokens")
+            raise ValueError(f"{len(drafts.probabilities)} probabilities, but {len(ids)} tokens")
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self._limits.vocab_size:
-            raise ValueError(f"tokens {ids.tolist()} for a vocabulary of {self._limits.vocab_size}")
+            raise ValueError(
+                f"token ids {ids.tolist()}: allowed are 0..{self._limits.vocab_size - 1}"
+            )
 
     def _switch_off(self) -> None:
         self._is_off = True

@@ -65,11 +65,11 @@ class ModelDrafts(DraftSource):
         return NextDraftCount(int(wanted.max()), returns_ids)
 
     def receive(self, slots: I32, token_ids: I32) -> None:
-        """Keep the ids of the draft tokens that the newest step made."""
+        """Keep the ids of the draft tokens that the device made in the newest step."""
         self._ids[slots, : token_ids.shape[1]] = token_ids
         self._is_known[slots] = True
 
     def end(self, slot: int) -> None:
-        """Forget the sequence in a slot."""
+        """Discard the state of the sequence in a slot."""
         self._num_made[slot] = 0
         self._depth.begin(slot)

@@ -47,7 +47,7 @@ class _PassGraphs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FollowGraphs:
-    """What follows the steps of a bucket. `first` are the graphs of greedy choices, and of draws."""
+    """The passes after steps of a bucket. `first` are the graphs of greedy choices, and of draws."""
 
     first: tuple[torch.cuda.CUDAGraph, ...]
     others: _PassGraphs
@@ -88,7 +88,7 @@ class DraftGraphs:
             passes.forward(draws=draws)
 
     def capture(self, rows: FollowedRows) -> FollowGraphs:
-        """Capture what follows the steps of a bucket, after `warm_up`."""
+        """Capture the passes after steps of a bucket. `warm_up` must have run."""
         num_rows, passes = len(rows.slots), self._passes_of(rows)
         if num_rows not in self._graphs:
             passes.prepare()

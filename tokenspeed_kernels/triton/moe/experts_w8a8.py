@@ -264,7 +264,7 @@ def _per_channel(
 def _dynamic(
     problem: Problem, runner: _Experts, make_quantize: Callable[[Problem], Quantize]
 ) -> Experts:
-    """Return the function that runs the experts on activations whose scales are computed."""
+    """Return the function that runs the experts; it computes the scales of their inputs."""
     quantize_tokens = make_quantize({**problem, "size": runner.size})
     quantize_hidden = make_quantize({**problem, "size": runner.inner})
 
@@ -289,7 +289,7 @@ def _dynamic(
 def _per_channel_static(
     problem: Problem, dtype: str, make_quantize: Callable[[Problem], QuantizeStatic]
 ) -> ExpertsStatic:
-    """Return the function that runs the experts on activations whose scales are given."""
+    """Return the function that runs the experts; the scales of their inputs are arguments."""
     runner = _Experts(problem, TILINGS, is_blockwise=False)
     quantize_tokens = make_quantize({**problem, "size": runner.size})
     quantize_hidden = make_quantize({**problem, "size": runner.inner})
@@ -331,7 +331,7 @@ class _Experts:
     ) -> Tensor:
         """Return y [T, N] for x, routing weights and ids.
 
-        A weight has its scales and the quantization of its inputs.
+        A weight comes with its scales and the function that quantizes its inputs.
         """
         x, weights, ids = routed
         num_pairs, num_experts = ids.numel(), self._num_experts

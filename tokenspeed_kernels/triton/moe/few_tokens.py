@@ -19,9 +19,8 @@ from tokenspeed_kernels.triton.pdl import supports_pdl
 
 MAX_PAIRS_PER_EXPERT = 0.25  # with more tokens, too many of them share experts
 MAX_SIZE = 16384  # features of a weight row that fit into a program's registers
-DOWN_ELEMENTS = (
-    16384  # weight elements per program of the down projection, if a row of each expert is not more
-)
+# Weight elements per program of the down projection, unless a single row of each expert has more.
+DOWN_ELEMENTS = 16384
 MAX_DOWN_ELEMENTS = 32768
 
 
