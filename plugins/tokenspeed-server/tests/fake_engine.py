@@ -99,7 +99,7 @@ class FakeEngine:
 
     def run(self) -> None:
         self.note("start")
-        if "fails" in self.config:
+        if "fails" in self.config and os.path.exists(self.config.get("fails_with", "/")):
             self.sockets[0].send(pack(Failed(self.config["fails"])))
             self.sockets[0].close(linger=1000)
             return

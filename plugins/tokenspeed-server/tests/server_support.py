@@ -80,6 +80,7 @@ class Setup:
     has_metrics: bool = False
     num_engines: int = 1
     stalls: str | None = None  # the file of a StallMeter
+    restarts: bool = False
 
 
 @dataclass
@@ -155,6 +156,7 @@ def running(
     has_metrics: bool = False,
     num_engines: int = 1,
     stalls: Path | None = None,
+    restarts: bool = False,
     waits: bool = True,
 ) -> Iterator[Running]:
     """Run a server until the block ends."""
@@ -171,6 +173,7 @@ def running(
         has_metrics,
         num_engines,
         None if stalls is None else str(stalls),
+        restarts,
     )
     with open(f"{log}.stderr", "w", encoding="utf-8") as stderr:
         process = subprocess.Popen(
@@ -258,7 +261,10 @@ def serve_setup(setup: Setup, bound: socket.socket, *others: socket.socket) -> i
     command = [sys.executable, str(HERE / "server_support.py")]
     data = {"setup": asdict(setup), "fds": fds}
     workers = [Program(command, data, each, fds) for each in others]
-    return serve(launch(setup, bound, 0, memory), Supervisor(engines, workers, replicas))
+    return serve(
+        launch(setup, bound, 0, memory),
+        Supervisor(engines, workers, replicas, lambda: setup.restarts),
+    )
 
 
 def be_worker(arguments: list[str]) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -155,3 +156,69 @@ def test_replica_that_cannot_start_ends_the_server(tmp_path: Path) -> None:
     with running(tmp_path, engine=engine, num_engines=2, waits=False) as server:
         assert server.process.wait(60) == 1
         assert "the engine could not start: no memory" in server.complaints()
+
+
+def engine_pids(server: Running) -> set[int]:
+    """Return the processes of the fake engines."""
+    return {
+        child.pid
+        for child in psutil.Process(server.process.pid).children()
+        if any(part.endswith("fake_engine.py") for part in child.cmdline())
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.release), 2])
+def test_replica_that_died_starts_again_while_the_other_answers(
+    tmp_path: Path, num_workers: int
+) -> None:
+    held = tmp_path / "held"
+    held.touch()
+    with (
+        running(
+            tmp_path,
+            engine={"held_by": str(held)},
+            num_workers=num_workers,
+            num_engines=2,
+            restarts=True,
+        ) as server,
+        connections(server, 8) as clients,
+    ):
+        others, before = workers(server), engine_pids(server)
+        thread, answers = in_background(server, clients, ENDLESS | {"max_tokens": 30})
+        requests = engine_of(server)
+        victim = next(iter(requests))
+        os.kill(victim, signal.SIGKILL)
+        wait_until(lambda: "is ready again" in server.said(), 60, "a log line")
+        assert thread.is_alive()  # the other engine still holds its requests
+        assert all(each.get("/ready").status_code == 200 for each in clients)
+        (successor,) = engine_pids(server) - before
+        held.unlink()
+        thread.join(60)
+        texts = [each.text for each in answers]
+        num_failed = sum('"code": "engine_dead"' in text for text in texts)
+        num_whole = sum('"finish_reason":"length"' in text for text in texts)
+        assert (num_failed, num_whole) == (requests[victim], 8 - requests[victim])
+
+        def all_answer() -> bool:
+            answers = ask_from_all(clients, {"prompt": [5] * 8, "max_tokens": 2})
+            assert all(getattr(each, "status_code", 0) == 200 for each in answers)
+            return engine_of(server)[successor] > 0
+
+        wait_until(all_answer, 60, "a request of the new engine")
+        ids = [note.split()[1] for note in server.notes() if note.startswith("submit")]
+        assert len(set(ids)) == len(ids), "the new engine got ids of the old one"
+        server.process.send_signal(signal.SIGTERM)
+        assert all_ended(server, others) == 0
+        assert server.notes().count("drained") == 2
+
+
+@pytest.mark.slow
+def test_replica_that_cannot_start_again_ends_the_server(tmp_path: Path) -> None:
+    failing = tmp_path / "failing"
+    engine = {"fails": "no memory", "fails_with": str(failing)}
+    with running(tmp_path, engine=engine, num_engines=2, restarts=True) as server:
+        failing.touch()
+        os.kill(min(engine_pids(server)), signal.SIGKILL)
+        assert server.process.wait(60) == 1
+        assert "of 2 died: no memory" in server.complaints()

@@ -38,6 +38,15 @@ def test_server_that_fails_often_stays_down() -> None:
     assert fail() == 1
 
 
+def test_engines_and_the_server_share_the_number_of_restarts() -> None:
+    restarts = Restarts(lambda: 0.0)
+    assert [restarts.count_one() for _ in range(MAX_RESTARTS + 1)] == [True] * MAX_RESTARTS + [
+        False
+    ]
+    restarts.port = 8123
+    assert restarts.next_port(True) is None
+
+
 def test_dead_engine_is_followed_by_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[int] = []
 

@@ -91,7 +91,9 @@ class LimitSettings(Settings):
         le=65536,
     )
     restart_engine: bool = setting(
-        False, "running", "Restart the server when the engine or an API worker dies."
+        False,
+        "running",
+        "Restart one of several engines that dies, or the server if it cannot go on.",
     )
     drain_timeout: float = setting(
         300.0,

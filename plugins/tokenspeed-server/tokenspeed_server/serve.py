@@ -116,7 +116,11 @@ def _run_once(config: ServerConfig, catalog: Catalog, hooks: Hooks, restarts: Re
             _worker_program(settled, catalog, each, memory, replicas, response_store=str(store))
             for each in others
         ]
-        return serve(worker, Supervisor(engines, workers, replicas))
+        may_restart = config.restart_engine and settled.parallel_sizes().num_sharing == 1
+        supervisor = Supervisor(
+            engines, workers, replicas, lambda: may_restart and restarts.count_one()
+        )
+        return serve(worker, supervisor)
 
 
 class Restarts:
@@ -133,13 +137,17 @@ class Restarts:
 
         A server that did not become ready would fail again, and so would one that failed often.
         """
+        port, self.port = self.port, None
+        return port if is_allowed and self.count_one() else None
+
+    def count_one(self) -> bool:
+        """Count a restart, of the server or of one of its engines. Return whether it is allowed."""
         now = self._clock()
         self._times = [each for each in self._times if now - each < RESTART_SECONDS]
-        port, self.port = self.port, None
-        if not is_allowed or len(self._times) >= MAX_RESTARTS:
-            return None
+        if len(self._times) >= MAX_RESTARTS:
+            return False
         self._times.append(now)
-        return port
+        return True
 
 
 def _warn_if_open(config: ServerConfig) -> None:

@@ -6,12 +6,13 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tokenspeed_core.commands.serving import (
     EngineDeadError,
     EngineProcess,
     Program,
+    State,
     Subprocess,
     start_subprocess,
 )
@@ -39,12 +40,16 @@ class Supervised:
         """Start the other processes."""
 
     async def watch_engines(self, engines: EngineReplicas) -> None:
-        """Tell the clients when their engines' processes end. Raises EngineDeadError if others still run."""
+        """Tell the clients when their engines' processes end, and connect them to those that replace them."""
         reader = asyncio.StreamReader()
         protocol = asyncio.StreamReaderProtocol(reader)
         await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, os.fdopen(self._pipe))
         while line := await reader.readline():
-            engines.clients[int(line)].die("its process ended")
+            number, *address = line.decode().rstrip("\n").split(" ", 1)
+            if address:
+                engines.replace(int(number), address[0])
+            else:
+                engines.clients[int(number)].die("its process ended")
         # If the user stopped the server, a signal was sent before the pipe was closed, but the loop may
         # report it later.
         await asyncio.sleep(SIGNAL_SECONDS)
@@ -68,9 +73,14 @@ class Supervisor(Supervised):
         engines: Sequence[Program],
         workers: Sequence[Program],
         memory: ReplicaMemory | None = None,
+        may_restart: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Make the folders of the sockets. `memory` is shared with the workers. Raises CapacityError."""
+        """Make the folders of the sockets. `memory` is shared with the workers. Raises CapacityError.
+
+        `may_restart` says whether one of several engines that was ready and died starts again, while others go on.
+        """
         num_workers = 1 + len(workers)
+        self._engine_programs, self._may_restart = tuple(engines), may_restart
         self._engines = [EngineProcess(each, num_workers) for each in engines]
         self._programs = tuple(workers)
         addresses = [engine.addresses[0] for engine in self._engines]
@@ -103,21 +113,40 @@ class Supervisor(Supervised):
         raise EngineDeadError(reason)
 
     async def watch_engines(self, engines: EngineReplicas) -> None:
-        """Tell the clients when their engines' processes end. Raises EngineDeadError if others still run."""
+        """Tell the clients when their engines' processes end, and start them again if that is allowed.
+
+        Raises EngineDeadError if one ended for good, and others still run.
+        """
         numbers = range(len(self._engines))
         await asyncio.gather(*(self._watch_engine(number, engines) for number in numbers))
 
     async def _watch_engine(self, number: int, engines: EngineReplicas) -> None:
-        client = engines.clients[number]
-        await self._engines[number].watch(client)
-        await asyncio.sleep(0)  # `engines` may be dead now
-        if self._is_retiring or self._is_stopping or engines.dead.done():
-            return
-        for worker in self._workers:
-            worker.tell(str(number))
-        reason = f"{engines.name_of(number)} died: {client.dead.result()}"
-        log.error("%s; the server ends when the others have answered", reason)
-        raise EngineDeadError(reason)
+        while True:
+            client = engines.clients[number]
+            await self._engines[number].watch(client)
+            await asyncio.sleep(0)  # `engines` may be dead now
+            if self._is_retiring or self._is_stopping or engines.dead.done():
+                return
+            for worker in self._workers:
+                worker.tell(str(number))
+            reason = f"{engines.name_of(number)} died: {client.dead.result()}"
+            if self._is_draining or not client.ready.done() or not self._may_restart():
+                log.error("%s; the server ends when the others have answered", reason)
+                raise EngineDeadError(reason)
+            log.error("%s; it starts again while the others go on", reason)
+            await self._restart(number, engines)
+
+    async def _restart(self, number: int, engines: EngineReplicas) -> None:
+        """Start an engine again. All workers connect to its new sockets."""
+        engine = EngineProcess(self._engine_programs[number], 1 + len(self._workers))
+        self._engines[number] = engine
+        for worker, address in zip(self._workers, engine.addresses[1:], strict=True):
+            worker.tell(f"{number} {address}")
+        client = engines.replace(number, engine.addresses[0])
+        client.ready.add_done_callback(
+            lambda _: log.info("%s is ready again", engines.name_of(number))
+        )
+        await engine.start(client)
 
     def ask_to_stop(self, number: signal.Signals) -> None:
         """Have the other workers drain (SIGTERM) or end at once (SIGINT)."""
@@ -132,7 +161,7 @@ class Supervisor(Supervised):
             return  # the engines may have requests of a worker that died
         self._is_retiring = True
         pairs = zip(self._engines, engines.clients, strict=True)
-        drains = (engine.drain(client) for engine, client in pairs if not client.dead.done())
+        drains = (engine.drain(client) for engine, client in pairs if client.state is State.READY)
         await asyncio.gather(*drains)
 
     async def stop(self) -> None:

@@ -19,6 +19,7 @@ from tokenspeed_core.commands.serving import (
     State,
     Submit,
     TokenLogprobs,
+    WorkerReady,
 )
 from tokenspeed_server.replicas.memory import ReplicaMemory, prefix_digests
 from tokenspeed_server.replicas.router import ReplicaLoad, choose
@@ -27,7 +28,8 @@ from tokenspeed_server.replicas.router import ReplicaLoad, choose
 class EngineReplicas:
     """The clients of all replicas. With one replica, requests go to it without a look at their prefixes.
 
-    `ready` is done when all replicas are; `dead` when none is left, or when one could not start.
+    `ready` is done when all replicas are; `dead` when none is left, or when one could not start. A replica that died may
+    be replaced: it gets requests again when its engine is ready.
     """
 
     def __init__(
@@ -39,19 +41,19 @@ class EngineReplicas:
     ) -> None:
         """Connect to the addresses of the replicas' sockets. Needs a running event loop."""
         self.delivery = Delivery()
-        self.clients = [EngineClient(each, clock, worker, self.delivery) for each in addresses]
+        self._clock = clock
+        self._worker = worker
+        self.clients = [self._connect(each) for each in addresses]
+        self._ids = self.clients[0]  # allocates sequence ids, even if it was replaced
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self.dead: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.on_heartbeat: Callable[[int, Heartbeat], None] = lambda replica, heartbeat: None
         self._memory = memory or ReplicaMemory(1, len(addresses))
-        self._worker = worker
         self._prefills: dict[int, tuple[int, int]] = {}  # sequence: replica, tokens to compute
         self._num_prefill = [0] * len(addresses)
         self._num_computed = [0] * len(addresses)
-        for replica, client in enumerate(self.clients):
-            client.on_heartbeat = partial(self._note_heartbeat, replica)
-            client.ready.add_done_callback(self._note_ready)
-            client.dead.add_done_callback(partial(self._note_death, replica))
+        for replica in range(len(addresses)):
+            self._watch(replica)
 
     @property
     def state(self) -> State:
@@ -77,7 +79,7 @@ class EngineReplicas:
 
     def take_ids(self, count: int) -> int:
         """Allocate `count` consecutive sequence ids, unique among replicas, and return the first."""
-        return self.clients[0].take_ids(count)
+        return self._ids.take_ids(count)
 
     def submit(self, request: Submit, sinks: Sequence[Sink]) -> None:
         """Send a request to a replica; `sinks[i]` gets the tokens of sequence i. Raises RequestFailedError."""
@@ -120,6 +122,15 @@ class EngineReplicas:
         for client in self.clients:
             client.send(message)
 
+    def replace(self, replica: int, address: str) -> EngineClient:
+        """Connect to a new engine in place of a dead one, and return the client."""
+        self.clients[replica].close()
+        self.clients[replica] = client = self._connect(address)
+        self._watch(replica)
+        self._memory.forget(replica)  # the cache of the new engine is empty
+        client.send(WorkerReady())
+        return client
+
     def fail_all(self, error: RequestFailedError) -> None:
         """Abort all sequences; their sinks get the error."""
         for client in self.clients:
@@ -137,16 +148,27 @@ class EngineReplicas:
 
     def why_unhealthy(self) -> str | None:
         """Return why a replica that gets requests is unhealthy, or None."""
+        is_serving = any(client.state is State.READY for client in self.clients)
         reasons = [
             (client.why_unhealthy(), replica)
             for replica, client in enumerate(self.clients)
-            if client.state is not State.DEAD or self.dead.done()
+            if client.state is State.READY or not is_serving
         ]
         for reason, replica in reasons:
             if reason is not None:
                 is_one = len(self.clients) == 1
                 return reason if is_one else f"{self.name_of(replica)}: {reason}"
         return None
+
+    def _connect(self, address: str) -> EngineClient:
+        return EngineClient(address, self._clock, self._worker, self.delivery)
+
+    def _watch(self, replica: int) -> None:
+        """Note the events of a replica's client."""
+        client = self.clients[replica]
+        client.on_heartbeat = partial(self._note_heartbeat, replica)
+        client.ready.add_done_callback(self._note_ready)
+        client.dead.add_done_callback(partial(self._note_death, replica))
 
     def _loads(self) -> list[ReplicaLoad | None]:
         """Return the loads of the replicas; None for one that is dead, or stuck while another one runs."""
