@@ -306,10 +306,9 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     """Load the tokenizer of a checkpoint directory. Raises CheckpointError."""
     file = folder / "tokenizer.json"
     if not file.is_file():
-        old = next(
-            (name for name in ("tokenizer.model", "vocab.json") if (folder / name).is_file()), None
-        )
-        found = f"only {old}, an older format" if old else "no tokenizer"
+        names = ("tokenizer.model", "vocab.json", "tiktoken.model")
+        other = next((name for name in names if (folder / name).is_file()), None)
+        found = f"only {other}, another format" if other else "no tokenizer"
         raise CheckpointError(
             f"{folder} has {found}; tokenizer.json is needed. Write one with transformers "
             f"(AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained(...)), point --tokenizer at a "
