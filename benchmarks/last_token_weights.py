@@ -1,6 +1,8 @@
-"""A load format of dummy weights with which the next token depends on the last token only, at the usual cost.
+"""A load format of dummy weights with which the next token is known, at the usual cost of a step.
 
-The output projections of attention and MLP are zero, so the rounding of a step with more tokens changes few choices.
+The output projections of attention and MLP are zero, so a token's hidden state is its embedding. The output head has
+the embeddings of the previous tokens, so token i is followed by i + 1, by a margin that no rounding closes. With tied
+embeddings token i is followed by itself.
 """
 
 from __future__ import annotations
@@ -20,12 +22,19 @@ LAST_TOKEN = LoadFormat(name="last_token", load="last_token_weights:read", detec
 def read(
     path: str, model: Any, report: Callable[[int, int], None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield dummy weights, with zeros for `o_proj` and `down_proj`. Raises ValueError as `read_dummy` does."""
+    """Yield dummy weights, changed as described above. Raises ValueError as `read_dummy` does."""
     from tokenspeed_models.loading.dummy import read_dummy
 
+    embedding: torch.Tensor | None = None
     for name, weight in read_dummy(path, model, report):
-        is_output = name.endswith(("o_proj.weight", "down_proj.weight"))
-        yield name, weight.zero_() if is_output else weight
+        if name == "model.embed_tokens.weight":
+            embedding = weight
+        if name == "lm_head.weight" and embedding is not None:
+            yield name, embedding.roll(1, dims=0)
+        elif name.endswith(("o_proj.weight", "down_proj.weight")):
+            yield name, weight.zero_()
+        else:
+            yield name, weight
 
 
 def install(site: Path) -> None:

@@ -116,7 +116,7 @@ def test_verification_is_timed_after_a_check() -> None:
     _, check, plain, drafted, user, _ = map(json.loads, done.stdout.splitlines())
     assert check["accepted"] > 0
     assert (plain["ratio"], drafted["drafts"]) == (1.0, 3)
-    assert user["equal_tokens"] == 24
+    assert user["drafts_per_step"] > 0
 
 
 def test_prefill_budget_is_simulated_in_virtual_time() -> None:
