@@ -1,6 +1,6 @@
 """Time tilings of the Triton attention kernel, to choose the fixed ones.
 
-    python benchmarks/attention_tilings.py [--cases drafts decode prefill]
+    python benchmarks/attention_tilings.py [--cases drafts decode prefill] [--match "1 x 1024"]
 
 "drafts" are decode rows that verify draft tokens, in steps like captured ones. Needs a CUDA device. Prints the
 tilings of each case from fastest to slowest.
@@ -28,9 +28,9 @@ DECODE = [
     Tiling(16, n, warps, stages) for n, warps, stages in product((32, 64, 128), (2, 4), (2, 3, 4))
 ]
 DRAFTS = [
-    Tiling(m, n, warps, 3, min_split, num_merged)
-    for m, n, warps, min_split, num_merged in product(
-        (16, 64), (32, 64), (4, 8), (64, 128, 256), (8, 16)
+    Tiling(16, 64, warps, 3, min_split, num_merged)
+    for (warps, num_merged), min_split in product(
+        ((2, 4), (4, 4), (2, 8), (4, 8), (4, 16), (4, 32)), (64, 128, 256)
     )
 ]
 PREFILL = [
@@ -60,6 +60,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
+    parser.add_argument("--match", default="", help="part of the names of cases to time")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device, and torch finds none")
@@ -71,6 +72,8 @@ def main() -> None:
             phase, H, K, D, "bfloat16", "bfloat16", BLOCK_SIZE, D**-0.5, None
         )
         for name, num_queries, seq_lens in CASES[kind]:
+            if options.match not in name:
+                continue
             step, num_blocks = attention_step(
                 num_queries, seq_lens, device, max_model_len=max_model_len
             )

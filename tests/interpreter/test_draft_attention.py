@@ -46,6 +46,33 @@ def test_rows_with_drafts_share_one_tile_each(
     compare("drafts", problem, out[:count], fixture.expected)
 
 
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(
+    ("num_kv_heads", "rows", "num_tiles"),
+    [(2, Rows((5,), (301,)), 3), (1, Rows((2, 0, 3), (700, 0, 3)), 6), (1, Rows((9,), (1024,)), 5)],
+)
+def test_queries_of_few_rows_have_several_tiles(
+    num_kv_heads: int, rows: Rows, num_tiles: int, window: int | None
+) -> None:
+    problem = AttentionProblem(
+        "decode", 4 * num_kv_heads, num_kv_heads, 64, "float32", "float32", 16, 0.125, window
+    )
+    fixture = make_fixture(problem, rows, CPU, seed=0)
+    step = replace(fixture.step, max_seq_len=2048, host_query_start=None, host_seq_lens=None)
+    fixture = replace(fixture, step=step)
+    kernel = TritonAttention(problem, replace(limits_of(fixture), max_model_len=2048), CPU)
+    kernel.prepare(step)
+    assert kernel._launch is not None
+    assert kernel._launch.num_tiles == num_tiles
+    assert kernel._launch.num_splits > 1
+    for _ in range(
+        2
+    ):  # the first run leaves the counts of arrived programs as the second needs them
+        out = torch.full(fixture.q.shape, float("nan"))
+        run(kernel, fixture, out)
+        compare("spread drafts", problem, out, fixture.expected)
+
+
 @pytest.mark.parametrize(("dtype", "rows_of_tile"), [("bfloat16", 128), ("float32", 64)])
 def test_wide_groups_have_larger_tiles(dtype: str, rows_of_tile: int) -> None:
     problem = AttentionProblem("decode", 8, 1, 64, dtype, dtype, 16, 0.125, None)
@@ -54,4 +81,4 @@ def test_wide_groups_have_larger_tiles(dtype: str, rows_of_tile: int) -> None:
     kernel.prepare(fixture.step)
     assert kernel._launch is not None
     assert kernel._launch.tiling.block_m == rows_of_tile
-    assert kernel._launch.one_tile == (dtype == "bfloat16")
+    assert kernel._launch.is_decode == (dtype == "bfloat16")

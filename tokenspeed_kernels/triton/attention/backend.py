@@ -25,6 +25,7 @@ LONG_SPLIT = 4096
 # Programs per multiprocessor from which small tiles are fastest, without and with a shared prefix.
 MANY_PER_SM, MANY_SHARED_PER_SM = 3, 8
 FULL = 2  # programs per multiprocessor that keep it busy
+SPREAD = 1  # programs per multiprocessor, before splitting, up to which the queries of a row get several tiles
 WANTED = 4  # programs per multiprocessor that splitting aims at
 NUM_SLOTS = {"decode": 65536, "prefill": 16384}  # rows of tiles over all splits, by phase
 SMALL_STEP = 1024  # up to this many tokens, prompts get small tiles, so that there are enough tiles
@@ -55,9 +56,11 @@ class _Launch:
     """Parameters of the launch over all rows of a step."""
 
     num_tiles: int
+    num_row_tiles: int
+    num_tokens: int  # query tokens of a tile
     num_splits: int
     min_split: int
-    one_tile: bool
+    is_decode: bool
     tiling: Tiling
     shared: SharedLaunch | None
 
@@ -103,10 +106,14 @@ class TritonAttention:
         self._decode_overlapped = decode_tiling or (
             Tiling(16, 32, 2, 2) if wide else Tiling(16, 32, 2, 3)
         )
-        # With draft tokens, more rows are merged, so fewer parts.
+        # With draft tokens, more rows are merged, so fewer parts. Few rows get tiles that are merged in one pass.
+        self._spread = decode_tiling or (
+            Tiling(16, 32, 4, 2, 128, 8) if wide else Tiling(16, 64, 4, 3, 128, 8)
+        )
         self._drafts = decode_tiling or (
             Tiling(16, 32, 4, 2, 256, 8) if wide else Tiling(16, 64, 4, 3, 256, 16)
         )
+        self._spread_tokens = max(1, self._spread.num_merged // self._num_groups)
         self._prefill = prefill_tiling or (Tiling(64, 32, 4, 2) if wide else Tiling(128, 128, 8, 3))
         self._small = prefill_tiling or (Tiling(64, 32, 4, 2) if wide else Tiling(64, 64, 4, 2))
         self._pdl = supports_pdl()
@@ -118,7 +125,10 @@ class TritonAttention:
         num_slots = NUM_SLOTS[problem.phase]
         self._partial = torch.empty((num_slots, self._block_v), dtype=torch.float32, device=device)
         self._lse = torch.empty(num_slots, dtype=torch.float32, device=device)
-        num_counts = limits.max_num_rows * problem.num_kv_heads * (MERGED_PARTS + 1)
+        num_programs = max(
+            limits.max_num_rows * problem.num_kv_heads, SPREAD * self.num_multiprocessors
+        )
+        num_counts = num_programs * (MERGED_PARTS + 1)
         self._arrived = torch.zeros(num_counts, dtype=torch.int32, device=device)
         self.shared = SharedPrefix(problem, limits, device, self._block_d, self._block_v)
         self._first_layer: int | None = None  # the address of its keys
@@ -157,16 +167,27 @@ class TritonAttention:
         self._attend(self._step, self._launch, q, k_cache, v_cache, out, sinks)
 
     def _decode_launch(self, step: AttentionStep) -> _Launch:
+        num_row_tiles, programs = 1, step.num_rows * self._problem.num_kv_heads
         block_m = self._decode_rows(step.max_num_query)
-        programs = step.num_rows * self._problem.num_kv_heads
+        num_tokens = block_m // self._num_groups
+        spread = -(-step.max_num_query // self._spread_tokens)
+        is_spread = step.max_num_query > 1 and (
+            programs * spread <= SPREAD * self.num_multiprocessors
+        )
+        if is_spread:
+            num_row_tiles, num_tokens, programs = spread, self._spread_tokens, programs * spread
+            block_m = self._decode_rows(num_tokens)
         room = self._lse.shape[0] // (programs * block_m)
         may_share = (
             self._options.shared_prefix and step.shares_prefix and step.max_num_query == 1 and room
         )
         shared = self.shared.launch(step.num_rows) if may_share else None
-        tiling = self._drafts_tiling(block_m)
-        if block_m == self._decode.block_m:
+        if is_spread:
+            tiling = self._spread
+        elif block_m == self._decode.block_m:
             tiling = self._decode_tiling(programs, step, is_shared=shared is not None)
+        else:
+            tiling = self._drafts_tiling(block_m)
         tiling = replace(tiling, block_m=block_m)
         if programs >= FULL * self.num_multiprocessors:
             # No more splits than the longest row needs: an empty split takes time too.
@@ -177,7 +198,16 @@ class TritonAttention:
             MAX_SPLITS, -(-self._max_model_len // min_split), room, self._options.max_splits
         )
         splits = max(1, min(splits, max_splits))
-        return _Launch(step.num_rows, splits, min_split, True, tiling, shared)
+        return _Launch(
+            step.num_rows * num_row_tiles,
+            num_row_tiles,
+            num_tokens,
+            splits,
+            min_split,
+            True,
+            tiling,
+            shared,
+        )
 
     def _decode_tiling(self, programs: int, step: AttentionStep, *, is_shared: bool) -> Tiling:
         """Return the fastest measured tiling for this number of programs. The caller sets its rows."""
@@ -194,8 +224,9 @@ class TritonAttention:
 
     def _prefill_launch(self, step: AttentionStep) -> _Launch:
         tiling = self._small if step.num_tokens <= SMALL_STEP else self._prefill
-        num_tiles = step.num_tokens // (tiling.block_m // self._num_groups) + step.num_rows
-        return _Launch(num_tiles, 1, 0, False, tiling, None)
+        num_tokens = tiling.block_m // self._num_groups
+        num_tiles = step.num_tokens // num_tokens + step.num_rows
+        return _Launch(num_tiles, 1, num_tokens, 1, 0, False, tiling, None)
 
     def _decode_rows(self, num_query: int) -> int:
         """Return the tile rows needed for all queries of a row."""
@@ -228,6 +259,7 @@ class TritonAttention:
             step.seq_lens,
             step.block_table,
             step.num_rows,
+            launch.num_row_tiles,
             launch.num_splits,
             launch.shared.num_shared_splits if launch.shared else 0,
             launch.min_split,
@@ -248,8 +280,9 @@ class TritonAttention:
             BLOCK_SIZE=problem.block_size,
             BLOCK_M=tiling.block_m,
             BLOCK_N=tiling.block_n,
+            TOKENS=launch.num_tokens,
             SPLIT=launch.is_merged,
-            ONE_TILE=launch.one_tile,
+            IS_DECODE=launch.is_decode,
             HAS_WINDOW=problem.window is not None,
             IS_CHUNKED=problem.is_chunked,
             SOFT_CAP=soft_cap(problem),

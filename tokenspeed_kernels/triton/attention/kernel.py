@@ -164,27 +164,29 @@ def _merge_parts(
 ):
     """Merge up to PARTS partial results of some query heads, stored at origin + place + part * stride.
 
-    Returns the merged values [heads, BLOCK_V] and their log-sum-exps [heads].
+    Returns the merged values [heads, BLOCK_V] and their log-sum-exps [heads]. A thread has the same elements of all
+    parts, so it merges them without the others.
     """
-    part = tl.arange(0, PARTS)
-    is_one = part < num_parts
-    cell = part[:, None] * stride + place[None, :]
-    # `.cg` bypasses the L1 cache, which may not have the writes of other multiprocessors.
-    lse = tl.load(
-        lse_ptr + origin + cell, mask=is_one[:, None], other=float("-inf"), cache_modifier=".cg"
-    )
-    cells = (
-        partial_ptr
-        + origin * BLOCK_V
-        + (cell[:, :, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, None, :])
-    )
-    partial = tl.load(cells, mask=is_one[:, None, None], other=0.0, cache_modifier=".cg")
-    highest = tl.max(lse, axis=0)
-    base = tl.where(highest == float("-inf"), 0.0, highest)
-    weight = tl.exp2(lse - base[None, :])
-    total = tl.sum(weight, axis=0)
-    acc = tl.sum(partial * weight[:, :, None], axis=0) / tl.where(total == 0.0, 1.0, total)[:, None]
-    return acc, tl.where(total == 0.0, float("-inf"), base + tl.log2(total))
+    column = tl.arange(0, BLOCK_V)
+    highest = tl.full(place.shape, float("-inf"), dtype=tl.float32)
+    total = tl.zeros(place.shape, dtype=tl.float32)
+    acc = tl.zeros([place.shape[0], BLOCK_V], dtype=tl.float32)
+    for part in tl.static_range(PARTS):
+        cell = origin + part * stride + place
+        is_one = (place >= 0) & (part < num_parts)
+        # `.cg` bypasses the L1 cache, which may not have the writes of other multiprocessors.
+        lse = tl.load(lse_ptr + cell, mask=is_one, other=float("-inf"), cache_modifier=".cg")
+        cells = partial_ptr + cell[:, None] * BLOCK_V + column[None, :]
+        partial = tl.load(cells, mask=is_one[:, None], other=0.0, cache_modifier=".cg")
+        new_highest = tl.maximum(highest, lse)
+        base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        keep = tl.exp2(highest - base)
+        weight = tl.exp2(lse - base)
+        total = total * keep + weight
+        acc = acc * keep[:, None] + partial * weight[:, None]
+        highest = new_highest
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    return acc, tl.where(total == 0.0, float("-inf"), highest + tl.log2(total))
 
 
 @triton.jit
@@ -273,7 +275,7 @@ def _merge(
 
 
 _VARYING = ["num_rows", "num_splits", "num_shared_splits", "min_split", "window"]
-_INDICES = ["query_start_ptr", "seq_lens_ptr", "table_ptr"]
+_INDICES = ["query_start_ptr", "seq_lens_ptr", "table_ptr", "num_row_tiles"]
 
 
 @precompile.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INDICES)
@@ -293,6 +295,7 @@ def attend(
     seq_lens_ptr,
     table_ptr,
     num_rows,
+    num_row_tiles,
     num_splits,
     num_shared_splits,
     min_split,
@@ -316,8 +319,9 @@ def attend(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    TOKENS: tl.constexpr,
     SPLIT: tl.constexpr,
-    ONE_TILE: tl.constexpr,
+    IS_DECODE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     IS_CHUNKED: tl.constexpr,
     SOFT_CAP: tl.constexpr,
@@ -330,14 +334,14 @@ def attend(
 ):
     """Attend to the paged keys of each row. Grid (tiles, KV heads, splits).
 
-    A tile holds TOKENS = BLOCK_M // G query tokens, each with the G query heads of a KV head. Heads have D elements in
+    A tile holds TOKENS <= BLOCK_M // G query tokens, each with the G query heads of a KV head. Heads have D elements in
     keys and V in values; BLOCK_D and BLOCK_V are the next powers of two.
 
-    ONE_TILE: each row is one tile. Otherwise a tile searches for its row: the tiles of row i start at
-    query_start[i] // TOKENS + i, and the few surplus tiles return at once. The caches have the same stride between
-    blocks.
+    IS_DECODE: each row has `num_row_tiles` tiles, of which those without queries return at once. Otherwise a tile
+    searches for its row: the tiles of row i start at query_start[i] // TOKENS + i, and the few surplus tiles return at
+    once. The caches have the same stride between blocks.
 
-    SPLIT (requires ONE_TILE): a row's keys are split into up to `num_splits` parts of at least `min_split` keys. If
+    SPLIT (requires IS_DECODE): a tile's keys are split into up to `num_splits` parts of at least `min_split` keys. If
     there are several parts, each program writes its result to its own slice of `partial` and `lse` and counts itself
     in `arrived`, which is zero before and after. Groups of PARTS programs are merged first: the last program of a group
     merges the group, and the last group's program merges the groups. Each pass merges MEMBERS of a tile's query rows.
@@ -355,12 +359,11 @@ def attend(
         if not SHARED:
             gdc_wait()
         gdc_launch_dependents()
-    TOKENS: tl.constexpr = BLOCK_M // G
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    if ONE_TILE:
-        row = tl.program_id(0)
-        tile = 0
+    if IS_DECODE:
+        row = tl.program_id(0) // num_row_tiles
+        tile = tl.program_id(0) % num_row_tiles
     else:
         # Later tiles see more keys. Start with those.
         wanted = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -499,6 +502,7 @@ def attend(
             arrived_ptr += pair * (PARTS + 1)
             group = split // PARTS
             num_groups = tl.cdiv(num_parts, PARTS)
+            num_members = tl.minimum(num_queries - first_query, TOKENS) * G
             count = tl.minimum(num_parts - group * PARTS, PARTS)
             if tl.atomic_add(arrived_ptr + group, 1, sem="acq_rel") == count - 1:
                 tl.store(arrived_ptr + group, 0)
@@ -510,7 +514,7 @@ def attend(
                         lse_ptr,
                         origin + group * PARTS * BLOCK_M,
                         count,
-                        num_queries * G,
+                        num_members,
                         BLOCK_M,
                         BLOCK_V,
                         MEMBERS,
@@ -542,8 +546,8 @@ def attend(
                         num_shared,
                         row,
                         kv_head,
-                        start_token,
-                        num_queries * G,
+                        start_token + first_query,
+                        num_members,
                         out_stride_t,
                         out_stride_h,
                         G,
