@@ -126,22 +126,12 @@ def timed(call: Callable[[], Tensor], count: int) -> tuple[float, Tensor]:
 
 
 def other_tilings(product: Product) -> Iterator[Tiling]:
-    """Yield tilings whose warps have 4 to 32 loads of 16 bytes per thread in flight."""
-    for block_n, steps, warps in (
-        (16, 1, 8),
-        (16, 2, 4),
-        (16, 2, 8),
-        (16, 4, 4),
-        (16, 4, 8),
-        (16, 8, 4),
-        (16, 8, 8),
-        (16, 2, 16),
-        (16, 4, 16),
-        (32, 2, 8),
-        (32, 4, 8),
-    ):
-        if 32 * steps * warps <= product.length and steps * (2 if product.gated else 1) <= 8:
-            yield Tiling(block_n, steps, warps)
+    """Yield tilings whose warps have 8 to 32 loads of 16 bytes per thread in flight."""
+    for steps, warps in ((2, 8), (4, 4), (4, 8), (8, 4), (8, 8)):
+        if steps * warps < (32 if product.gated else 16) or steps * (1 + product.gated) >= 4:
+            last = max(0, product.length // (32 * steps * warps) - 1)
+            for num_fetched in sorted({0, 1, min(3, last), min(4, last)}):
+                yield Tiling(16, steps, warps, num_fetched)
 
 
 def precompile_tilings(layers: Layers, rows: list[int]) -> None:
@@ -189,16 +179,34 @@ def measure(shape: str, rows: list[int], *, with_tilings: bool) -> None:
                 f"    {product.name:8} floor {floor:6.2f}, torch {torchs:6.2f}, few {few:6.2f}",
                 flush=True,
             )
-    for index, product in enumerate(layers.products if with_tilings else ()):
-        for tiling in other_tilings(product):
-            tried = [*tilings[:index], tiling, *tilings[index + 1 :]]
-            times = [
-                timed(partial(layers.few_rows, random(num_rows, hidden), tried), count)[0]
-                for num_rows in rows
-            ]
-            wrong = error(product, rows[0], tiling)
-            took = ", ".join(f"{time:.2f}" for time in times)
-            print(f"  {product.name} {tiling}: {took}, wrong by {wrong:.4f}", flush=True)
+    if with_tilings:
+        measure_tilings(layers, rows, tilings)
+
+
+def measure_tilings(layers: Layers, rows: list[int], tilings: list[Tiling]) -> None:
+    """Time other tilings of each linear layer, and the fastest of all together."""
+    count, hidden = len(layers.weights), layers.products[0].length
+    for num_rows in rows:
+        x, fastest = random(num_rows, hidden), list(tilings)
+        for index, product in enumerate(layers.products):
+            results = []
+            for tiling in other_tilings(product):
+                if not (wrong := error(product, num_rows, tiling)) < TOLERANCE:
+                    raise SystemExit(f"{product.name} {num_rows} {tiling}: error {wrong}")
+                tried = [*tilings[:index], tiling, *tilings[index + 1 :]]
+                took, _ = timed(partial(layers.few_rows, x, tried), count)
+                results.append((took, tiling))
+            results.sort(key=lambda result: result[0])
+            fastest[index] = results[0][1]
+            print(f"  {num_rows} rows, {product.name}:", flush=True)
+            for took, tiling in results:
+                print(
+                    f"    {took:7.2f}  {tiling.block_n} {tiling.steps} {tiling.num_warps} "
+                    f"{tiling.num_fetched}",
+                    flush=True,
+                )
+        took, _ = timed(partial(layers.few_rows, x, fastest), count)
+        print(f"  {num_rows} rows, the fastest of each together: {took:.2f} us", flush=True)
 
 
 def each(

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import pytest
 import torch
-from tokenspeed_testing.conformance import poisoned_memory
+from tokenspeed_testing.conformance import make_inputs, poisoned_memory
+from tokenspeed_testing.shapes import contract_of
 from torch.nn import functional
 
+from tokenspeed_kernels.descriptors import TRITON_LINEAR
+from tokenspeed_kernels.reference import fused_linear
+from tokenspeed_kernels.triton.fused.fused_block import few_rows_block
 from tokenspeed_kernels.triton.linear.few_rows import Tiling, few_rows_tiling, multiply
 
 pytestmark = pytest.mark.interpreter
@@ -49,3 +55,14 @@ def test_few_rows_are_multiplied(
             x, weight, bias, y, tiling, gated=activation is not None, is_gelu=activation == "gelu"
         )
     assert float((y.double() - expected).norm() / expected.norm()) < 1e-3
+
+
+def test_fused_block_has_a_kernel_for_each_layer() -> None:
+    sizes = {"in_size": 96, "hidden_size": 128, "intermediate_size": 160, "out_size": 192}
+    problem = {**sizes, "max_rows": 64, "dtype": "float16"}
+    (spec,) = (spec for spec in TRITON_LINEAR if spec.op == "fused_block")
+    given = make_inputs(contract_of(spec), problem, 5, torch.device("cpu"), strided=True)
+    expected = fused_linear.fused_block(problem)(*(copy(value) for value in given.values()))
+    found = few_rows_block(problem)(*given.values())
+    for got, want in zip(found, expected, strict=True):
+        assert float((got.double() - want.double()).norm() / want.double().norm()) < 2e-3

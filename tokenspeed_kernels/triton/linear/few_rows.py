@@ -1,4 +1,4 @@
-"""Linear layers for 2 to 16 tokens, as in steps that verify the draft tokens of a sequence.
+"""Linear layers for 2 to 8 tokens, as in steps that verify the draft tokens of a sequence.
 
 With so few tokens a linear layer is bound by reading its weight, as for one token (`gemv`).
 """
@@ -13,26 +13,35 @@ import triton
 from torch import Tensor
 
 from tokenspeed_core.api import Problem
+from tokenspeed_kernels.reference.fused_linear import AddNormLinear
 from tokenspeed_kernels.triton import precompile
 from tokenspeed_kernels.triton.linear.few_rows_kernel import few_rows
+from tokenspeed_kernels.triton.norm.rms_norm import sum_rms_norm
 from tokenspeed_kernels.triton.pdl import supports_pdl
 
-MAX_ROWS = 16
+MAX_ROWS = 8
+# Of a weight with more rows, torch's GEMM reads more per second.
+MAX_OUT_SIZE = 65536
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Weight rows per program (pairs of gate and up rows if gated), 32 features per warp and step, and warps."""
+    """Sizes of a program.
+
+    It has `block_n` rows of the weight (pairs of gate and up rows if gated). A chunk has 32 features per warp and step;
+    `num_fetched` chunks after the first are prefetched into the L2 cache before the input is available.
+    """
 
     block_n: int
     steps: int
     num_warps: int
+    num_fetched: int = 0
 
 
 def few_rows_tiling(in_size: int, *, gated: bool = False) -> Tiling:
-    """Return the tiling: eight warps, or fewer for short rows, with at least four loads of 16 bytes in flight."""
-    num_warps = max(1, min(8, triton.next_power_of_2(in_size) // 128))
-    return Tiling(16, 2 if gated else 4, num_warps)
+    """Return the tiling: up to eight warps, with 16 loads of 16 bytes per thread in flight."""
+    num_warps = max(1, min(8, triton.next_power_of_2(in_size) // 256))
+    return Tiling(16, 4 if gated else 8, num_warps)
 
 
 def linear(
@@ -49,8 +58,32 @@ def linear(
 
     blank = partial(precompile.blank, problem["dtype"])
     weight = blank(2 * out_size if gated else out_size, in_size)
-    for num_rows in (8, MAX_ROWS):
-        precompile.compile_for(apply, blank(num_rows, in_size), weight, None)
+    precompile.compile_for(apply, blank(MAX_ROWS, in_size), weight, None)
+    return apply
+
+
+def add_rms_norm_linear(
+    problem: Problem, *, gated: bool = False, is_gelu: bool = False
+) -> AddNormLinear:
+    """Return `apply(x, residual [T, I], norm_weight [I], eps, weight [O or 2O, I], bias) -> (y [T, O], x + residual)`.
+
+    The norm is a kernel of its own: computed by each program it would take longer than reading the weight. The weights
+    are loaded meanwhile.
+    """
+    norm = sum_rms_norm({"size": problem["in_size"], "dtype": problem["dtype"]})
+    product = linear(problem, gated=gated, is_gelu=is_gelu)
+
+    def apply(
+        x: Tensor,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        normed, total = norm(x, residual, norm_weight, eps)
+        return product(normed, weight, bias), total
+
     return apply
 
 
@@ -65,7 +98,7 @@ def multiply(
     is_gelu: bool = False,
     pdl: bool = False,
 ) -> None:
-    """Write y [T, O] = x [T, I] @ weight.T, weight [O or 2O, I], with the given gating.
+    """Write y [T, O] = x [T, I] @ weight.T for T <= 16, weight [O or 2O, I], with the given gating.
 
     Last dimensions are contiguous, and y is. With `pdl` the kernel may start before the previous one has finished.
     """
@@ -84,10 +117,11 @@ def multiply(
         GATED=gated,
         IS_GELU=is_gelu,
         HAS_BIAS=bias is not None,
-        BLOCK_T=8 if num_rows <= 8 else MAX_ROWS,
+        BLOCK_T=8 if num_rows <= 8 else 16,
         BLOCK_N=tiling.block_n,
         STEPS=tiling.steps,
         WARPS=tiling.num_warps,
+        FETCHED=tiling.num_fetched,
         PDL=pdl,
         num_warps=tiling.num_warps,
         num_stages=1,

@@ -13,6 +13,9 @@ import triton.language as tl
 
 from tokenspeed_kernels.triton import precompile
 from tokenspeed_kernels.triton.activation.gated import activated
+from tokenspeed_kernels.triton.pdl import fetch
+
+_LINE_BYTES = tl.constexpr(128)
 
 
 @triton.jit
@@ -85,6 +88,16 @@ def _load_tokens(
     return tl.reshape(values, (WARPS, 32 * STEPS, ROWS))
 
 
+@triton.jit
+def _fetch_weight(ptr, stride, first, num_rows, start, LENGTH: tl.constexpr, ROWS: tl.constexpr):
+    """Prefetch LENGTH features from `start` on of ROWS rows into the L2 cache."""
+    LINE: tl.constexpr = _LINE_BYTES * 8 // ptr.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = LENGTH // LINE
+    line = tl.arange(0, ROWS * LINES)
+    row = tl.minimum(first + line // LINES, num_rows - 1)
+    fetch(ptr + row.to(tl.int64) * stride + start + line % LINES * LINE)
+
+
 @precompile.jit(do_not_specialize=["T"])
 def few_rows(
     x_ptr,
@@ -103,6 +116,7 @@ def few_rows(
     BLOCK_N: tl.constexpr,
     STEPS: tl.constexpr,
     WARPS: tl.constexpr,
+    FETCHED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Write y [T, N] = x [T, K] @ w.T for T <= BLOCK_T. Grid (tiles of BLOCK_N rows of the weight).
@@ -111,7 +125,8 @@ def few_rows(
     requested before a chunk is multiplied.
     GATED: the weight is gate and up stacked, and the result is silu(gate) * up, or gelu(gate) * up, with intermediate
     results rounded like those of the separate ops.
-    PDL: the first weights, which no kernel writes, are loaded while the previous kernel is still running (see `pdl`).
+    PDL: while the previous kernel is still running, the first chunk of the weight, which no kernel writes, is loaded,
+    and the next FETCHED chunks are prefetched into the L2 cache (see `pdl`), which then stays this far ahead.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -124,6 +139,11 @@ def few_rows(
     if GATED:
         up = _load_weight(up_ptr, w_stride, first, N, 0, K, BLOCK_N, STEPS, WARPS, IS_WHOLE)
     if PDL:
+        for chunk in tl.static_range(1, FETCHED + 1):
+            if (chunk + 1) * CHUNK <= K:
+                _fetch_weight(w_ptr, w_stride, first, N, chunk * CHUNK, CHUNK, BLOCK_N)
+                if GATED:
+                    _fetch_weight(up_ptr, w_stride, first, N, chunk * CHUNK, CHUNK, BLOCK_N)
         tl.extra.cuda.gdc_wait()
     products = tl.zeros((WARPS, BLOCK_N, BLOCK_T), tl.float32)
     if GATED:
@@ -146,6 +166,11 @@ def few_rows(
                     WARPS,
                     IS_WHOLE,
                 )
+            if PDL and (chunk + FETCHED + 2) * CHUNK <= K and FETCHED > 0:
+                after = (chunk + FETCHED + 1) * CHUNK
+                _fetch_weight(w_ptr, w_stride, first, N, after, CHUNK, BLOCK_N)
+                if GATED:
+                    _fetch_weight(up_ptr, w_stride, first, N, after, CHUNK, BLOCK_N)
         x = _load_tokens(x_ptr, x_stride, T, chunk * CHUNK, K, BLOCK_T, STEPS, WARPS, IS_WHOLE)
         products = tl.dot(w, x, products)
         if GATED:
