@@ -372,7 +372,7 @@ def test_reply_may_start_with_reasoning_or_answer() -> None:
 
 @pytest.mark.parametrize("kind", [DirectFiller, ThreadFiller])
 def test_filler_abandons_slow_grammars(kind: type[DirectFiller | ThreadFiller]) -> None:
-    filler = kind(np.zeros((20, VOCAB_SIZE // 32), np.int32), max_seconds=0.01)
+    filler = kind(np.zeros((20, VOCAB_SIZE // 32), np.int32), max_seconds=0.1)
     grammars = {kind: Counting(kind.partition(" ")[0]) for kind in ("any", "slow", "slow 2")}
     names = ["any", "slow", "any", "slow 2", "slow", *["any"] * 9, "slow"]
     for _ in range(2):
