@@ -3,6 +3,7 @@
 There is one path: `StagedLayout.fill` writes a plan into a host buffer, one copy moves it to the device, and
 `begin_step` updates the slots' state there and derives positions, block tables and KV slots. A captured step uses the
 layout of its bucket and buffers that it keeps; an eager step uses a layout of exactly its size and new buffers.
+Only eager steps with draft tokens send columns of their own, since a layout with draft tokens has no rows of prompts.
 Nothing here waits for the device.
 """
 
