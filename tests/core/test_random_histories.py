@@ -44,6 +44,7 @@ arrivals = st.fixed_dictionaries(
             [np.zeros(0, np.int32), np.asarray([5, 11, 17], np.int32)]
         ),
         "cache_salt": st.sampled_from(["", "", "b"]),
+        "tenant": st.sampled_from(["", "", "a"]),
         "priority": st.sampled_from([0, 1, 2, MASKED]),
     }
 )

@@ -77,6 +77,83 @@ def test_short_request_overtakes_another_tenants_queue() -> None:
     assert len(world.finish) < 6
 
 
+def running(world: World) -> dict[str, int]:
+    """Return the number of running sequences of each tenant."""
+    sequences = world.scheduler.sequences
+    return {tenant: sequences.num_running_of(tenant) for tenant in "abc"}
+
+
+def test_late_tenant_takes_slots_from_the_busiest() -> None:
+    world = World(max_num_seqs=6, num_pages=200, max_model_len=100)
+    for i in range(1, 13):
+        world.submit(request(i, PROMPT, max_tokens=60, tenant="a"))
+    for _ in range(5):
+        world.step()
+    assert running(world) == {"a": 6, "b": 0, "c": 0}
+    for i in range(20, 26):
+        world.submit(request(i, PROMPT, max_tokens=60, tenant="b"))
+    for _ in range(12):
+        world.step()
+    assert running(world) == {"a": 3, "b": 3, "c": 0}
+    world.submit(request(30, PROMPT, max_tokens=1, tenant="c"))
+    for _ in range(8):
+        world.step()
+    assert 30 in world.finish
+    num_preemptions = world.scheduler.num_preemptions
+    for _ in range(10):
+        world.step()
+    assert sum(running(world).values()) == 6
+    assert world.scheduler.num_preemptions <= num_preemptions + 1, "shares are stable"
+    world.run()
+    assert len(world.finish) == 19
+
+
+def test_one_tenant_is_never_preempted_for_itself() -> None:
+    world = World(max_num_seqs=2, num_pages=200)
+    for i in range(1, 11):
+        world.submit(request(i, PROMPT, max_tokens=9, tenant="a"))
+    world.run()
+    assert world.scheduler.num_preemptions == 0
+
+
+def test_more_important_sequences_keep_their_slots() -> None:
+    world = World(max_num_seqs=4, num_pages=200, policy="priority")
+    for i in range(1, 5):
+        world.submit(request(i, PROMPT, max_tokens=30, tenant="a", priority=0))
+    for _ in range(4):
+        world.step()
+    world.submit(request(9, PROMPT, max_tokens=2, tenant="b", priority=5))
+    world.run()
+    assert world.scheduler.num_preemptions == 0
+    assert len(world.finish) == 5
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.integers(1, 30), st.integers(0, 6)),
+        min_size=1,
+        max_size=25,
+    ),
+    st.integers(1, 5),
+    st.sampled_from([12, 60]),
+)
+def test_every_sequence_of_every_tenant_ends(
+    submitted: list[tuple[str, int, int]], max_num_seqs: int, num_pages: int
+) -> None:
+    world = World(max_num_seqs=max_num_seqs, num_pages=num_pages)
+    for i, (tenant, max_tokens, num_steps) in enumerate(submitted, 1):
+        world.submit(request(i, PROMPT, max_tokens=max_tokens, tenant=tenant))
+        for _ in range(num_steps):
+            world.step()
+    world.run()
+    assert len(world.finish) == len(submitted)
+    for i, (_, max_tokens, _) in enumerate(submitted, 1):
+        world.check(i)
+        assert len(world.tokens[i]) == max_tokens
+    assert running(world) == {"a": 0, "b": 0, "c": 0}
+
+
 def test_tenants_share_no_cached_prefix() -> None:
     world = World()
     for i, tenant in ((1, "a"), (2, "b"), (3, "a"), (4, "")):

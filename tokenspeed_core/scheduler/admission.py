@@ -38,7 +38,7 @@ class Admission:
         self._policy = policy
         self._rows = rows
         self._counters = counters
-        self._queue = WaitingQueue(policy)
+        self._queue = WaitingQueue(policy, rows.sequences.num_running_of)
         self._refused: _Refused | None = None
 
     @property
@@ -50,6 +50,26 @@ class Admission:
     def push(self, sequence: Sequence) -> None:
         """Add a sequence to the queue."""
         self._queue.push(sequence)
+
+    def find_victim(self) -> int | None:
+        """Return the slot to preempt so that tenants get equal shares of the slots, None if they have.
+
+        A waiting tenant takes a slot from the one with the most, if that has at least two more. The victim is
+        the last sequence of that tenant in the policy's order, unless it ranks before the waiting one.
+        """
+        sequences = self._rows.sequences
+        if sequences.has_free_slot or sequences.num_tenants < 2 or self._first_waiting() is None:
+            return None
+        entry = self._queue.first()
+        assert entry is not None, "a sequence waits"
+        tenant = sequences.busiest_tenant()
+        if sequences.num_running_of(tenant) < sequences.num_running_of(entry.tenant) + 2:
+            return None
+        key, victim = max(
+            (self._queue.key_of(sequences.at(slot).sequence), slot)
+            for slot in sequences.slots_of(tenant)
+        )
+        return victim if key[0] >= entry.key[0] else None
 
     def plan(self, builder: StepPlanBuilder, budget: int, *, is_idle: bool) -> None:
         """Admit waiting sequences, with `budget` tokens for their first chunks. `is_idle`: no step is in flight."""

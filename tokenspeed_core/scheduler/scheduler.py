@@ -159,6 +159,9 @@ class Scheduler:
         if max_prefill_tokens is None or not self.limits.is_chunking:
             max_prefill_tokens = budget
         num_preemptions = self.num_preemptions
+        victim = self._admission.find_victim()
+        if victim is not None:
+            self.preempt(victim)
         if self.sequences.num_running:
             self._plan_running(builder, max_prefill_tokens)
         left = min(

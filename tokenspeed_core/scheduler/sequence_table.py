@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+import numpy as np
+
 from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.kv_cache.lease import BlockLease
 from tokenspeed_core.kv_cache.manager import KVManager
-from tokenspeed_core.scheduler.columns import SlotColumns
+from tokenspeed_core.scheduler.columns import VACANT, SlotColumns
 from tokenspeed_core.scheduler.lifecycle import (
     Admit,
     Decoding,
@@ -37,6 +39,7 @@ class SequenceTable:
         self._states: dict[int, State] = {}
         self._free_slots = list(range(len(columns.sequence_id) - 1, -1, -1))
         self._num_of_tenant: Counter[str] = Counter()
+        self._num_running_of: Counter[str] = Counter()
         self.num_waiting_tokens = 0  # prompt tokens of the sequences without a slot
         # Called with a slot before its sequence loses it.
         self.on_release: Callable[[int], None] | None = None
@@ -64,6 +67,24 @@ class SequenceTable:
         """Live sequences of a tenant."""
         return self._num_of_tenant[tenant]
 
+    @property
+    def num_tenants(self) -> int:
+        """Tenants with live sequences."""
+        return len(self._num_of_tenant)
+
+    def num_running_of(self, tenant: str) -> int:
+        """Sequences of a tenant with a slot."""
+        return self._num_running_of[tenant]
+
+    def busiest_tenant(self) -> str:
+        """Return the tenant with the most slots."""
+        return self._num_running_of.most_common(1)[0][0]
+
+    def slots_of(self, tenant: str) -> list[int]:
+        """Return the slots of a tenant. Looks at every running sequence."""
+        occupied = np.flatnonzero(self._columns.sequence_id != VACANT).tolist()
+        return [slot for slot in occupied if self.at(slot).sequence.request.tenant == tenant]
+
     def get(self, sequence_id: int) -> State | None:
         """Return a sequence's state; None if it finished or is unknown."""
         return self._states.get(sequence_id)
@@ -87,6 +108,7 @@ class SequenceTable:
     def admit(self, state: Waiting | Preempted, blocks: BlockLease, num_cached: int) -> int:
         """Give a sequence a slot, and blocks that hold its first `num_cached` tokens. Returns the slot."""
         slot = self._free_slots.pop()
+        self._num_running_of[state.sequence.request.tenant] += 1
         self._columns.occupy(slot, state.sequence, num_cached, blocks.capacity)
         self._move(state, Admit(Lease(slot, blocks)))
         return slot
@@ -125,6 +147,7 @@ class SequenceTable:
                 self.on_release(transition.released.slot)
             self._columns.vacate(transition.released.slot, sequence)
             self._free_slots.append(transition.released.slot)
+            self._num_running_of[sequence.request.tenant] -= 1
             if isinstance(event, End):
                 self._kv.end(transition.released.blocks)
             else:
@@ -141,4 +164,4 @@ class SequenceTable:
     def _forget_one_of(self, tenant: str) -> None:
         self._num_of_tenant[tenant] -= 1
         if not self._num_of_tenant[tenant]:
-            del self._num_of_tenant[tenant]
+            del self._num_of_tenant[tenant], self._num_running_of[tenant]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tokenspeed_core.api.policy import Policy, QueuedSequence
@@ -30,16 +31,21 @@ class WaitingQueue:
     """A heap of entries for each tenant. Entries of sequences that ended stay until they are popped.
 
     The first part of a policy's key is a rank. Among the tenants whose first entry has the lowest rank,
-    the one with the fewest admissions is next, so a tenant with many requests does not delay the others.
+    the one with the fewest running sequences, then the fewest admissions, is next, so a tenant with many
+    requests does not delay the others.
     With one tenant, the order is the policy's.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(
+        self, policy: Policy, num_running_of: Callable[[str], int] = lambda tenant: 0
+    ) -> None:
+        """`num_running_of` returns the number of running sequences of a tenant."""
         self._policy = policy
+        self._num_running_of = num_running_of
         self._lines: dict[str, _Line] = {}
 
-    def push(self, sequence: Sequence) -> None:
-        """Add a sequence, in the policy's order."""
+    def key_of(self, sequence: Sequence) -> tuple[int, int]:
+        """Return the policy's key of a sequence; the smallest is first."""
         request = sequence.request
         queued = QueuedSequence(
             priority=request.priority,
@@ -48,8 +54,12 @@ class WaitingQueue:
             max_tokens=request.max_tokens,
             tenant=request.tenant,
         )
-        key = self._policy.key(queued)
-        self.put_back(QueueEntry(key, sequence.sequence_id, request.tenant))
+        return self._policy.key(queued)
+
+    def push(self, sequence: Sequence) -> None:
+        """Add a sequence, in the policy's order."""
+        key = self.key_of(sequence)
+        self.put_back(QueueEntry(key, sequence.sequence_id, sequence.request.tenant))
 
     def put_back(self, entry: QueueEntry) -> None:
         """Add an entry that `pop` returned."""
@@ -79,4 +89,8 @@ class WaitingQueue:
         lines = self._lines.values()
         if len(lines) < 2:
             return next(iter(lines), None)
-        return min(lines, key=lambda line: (line.heap[0].key[0], line.num_turns, line.heap[0].key))
+        return min(lines, key=self._order)
+
+    def _order(self, line: _Line) -> tuple[int, int, int, tuple[int, int]]:
+        first = line.heap[0]
+        return first.key[0], self._num_running_of(first.tenant), line.num_turns, first.key
