@@ -152,3 +152,19 @@ def finish(
             engine.scheduler.preempt(int(slots[step % len(slots)]))
         engine.abort([each for each, when in (aborts or {}).items() if when == step])
     return replies
+
+
+def soak(engine: Engine, kinds: Sequence[Submit], num_requests: int) -> None:
+    """Run requests of random kinds with preemptions. A quarter is aborted, and all blocks are free in the end."""
+    random, made = np.random.default_rng(1), []
+    for number in range(num_requests):
+        kind = kinds[int(random.integers(len(kinds)))]
+        fields = {name: getattr(kind, name) for name in kind.__struct_fields__}
+        made.append(Submit(**fields | {"request_id": number, "n": 1, "seed": number}))
+    aborts = {
+        int(i): int(random.integers(num_requests)) for i in random.permutation(num_requests)[::4]
+    }
+    finish(engine, made, aborts=aborts, preempt_every=7)
+    pool = engine.scheduler.kv.pool
+    assert pool.num_available == pool.num_pages
+    assert pool.counts().pending == pool.counts().held == 0

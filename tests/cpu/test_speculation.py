@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from draft_requests import VOCAB, check, known, requests
-from drafted import Guesser, Reply, finish, make_engine
+from drafted import Guesser, Reply, finish, make_engine, soak
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenspeed_testing.drafts import FixedDepth
@@ -16,7 +16,6 @@ from tokenspeed_testing.requests import request
 
 from tokenspeed_core.api.drafters import Drafts
 from tokenspeed_core.api.step import I32
-from tokenspeed_core.engine.messages import Submit
 from tokenspeed_core.worker.local import LocalRunner
 
 
@@ -188,24 +187,10 @@ def test_sampled_tokens_follow_the_distribution_of_the_model(runner: LocalRunner
 def test_blocks_are_free_after_requests_with_aborts(
     runner: LocalRunner, expected: dict[int, Reply], num_requests: int
 ) -> None:
-    random, made = np.random.default_rng(1), []
     drafter = Guesser(VOCAB, 0.2)
     drafter.known = known(expected)
-    of_kinds = requests()
-    for number in range(num_requests):
-        kind = of_kinds[int(random.integers(len(of_kinds)))]
-        fields = {name: getattr(kind, name) for name in kind.__struct_fields__}
-        fields |= {"request_id": 2 * number, "n": 1, "seed": number}
-        made.append(Submit(**fields))
-    aborts = {
-        2 * int(i): int(random.integers(num_requests))
-        for i in random.permutation(num_requests)[::4]
-    }
     engine = make_engine(runner, drafter, max_drafts=4, num_pages=40, depth=2)
-    finish(engine, made, aborts=aborts, preempt_every=7)
-    pool = engine.scheduler.kv.pool
-    assert pool.num_available == pool.num_pages
-    assert pool.counts().pending == pool.counts().held == 0
+    soak(engine, requests(), num_requests)
     assert not drafter.tokens
     assert engine.scheduler.drafts is not None
     assert not engine.scheduler.drafts._is_off  # type: ignore[attr-defined]

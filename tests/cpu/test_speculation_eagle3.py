@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from draft_requests import check
-from drafted import Reply, finish, make_engine
+from drafted import Reply, finish, make_engine, soak
 from host_graphs import capture_decodes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -115,6 +115,14 @@ def test_head_changes_no_output(
     pool, stats = engine.scheduler.kv.pool, engine.stats()
     assert pool.num_available == pool.num_pages
     assert stats.num_accepted[0] > 0.6 * stats.num_draft_rows
+
+
+@pytest.mark.release
+@pytest.mark.timeout(1800)
+def test_blocks_are_free_after_requests_with_aborts(runner: LocalRunner) -> None:
+    engine = make_engine(runner, max_drafts=5, num_pages=60, depth=2)
+    soak(engine, requests(), 5000)
+    assert engine.stats().num_saved_steps > 5000
 
 
 def test_captured_head_changes_no_output(

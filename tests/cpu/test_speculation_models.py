@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from draft_requests import check
-from drafted import Reply, finish, make_engine
+from drafted import Reply, finish, make_engine, soak
 from host_graphs import capture_decodes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -142,11 +142,12 @@ def test_captured_draft_layer_changes_no_output(
     assert int(runner._state.seq_len[runner._state.layout.padding_slot]) == 0
 
 
-def test_blocks_are_free_after_aborts(runner: LocalRunner) -> None:
+@pytest.mark.parametrize("num_requests", [20, pytest.param(5000, marks=pytest.mark.release)])
+@pytest.mark.timeout(1800)
+def test_blocks_are_free_after_requests_with_aborts(runner: LocalRunner, num_requests: int) -> None:
     engine = make_engine(runner, max_drafts=3, num_pages=60, depth=2)
-    finish(engine, requests(), aborts={0: 3, 2: 9, 5: 14}, preempt_every=6)
-    counts = engine.scheduler.kv.pool.counts()
-    assert (counts.held, counts.pending) == (0, 0)
+    soak(engine, requests(), num_requests)
+    assert engine_stats(engine).num_saved_steps > 0.5 * num_requests
 
 
 def test_draft_layer_equals_the_trained_module(
@@ -245,6 +246,21 @@ def test_model_accepts_all_of_its_own_drafts(own_runner: LocalRunner, case: dict
     # Without free pages, entries of draft tokens are not kept, and the next ones are worse.
     share = 0.8 if "num_pages" in case else 0.99
     assert stats.num_saved_steps >= share * stats.num_draft_tokens
+
+
+@pytest.mark.release
+@pytest.mark.timeout(1800)
+def test_blocks_of_own_drafts_are_free_after_requests_with_aborts(own_runner: LocalRunner) -> None:
+    random = np.random.default_rng(9)
+    kinds = [
+        request(
+            i, random.integers(0, 97, 4 + 3 * i).tolist(), max_tokens=4 + i, temperature=0.5 * i
+        )
+        for i in range(9)
+    ]
+    engine = make_engine(own_runner, max_drafts=3, num_pages=40, depth=2)
+    soak(engine, kinds, 5000)
+    assert engine_stats(engine).num_saved_steps > 5000
 
 
 def test_captured_passes_accept_all_drafts(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
-from tokenspeed_demo.items import held_out_set
+from tokenspeed_demo.items import NUM_HELD_OUT, held_out_set
 from tokenspeed_demo.render import TEMPLATE, Renderer
 from tokenspeed_testing.requests import request
 
@@ -29,6 +30,7 @@ from tokenspeed_core.worker.staged import BucketSize
 sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))  # helper modules
 
 from drafted import Reply, finish, make_engine
+from score_answers import DRAFTERS, answers
 
 pytestmark = [
     pytest.mark.gpu,
@@ -176,6 +178,43 @@ def test_captured_draft_passes_do_not_synchronize(make: Callable[..., LocalRunne
         patch.setattr(runner, "sample", checked)
         finish(make_engine(runner, max_drafts=5, depth=2), requests()[:4])
     assert num_checked > 5
+
+
+@pytest.fixture(scope="module")
+def expected_answers() -> Callable[[str], list[list[int]]]:
+    """Return a function from a model to its answers to the score set without a drafter."""
+
+    @cache
+    def of(model: str) -> list[list[int]]:
+        with pytest.MonkeyPatch.context() as patch:
+            return answers(model, NUM_HELD_OUT, patch, device="cuda", max_num_seqs=64)[0]
+
+    return of
+
+
+@pytest.mark.release
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", list(DRAFTERS))
+def test_drafter_changes_no_answer_of_the_score_set(
+    name: str,
+    expected_answers: Callable[[str], list[list[int]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, drafter = DRAFTERS[name]
+    expected = expected_answers(model)
+    found, stats = answers(
+        model,
+        NUM_HELD_OUT,
+        monkeypatch,
+        device="cuda",
+        max_num_seqs=64,
+        speculative_config=drafter,
+    )
+    equal = sum(map(list.__eq__, found, expected))
+    per_step = 1 + stats.num_saved_steps / stats.num_draft_rows
+    print(f"{name}: {equal} of {len(expected)} equal, {per_step:.2f} tokens a step")
+    assert equal >= 0.99 * len(expected)
+    assert stats.num_held_pages == 0
 
 
 @pytest.mark.parametrize("name", ["mtp", "eagle3"])
