@@ -41,7 +41,7 @@ class Tiling:
 def few_rows_tiling(in_size: int, *, gated: bool = False) -> Tiling:
     """Return the tiling: up to eight warps, with 16 loads of 16 bytes per thread in flight."""
     num_warps = max(1, min(8, triton.next_power_of_2(in_size) // 256))
-    return Tiling(16, 4 if gated else 8, num_warps)
+    return Tiling(16, 4 if gated else 8, num_warps, num_fetched=1)
 
 
 def linear(

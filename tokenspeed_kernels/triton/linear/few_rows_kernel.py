@@ -126,7 +126,7 @@ def few_rows(
     GATED: the weight is gate and up stacked, and the result is silu(gate) * up, or gelu(gate) * up, with intermediate
     results rounded like those of the separate ops.
     PDL: while the previous kernel is still running, the first chunk of the weight, which no kernel writes, is loaded,
-    and the next FETCHED chunks are prefetched into the L2 cache (see `pdl`), which then stays this far ahead.
+    and the next FETCHED chunks are prefetched into the L2 cache (see `pdl`).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -166,11 +166,6 @@ def few_rows(
                     WARPS,
                     IS_WHOLE,
                 )
-            if PDL and (chunk + FETCHED + 2) * CHUNK <= K and FETCHED > 0:
-                after = (chunk + FETCHED + 1) * CHUNK
-                _fetch_weight(w_ptr, w_stride, first, N, after, CHUNK, BLOCK_N)
-                if GATED:
-                    _fetch_weight(up_ptr, w_stride, first, N, after, CHUNK, BLOCK_N)
         x = _load_tokens(x_ptr, x_stride, T, chunk * CHUNK, K, BLOCK_T, STEPS, WARPS, IS_WHOLE)
         products = tl.dot(w, x, products)
         if GATED:
