@@ -20,6 +20,7 @@ KINDS = (
     "linear",
     "sampling",
     "model",
+    "quantization",
     "tool-parser",
     "reasoning-parser",
     "policy",
@@ -89,7 +90,7 @@ def test_each_package_passes_the_conformance_kit(run: Callable[..., str]) -> Non
             run("-m", "tokenspeed_core.cli", "plugins", "check", f"acme-{kind}", "--json")
         )
         assert report["passed"], report
-        assert len(report["verdicts"]) > (5 if kind != "command" else 4)
+        assert len(report["verdicts"]) > (4 if kind in ("command", "quantization") else 5)
 
 
 @pytest.mark.parametrize(
@@ -117,13 +118,16 @@ def test_each_package_passes_the_conformance_kit(run: Callable[..., str]) -> Non
             marks=pytest.mark.release,
         ),
         pytest.param(
+            "linear", "torch", {"quantization": "acme/quantization"}, marks=pytest.mark.release
+        ),
+        pytest.param(
             "moe",
             "acme/moe",
             {"moe_backend": "acme/moe,auto", "model": "moe/acme_moe/example"},
             marks=pytest.mark.release,
         ),
     ],
-    ids=["attention, policy and model", "linear", "sampling", "moe"],
+    ids=["attention, policy and model", "linear", "sampling", "quantization", "moe"],
 )
 def test_each_package_serves(
     made: Path, run: Callable[..., str], family: str, backend: str, settings: dict[str, Any]

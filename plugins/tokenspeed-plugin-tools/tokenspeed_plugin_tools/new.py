@@ -95,6 +95,13 @@ RECIPES: Mapping[str, Recipe] = {
         test="model/test.py",
         requires=("tokenspeed-models==$core_minor.*",),
     ),
+    "quantization": Recipe(
+        "quantization",
+        "The quantization method $name for TokenSpeed.",
+        "tokenspeed serve --quantization $name",
+        {"__init__.py": "quantization/__init__.py"},
+        test="quantization/test.py",
+    ),
     "tool-parser": Recipe(
         "tool_parsers",
         "The tool-call parser $name for TokenSpeed.",
