@@ -24,5 +24,14 @@ def _kernel(op: str, backend: str, platform: str) -> KernelSpec:
     )
 
 
-TORCH_COMM = tuple(_kernel(contract.name, "torch", "cpu") for contract in COMM)
-NCCL_COMM = tuple(_kernel(contract.name, "nccl", "cuda") for contract in COMM)
+_OPS = tuple(contract.name for contract in COMM if contract.name != "exchange_tokens")
+TORCH_COMM = tuple(_kernel(op, "torch", "cpu") for op in _OPS)
+NCCL_COMM = tuple(_kernel(op, "nccl", "cuda") for op in _OPS)
+ALLTOALL_COMM = KernelSpec(
+    op="exchange_tokens",
+    backend="alltoall",
+    capability=Capability(
+        platforms=("cpu", "cuda"), dtypes=("float32", "bfloat16", "float16"), features=frozenset()
+    ),
+    load="tokenspeed_kernels.reference.comm:exchange_tokens",
+)

@@ -55,7 +55,8 @@ class ShardingSpec:
 
     `size` counts the output's values of a token on all processes. `bind` receives the kernel of the collective that the
     output needs, if it needs one. `dtype` is that of the output, None for the model's. A module that
-    `takes_all_tokens` shares its weights with processes that have other tokens, and computes the tokens of all.
+    `takes_all_tokens` shares its weights with processes that have other tokens, and computes the tokens of all. One with
+    a `routed_share` gets and returns the tokens that are routed to its weights: those of this share of the others.
     """
 
     module: str
@@ -65,6 +66,7 @@ class ShardingSpec:
     bind: Bind | None = None
     dtype: str | None = None
     takes_all_tokens: bool = False
+    routed_share: float | None = None
 
 
 def bind_output(specs: Iterable[ShardingSpec], bind: Bind) -> Iterator[ShardingSpec]:
@@ -99,6 +101,7 @@ def compile_sharding(build: BuildContext, specs: Iterable[ShardingSpec]) -> None
             source.module,
             target.module,
             _reason(source, target, output, needed, op),
+            1.0 if target.routed_share is None else target.routed_share,
         )
         source.bind(build.comm(collective))
 
@@ -108,6 +111,10 @@ def _reason(
 ) -> str:
     if op == "all_gather_tokens":
         return f"{target.module} needs the tokens of all processes after {source.module}"
+    if op == "exchange_tokens":
+        return (
+            f"{target.module} needs the tokens of all processes that {source.module} routes to it"
+        )
     if op == "reduce_scatter_tokens":
         return (
             f"the output of {source.module} is {output} for the tokens of all processes, and {target.module} needs "
@@ -126,6 +133,13 @@ def _collective_of_tokens(
 ) -> tuple[str, str] | None:
     """Return the op between a process's own tokens and those of all, and its group; None if neither changes."""
     data = build.group("data")
+    if target.routed_share is not None:
+        if data.size == 1 or build.group("experts").ranks != data.ranks:
+            raise ValueError(
+                f"{where}: tokens are routed only between engines that share whole experts; set --moe-tp-size 1, or "
+                "another --all2all-backend"
+            )
+        return "exchange_tokens", data.name
     if data.size == 1 or source.takes_all_tokens == target.takes_all_tokens:
         return None
     if target.takes_all_tokens and output == needed == Replicated():

@@ -43,6 +43,7 @@ class DenseBuild:
         self.dtype, self.device, self._layout = dtype, torch.device(device), layout
         self.max_model_len = 1 << 30
         self.expert_balance: ExpertBalance | None = None
+        self.routes_tokens = False
         self.problems: list[tuple[str, dict[str, Any]]] = []
         self.caches: dict[int, _DenseAttention | _DenseLatentAttention] = {}
 

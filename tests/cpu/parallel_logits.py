@@ -12,6 +12,7 @@ from zlib import crc32
 import torch
 from process_pool import RankBuild
 
+from tokenspeed_core.api import Collective
 from tokenspeed_core.targets import load_target
 from tokenspeed_models.loading.dummy import read_dummy
 from tokenspeed_models.testing import DenseBuild, sequence_logits
@@ -59,6 +60,43 @@ def both_logits(
         model.load_weights(given.items())
     with torch.inference_mode():
         return [sequence_logits(model, build, TOKENS, chunk=7), whole]
+
+
+def routed_logits(build: RankBuild, load: str, config: dict[str, Any]) -> list[torch.Tensor]:
+    """Return what `both_logits` does, if tokens travel only to the processes of their experts."""
+    build.routes_tokens = True
+    return both_logits(build, load, config)
+
+
+def count_sent(build: RankBuild, num_experts: int, top_k: int) -> tuple[int, int]:
+    """Exchange tokens; return how many this process sent to others, and how many have an expert there."""
+    group = build.group("data")
+    kernel: Any = build.comm(
+        Collective("exchange_tokens", "data", 5, "float32", "gate", "experts", "test")
+    )
+    generator = torch.Generator().manual_seed(group.rank)
+    num_tokens = 40 + group.rank
+    ids = torch.rand(num_tokens, num_experts, generator=generator).argsort(1)[:, :top_k]
+    per_process = num_experts // group.size
+    owners = torch.arange(num_experts, dtype=torch.int32) // per_process
+    sent = []
+    call = torch.distributed.all_to_all_single
+
+    def counted(*arguments: Any, **keywords: Any) -> Any:
+        if len(arguments) > 2 and arguments[1].dtype == torch.float32:
+            sent.append(sum(arguments[3]) - arguments[3][group.rank])
+        return call(*arguments, **keywords)
+
+    torch.distributed.all_to_all_single = counted
+    try:
+        x, weights = torch.randn(num_tokens, 5), torch.rand(num_tokens, top_k)
+        kernel(x, weights, ids.int(), owners, lambda x, weights, ids: x)
+    finally:
+        torch.distributed.all_to_all_single = call
+    pairs = {
+        (token, expert // per_process) for token, row in enumerate(ids.tolist()) for expert in row
+    }
+    return sent[0], sum(owner != group.rank for _, owner in pairs)
 
 
 @cache

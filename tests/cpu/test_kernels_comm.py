@@ -9,7 +9,7 @@ import pytest
 from tokenspeed_testing.comm import CommConformance
 
 from tokenspeed_core.api import Capability, CommGroup, KernelSpec, Problem
-from tokenspeed_kernels.collectives import TORCH_COMM
+from tokenspeed_kernels.collectives import ALLTOALL_COMM, TORCH_COMM
 
 
 def conformance(spec: KernelSpec) -> CommConformance:
@@ -22,7 +22,7 @@ def forgetful(problem: Problem, group: CommGroup) -> Callable[[Any], Any]:
     return lambda x: x
 
 
-@pytest.mark.parametrize("spec", TORCH_COMM, ids=lambda spec: spec.op)
+@pytest.mark.parametrize("spec", [*TORCH_COMM, ALLTOALL_COMM], ids=lambda spec: spec.op)
 def test_reference_conforms(spec: KernelSpec) -> None:
     conformance(spec).test_two_processes_compute_the_contract()
 

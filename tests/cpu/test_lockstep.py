@@ -119,6 +119,15 @@ def test_four_engines_generate_the_tokens_of_one_process(pool: ProcessPool, qwen
     assert len({each.num_steps + each.num_joined for each in served}) == 1
 
 
+@pytest.mark.parametrize("num_engines", [2, 4])
+def test_routed_tokens_generate_the_tokens_of_one_process(
+    pool: ProcessPool, qwen3_moe: str, num_engines: int
+) -> None:
+    prompts: Sequence[Prompts] = ([], UNEVEN[0][:2], [], UNEVEN[1])[-num_engines:]
+    served = together(pool, qwen3_moe, prompts, all2all_backend=("alltoall",))
+    assert [tokens(each) for each in served] == alone(qwen3_moe, prompts)
+
+
 def test_an_abort_leaves_the_tokens_of_other_requests(pool: ProcessPool, qwen3_moe: str) -> None:
     prompts: Sequence[Prompts] = (UNEVEN[0][1:3], UNEVEN[1])
     first, second = together(pool, qwen3_moe, prompts, abort_after=4)
@@ -130,11 +139,12 @@ def test_an_abort_leaves_the_tokens_of_other_requests(pool: ProcessPool, qwen3_m
         assert others == whole[1:]
 
 
+@pytest.mark.parametrize("backend", ["torch", "alltoall"])
 def test_latent_attention_and_shared_experts_generate_the_tokens_of_one_process(
-    pool: ProcessPool,
+    pool: ProcessPool, backend: str
 ) -> None:
     prompts: Sequence[Prompts] = ([prompt(20, 1), prompt(3, 2)], [prompt(7, 3)])
-    served = together(pool, "demo-deepseek", prompts)
+    served = together(pool, "demo-deepseek", prompts, all2all_backend=(backend,))
     assert [tokens(each) for each in served] == alone("demo-deepseek", prompts)
 
 
@@ -151,6 +161,17 @@ def test_peers_exchange_counts_and_notice_an_end() -> None:
     with pytest.raises(StepFailed, match="engine 1 of 2"):
         first.exchange(1)
     first.close()
+
+
+def test_moving_experts_are_refused_with_routed_tokens() -> None:
+    config = read_keywords("demo-deepseek", {"device": "cpu"}).resolved(
+        data_parallel_size=2,
+        enable_expert_parallel=True,
+        enable_eplb=True,
+        all2all_backend=("alltoall",),
+    )
+    with pytest.raises(ConfigError, match=r"--enable-eplb.*alltoall"):
+        resolve(config, discover(config))
 
 
 def test_draft_models_are_refused() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from parallel_logits import both_logits
+from parallel_logits import both_logits, count_sent, routed_logits
 from process_pool import ProcessPool, Sizes, tensor_parallel
 from tiny_families import FAMILIES, SMALL
 
@@ -72,6 +72,18 @@ def test_several_processes_compute_the_logits_of_one(
     for sharded, whole in results:
         torch.testing.assert_close(sharded, whole, rtol=1e-4, atol=1e-4 * float(whole.abs().max()))
         assert torch.equal(sharded, results[0][0])
+
+
+@pytest.mark.parametrize("family", [family for family in EXPERTS if family != "GptOss"])
+def test_routed_tokens_give_the_logits_of_one_process(family: str, pool: ProcessPool) -> None:
+    load = specs()[f"{family}ForCausalLM"].load
+    for routed, whole in pool.run(routed_logits, PARALLEL["dp2+ep2"], load, config_of(family)):
+        torch.testing.assert_close(routed, whole, rtol=1e-4, atol=1e-4 * float(whole.abs().max()))
+
+
+def test_tokens_are_sent_only_to_the_processes_of_their_experts(pool: ProcessPool) -> None:
+    for sent, needed in pool.run(count_sent, Sizes(experts=4, data=4), 16, 2):
+        assert 0 < sent == needed < 3 * 40  # an all-gather sends each token to the three others
 
 
 @pytest.mark.parametrize("form", ["stacked", "dummy"])

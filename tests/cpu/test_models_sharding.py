@@ -11,6 +11,7 @@ from tokenspeed_models_olmo.model import Olmo2ForCausalLM
 
 from tokenspeed_core.api import Collective, ParallelLayout
 from tokenspeed_core.errors import CheckpointError
+from tokenspeed_core.kernels.plan import PlannedCollective
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.resolved import Resolved
 from tokenspeed_core.worker.local import plan_only
@@ -100,6 +101,30 @@ def test_experts_get_the_tokens_of_all_processes() -> None:
         )
     ]
     assert {each.group for each in build.collectives} == {"data"}
+
+
+def test_routed_tokens_send_fewer_bytes_than_all_tokens() -> None:
+    sent = []
+    for routes_tokens in (False, True):
+        build = PlanningBuild(experts=8, data=8)
+        build.routes_tokens = routes_tokens
+        Qwen3MoeForCausalLM({**SMALL, "num_experts": 64}, build)
+        planned = [PlannedCollective(each, 8) for each in build.collectives]
+        sent.append(sum(each.sent_bytes_per_token for each in planned))
+    exchanges = [(each.source, each.op, each.size) for each in build.collectives]
+    assert exchanges == [(f"layers.{each}.mlp.gate", "exchange_tokens", 16) for each in range(2)]
+    # The share of processes that have one of two different experts.
+    share = 1 - (56 * 55) / (64 * 63)
+    assert build.collectives[0].share == pytest.approx(share)
+    row = 16 * 4
+    assert sent == [2 * 2 * 7 * row, 2 * round(2 * 7 * row * share)]
+
+
+def test_divided_experts_cannot_have_routed_tokens() -> None:
+    build = PlanningBuild(moe=2, experts=2, data=4)
+    build.routes_tokens = True
+    with pytest.raises(ValueError, match="--moe-tp-size"):
+        Qwen3MoeForCausalLM(SMALL, build)
 
 
 def test_a_norm_that_cannot_gather_tokens_is_refused() -> None:

@@ -183,13 +183,15 @@ class BuildContext(Protocol):
     """The context of a model's constructor: its device and dtype, its quantization, and access to kernels.
 
     `max_model_len` is the engine's longest sequence, in tokens. With an `expert_balance`, layers let the engine move
-    their experts.
+    their experts. If it `routes_tokens`, experts that processes with their own tokens share get only the tokens that are
+    routed to them, with `exchange_tokens`; otherwise they get all tokens.
     """
 
     dtype: torch.dtype
     device: torch.device
     max_model_len: int
     expert_balance: ExpertBalance | None
+    routes_tokens: bool
 
     def group(self, name: str) -> ProcessGroup:
         """Return one of the process groups that share the model. Raises ValueError for an unknown name."""

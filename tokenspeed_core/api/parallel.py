@@ -131,10 +131,11 @@ SAMPLING = "sampling"
 class Collective:
     """A collective on the activation that flows from one module to the next."""
 
-    op: str  # "all_reduce", "all_gather", "all_gather_tokens" or "reduce_scatter_tokens"
+    op: str  # "all_reduce", "all_gather", "all_gather_tokens", "reduce_scatter_tokens" or "exchange_tokens"
     group: str  # name of the process group
     size: int  # values of a token in the result
     dtype: str
     source: str
     target: str
     reason: str
+    share: float = 1.0  # of the other processes that get a token

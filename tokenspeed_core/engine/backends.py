@@ -9,18 +9,23 @@ from tokenspeed_core.config.backends import AUTO
 from tokenspeed_core.config.build import called
 from tokenspeed_core.config.settings import flag
 from tokenspeed_core.errors import ConfigError
+from tokenspeed_core.kernels.installed import installed_kernels
 from tokenspeed_core.kernels.overrides import Override
+from tokenspeed_core.plugins.catalog import Catalog
 
 _SETTINGS = {
     "attention_backend": "attention",
     "moe_backend": "moe",
     "sampling_backend": "sampling",
 }
+EXCHANGE_OP = "exchange_tokens"  # instead of the others, if the user chose a backend that has it
 _ALL2ALL_OPS = ("all_gather_tokens", "reduce_scatter_tokens")
 _DRAFT_SETTINGS = {"drafter_attention_backend": "attention", "draft_moe_backend": "moe"}
 
 
-def read_overrides(config: Config, *, has_draft_model: bool = False) -> tuple[Override, ...]:
+def read_overrides(
+    config: Config, catalog: Catalog, *, has_draft_model: bool = False
+) -> tuple[Override, ...]:
     """Return the backends that the user chose. Raises ConfigError."""
     found = [
         Override.parse(scope, names, written)
@@ -36,12 +41,28 @@ def read_overrides(config: Config, *, has_draft_model: bool = False) -> tuple[Ov
             found.append(Override.parse(scope, names, written, for_draft=True))
     if config.all2all_backend != AUTO:
         _, origin = called("all2all", config.origin("all2all_backend"))
-        for op in _ALL2ALL_OPS:
+        for op in _all2all_ops(config, catalog):
             found.append(Override.parse(op, config.all2all_backend, f"--all2all-backend{origin}"))
     _, origin = called("kernel", config.origin("kernel_backend"))
     for scope, names in config.kernel_backend.items():
         found.append(Override.parse(scope, names, f"--kernel-backend {scope}{origin}"))
     return tuple(found)
+
+
+def _all2all_ops(config: Config, catalog: Catalog) -> tuple[str, ...]:
+    """Return the collectives around experts that engines share, by the first backend that the user named."""
+    name = config.all2all_backend[0]
+    has_exchange = any(
+        each.spec.op == EXCHANGE_OP and each.spec.backend == name
+        for each in installed_kernels(catalog)
+    )
+    if not has_exchange:
+        return _ALL2ALL_OPS
+    if config.enable_eplb:
+        raise ConfigError(
+            f"--enable-eplb does not support --all2all-backend {name}; remove one of them"
+        )
+    return (EXCHANGE_OP,)
 
 
 def _choices(

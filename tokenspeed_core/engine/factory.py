@@ -131,7 +131,7 @@ def resolve(
         limits=limits,
         quantization=find_quantization(config.quantization, checkpoint, catalog),
         overrides=read_overrides(
-            config, has_draft_model=drafter is not None and drafter.model is not None
+            config, catalog, has_draft_model=drafter is not None and drafter.model is not None
         ),
         kv_scales=find_kv_scales(config, checkpoint, catalog),
         policy=find_policy(config.schedule_policy, catalog),

@@ -93,6 +93,8 @@ class PlannedCollective:
         Between data-parallel processes, it is one of this process's tokens, which all others get.
         """
         others = self.num_processes - 1
+        if self.collective.op == "exchange_tokens":  # there and back
+            return round(2 * self.bytes_per_token * others * self.collective.share)
         if self.collective.op in ("all_gather_tokens", "reduce_scatter_tokens"):
             return self.bytes_per_token * others
         num_rounds = 2 if self.collective.op == "all_reduce" else 1

@@ -23,6 +23,7 @@ from tokenspeed_core.api.models import KVScale, LatentSizes, Rotation
 from tokenspeed_core.api.ops import Problem
 from tokenspeed_core.api.parallel import Collective, CommGroup, ProcessGroup, TokenCounts
 from tokenspeed_core.api.quantization import QuantizationScheme
+from tokenspeed_core.engine.backends import EXCHANGE_OP
 from tokenspeed_core.errors import CheckpointError, PluginError, TokenSpeedError
 from tokenspeed_core.executor.expert_placement import NUM_TURNS
 from tokenspeed_core.kernels.error_attribution import describe_kernel
@@ -64,6 +65,7 @@ class ModelBuild:
         self._dtypes = {"dtype": resolved.config.dtype, "kv_dtype": resolved.kv_dtype}
         self.device = device
         self.max_model_len = resolved.limits.max_model_len
+        self.routes_tokens = any(each.target == EXCHANGE_OP for each in resolved.overrides)
         self.expert_balance = (
             ExpertBalance(resolved.config.num_redundant_experts, NUM_TURNS)
             if resolved.config.enable_eplb

@@ -57,4 +57,12 @@ COMM = (
         _SUMS,
         (),
     ),
+    _contract(
+        "exchange_tokens",
+        "(x [T of this process, N], weights float32 [T, k], ids int32 [T, k], owners int32 [E], compute) -> [T, N]: for "
+        "each token, the sum of compute(x, weights, ids) of the processes that own one of its experts; ids may be any "
+        "from 0 to E - 1, and each process computes the rows that it got from all others in one call, or none",
+        _SUMS,
+        (),
+    ),
 )

@@ -67,3 +67,44 @@ def reduce_scatter_tokens(problem: Problem, group: CommGroup) -> Callable[[Tenso
         return own
 
     return scatter
+
+
+def exchange_tokens(problem: Problem, group: CommGroup) -> Callable[..., Tensor]:
+    """Return `exchange(x [T, N], weights [T, k], ids [T, k], owners [E], compute) -> [T, N]`.
+
+    A token is sent once to each process that owns one of its experts, by all-to-all. The host learns the numbers of
+    tokens.
+    """
+    handle, num_processes = group.handle, problem["num_processes"]
+
+    def exchange(
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        owners: Tensor,
+        compute: Callable[[Tensor, Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        is_owner = x.new_zeros(num_processes, len(x), dtype=torch.bool)
+        is_owner.scatter_(0, owners[ids.long()].long().T, True)
+        rows = is_owner.nonzero()[:, 1]  # of the first process, then of the second one, and so on
+        num_sent = is_owner.sum(dim=1)
+        num_received = torch.empty_like(num_sent)
+        distributed.all_to_all_single(num_received, num_sent, group=handle)
+        sent, received = num_sent.tolist(), num_received.tolist()
+
+        def send(values: Tensor, num_in: list[int], num_out: list[int]) -> Tensor:
+            result = values.new_empty(sum(num_in), values.shape[1])
+            distributed.all_to_all_single(result, values, num_in, num_out, group=handle)
+            return result
+
+        tokens = send(x[rows], received, sent)
+        routing = send(torch.cat((weights.view(torch.int32), ids), 1)[rows], received, sent)
+        their_weights, their_ids = routing.chunk(2, dim=1)
+        if len(tokens):
+            their_weights = their_weights.contiguous().view(torch.float32)
+            tokens = compute(tokens, their_weights, their_ids.contiguous())
+        parts = send(tokens, sent, received)
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        return total.index_add_(0, rows, parts.float()).to(x.dtype)
+
+    return exchange

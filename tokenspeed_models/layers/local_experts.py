@@ -30,6 +30,12 @@ class LocalExperts:
         size = len(layers) // self._num_processes
         return layers[self._rank * size : (self._rank + 1) * size]
 
+    def owners(self) -> torch.Tensor:
+        """Return the process that holds each expert, int32 [experts]."""
+        device = self._local_ids.device
+        ranks = torch.arange(self._num_processes, dtype=torch.int32, device=device)
+        return ranks.repeat_interleave(self.num)
+
     def choose(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the slots, int32 [T, k], of the experts `ids`, counted from this process's first one.
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from math import comb
 
 import torch
 
@@ -92,7 +93,7 @@ class Router:
 class SharedExperts:
     """A gated MLP that every token uses. With `is_gated` its output is multiplied by the sigmoid of a linear layer.
 
-    All processes that share the layer's experts share its features.
+    All processes that share the layer's experts share its features, unless each has its own tokens here.
     """
 
     def __init__(
@@ -101,6 +102,8 @@ class SharedExperts:
         module = ModuleBuild(build, "shared_experts")
         is_shared = build.group("moe").size * build.group("experts").size > 1
         group = "world" if is_shared else "moe"
+        if build.routes_tokens:
+            group = "attn"  # one process
         columns, rows = Shard(0, group), Shard(1, group)
         self.gate_up = Linear(
             module,
@@ -167,6 +170,10 @@ class MoE:
             hidden_size=hidden_size,
             intermediate_size=config.intermediate_size,
         )
+        self._top_k, self._routes_tokens = config.routing.top_k, build.routes_tokens
+        self._num_processes = build.group("experts").size
+        # Takes the arguments of `Experts`. If tokens are routed, the result has the terms of all processes.
+        self.run_experts: Callable[..., torch.Tensor] = self.experts
 
     def __call__(
         self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor
@@ -176,7 +183,7 @@ class MoE:
         The sum overwrites the residual.
         """
         x, residual = norm.add(x, residual)
-        result = self.experts(x, *self.router(x))
+        result = self.run_experts(x, *self.router(x))
         if self.shared is not None:
             result += self.shared(x)
         return result, residual
@@ -189,8 +196,29 @@ class MoE:
         yield from self.experts.slots(prefix)
 
     def sharding(self, prefix: str) -> Iterator[ShardingSpec]:
-        """Routing is replicated; the experts' output is a partial sum."""
-        yield from expert_sharding(prefix, self.experts.num_experts, self.experts.hidden_size)
+        """Routing is replicated; the experts' output is a partial sum, or that of the tokens of this process."""
+        if not self._routes_tokens:
+            yield from expert_sharding(prefix, self.experts.num_experts, self.experts.hidden_size)
+            return
+
+        def bind(exchange: Callable[..., torch.Tensor]) -> None:
+            experts, owners = self.experts, self.experts.local.owners()
+
+            def run(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+                return exchange(x, weights, ids, owners, experts)
+
+            self.run_experts = run
+
+        size, whole = self.experts.hidden_size, Replicated()
+        share = routed_share(self.experts.num_experts, self._num_processes, self._top_k)
+        yield ShardingSpec(f"{prefix}gate", whole, whole, size, bind)
+        yield ShardingSpec(f"{prefix}experts", whole, whole, size, routed_share=share)
+
+
+def routed_share(num_experts: int, num_processes: int, top_k: int) -> float:
+    """Return the share of processes that own one of a token's experts, if all experts are equally likely."""
+    num_others = num_experts - num_experts // num_processes
+    return 1 - comb(num_others, top_k) / comb(num_experts, top_k)
 
 
 def expert_sharding(prefix: str, num_experts: int, hidden_size: int) -> Iterator[ShardingSpec]:

@@ -30,7 +30,7 @@ class ModuleBuild:
         self._build, self._name, self._renames = build, name, renames or {}
         self.dtype, self.device = build.dtype, build.device
         self.max_model_len = build.max_model_len
-        self.expert_balance = build.expert_balance
+        self.expert_balance, self.routes_tokens = build.expert_balance, build.routes_tokens
 
     def group(self, name: str) -> ProcessGroup:
         """Return one of the process groups that share the model."""

@@ -65,7 +65,7 @@ class ScaledInputMoE(MoE):
         """Return the output [T, hidden] for the normalized x + residual [T, hidden], and that sum."""
         x, residual = norm.add(x, residual)
         scores, ids = self.router(x)
-        result = self.experts((x * scores).to(x.dtype), torch.ones_like(scores), ids)
+        result = self.run_experts((x * scores).to(x.dtype), torch.ones_like(scores), ids)
         assert self.shared is not None, "all layers with experts have a shared one"
         result += self.shared(x)
         return result, residual

@@ -94,6 +94,15 @@ def _check(rank: int, spec: KernelSpec, contract: OpContract, platform: str, sto
         kernel = spec.factory()(problem, group)
         tolerance = contract.tolerance(dtype)
         for num_rows in _ROWS:
+            if contract.name == "exchange_tokens":
+                arguments, expected = _routed(num_rows, rank, dtype, device)
+                torch.testing.assert_close(
+                    kernel(*arguments).float(),
+                    expected,
+                    rtol=tolerance.relative,
+                    atol=tolerance.absolute,
+                )
+                continue
             if contract.name in _OF_TOKENS:
                 inputs, expected = _uneven(contract.name, num_rows, rank, dtype, device, tokens)
             else:
@@ -124,6 +133,32 @@ def _uneven(
         return inputs, torch.cat([each.float() for each in inputs])
     inputs = [_input(sum(counts), each, dtype, device) for each in range(_NUM_PROCESSES)]
     return inputs, torch.split(_sum(inputs), list(counts))[rank]
+
+
+def _routed(
+    num_rows: int, rank: int, dtype: str, device: torch.device
+) -> tuple[tuple[Any, ...], Tensor]:
+    """Return the arguments of `exchange_tokens` for this process, and its result.
+
+    Expert e multiplies its input by e + 1. The second process owns the even ones, and the first process has no token
+    for them if there is one row.
+    """
+    num_experts, top_k = 6, 2
+    generator = torch.Generator().manual_seed(rank)
+    x = _input(num_rows, rank, dtype, device)
+    weights = torch.rand(num_rows, top_k, generator=generator).to(device)
+    ids = torch.rand(num_rows, num_experts, generator=generator).argsort(1)[:, :top_k]
+    if num_rows == 1 and rank == 0:
+        ids = torch.tensor([[1, 3]])
+    ids = ids.to(device, torch.int32)
+    owners = torch.tensor([1, 0, 1, 0, 1, 0], dtype=torch.int32, device=device)
+
+    def compute(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        own = (owners[ids.long()] == rank) * weights * (ids + 1)
+        return (x.float() * own.sum(1, keepdim=True)).to(x.dtype)
+
+    expected = x.float() * (weights * (ids + 1)).sum(1, keepdim=True)
+    return (x, weights, ids, owners, compute), expected
 
 
 def _sum(inputs: list[Tensor]) -> Tensor:
