@@ -108,7 +108,7 @@ class TritonAttention:
         )
         # With draft tokens, more rows are merged, so fewer parts. Few rows get tiles that are merged in one pass.
         self._spread = decode_tiling or (
-            Tiling(16, 32, 4, 2, 128, 8) if wide else Tiling(16, 64, 4, 3, 128, 8)
+            Tiling(16, 32, 2, 2, 128, 8) if wide else Tiling(16, 64, 2, 3, 128, 8)
         )
         self._drafts = decode_tiling or (
             Tiling(16, 32, 4, 2, 256, 8) if wide else Tiling(16, 64, 4, 3, 256, 16)

@@ -19,12 +19,9 @@ from tokenspeed_core.api import Problem
 from tokenspeed_kernels.reference.fused_linear import FusedBlock
 from tokenspeed_kernels.triton import precompile
 from tokenspeed_kernels.triton.fused.fused_block_kernel import NUM_PHASES, fused_block_kernel
-from tokenspeed_kernels.triton.linear import few_rows
 from tokenspeed_kernels.triton.pdl import supports_pdl
 
 MAX_ROWS = 64
-# From this hidden size on, up to 8 rows are faster with separate kernels, whose programs load weights while others end.
-MIN_FEW_ROWS_HIDDEN = 2048
 # Programs; also at most one per multiprocessor, because the barriers need all of them to run at the same time.
 MAX_PROGRAMS = 128
 
@@ -125,8 +122,6 @@ def fused_block(problem: Problem) -> FusedBlock:
         else tuple((phase, phase) for phase in range(NUM_PHASES))
     )
 
-    few = few_rows_block(problem) if hidden >= MIN_FEW_ROWS_HIDDEN else None
-
     def apply(
         x: Tensor,
         residual: Tensor,
@@ -139,8 +134,6 @@ def fused_block(problem: Problem) -> FusedBlock:
         eps: float,
     ) -> tuple[Tensor, Tensor]:
         num_rows = x.shape[0]
-        if few is not None and 0 < num_rows <= few_rows.MAX_ROWS:
-            return few(x, residual, out, norm_weight, gate_up, down, next_norm_weight, qkv, eps)
         y, total = x.new_empty((num_rows, out_size)), x.new_empty((num_rows, hidden))
         for first, last in spans if num_rows else ():
             fused_block_kernel[(programs,)](
@@ -180,11 +173,10 @@ def fused_block(problem: Problem) -> FusedBlock:
         return y, total
 
     blank = partial(precompile.blank, problem["dtype"])
-    num_rows = few_rows.MAX_ROWS + 1
     precompile.compile_for(
         apply,
-        blank(num_rows, heads),
-        blank(num_rows, hidden),
+        blank(1, heads),
+        blank(1, hidden),
         blank(hidden, heads),
         blank(hidden),
         blank(2 * inner, hidden),
@@ -193,36 +185,4 @@ def fused_block(problem: Problem) -> FusedBlock:
         blank(out_size, hidden),
         0.0,
     )
-    return apply
-
-
-def few_rows_block(problem: Problem) -> FusedBlock:
-    """Return the block for up to `few_rows.MAX_ROWS` rows: a kernel for each linear layer and norm."""
-    heads, hidden = problem["in_size"], problem["hidden_size"]
-    inner, out_size, dtype = problem["intermediate_size"], problem["out_size"], problem["dtype"]
-
-    def sizes(in_size: int, out_size: int) -> Problem:
-        return {"in_size": in_size, "out_size": out_size, "dtype": dtype}
-
-    multiply_out = few_rows.linear(sizes(heads, hidden))
-    multiply_gate_up = few_rows.add_rms_norm_linear(sizes(hidden, inner), gated=True)
-    multiply_down = few_rows.linear(sizes(inner, hidden))
-    multiply_qkv = few_rows.add_rms_norm_linear(sizes(hidden, out_size))
-
-    def apply(
-        x: Tensor,
-        residual: Tensor,
-        out: Tensor,
-        norm_weight: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
-        next_norm_weight: Tensor,
-        qkv: Tensor,
-        eps: float,
-    ) -> tuple[Tensor, Tensor]:
-        x = multiply_out(x, out, None)
-        x, residual = multiply_gate_up(x, residual, norm_weight, eps, gate_up, None)
-        x = multiply_down(x, down, None)
-        return multiply_qkv(x, residual, next_norm_weight, eps, qkv, None)
-
     return apply

@@ -1,8 +1,7 @@
 """Linear layers for one token (GEMV), alone or fused with the residual add and RMS norm before and the gate after.
 
 A GEMV is bound by reading the weight once; general libraries reach about half the bandwidth on small weights. With
-2 to 8 rows these ops use the kernel of `few_rows`, and with more they call torch's GEMM between the Triton kernels
-for norm and activation (`gemm`).
+any other number of rows these ops call torch's GEMM between the Triton kernels for norm and activation (`gemm`).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch.nn import functional
 from tokenspeed_core.api import Problem
 from tokenspeed_kernels.reference.fused_linear import AddNormLinear
 from tokenspeed_kernels.triton import precompile
-from tokenspeed_kernels.triton.linear import few_rows, gemm
+from tokenspeed_kernels.triton.linear import gemm
 from tokenspeed_kernels.triton.linear.gemv_kernel import one_row
 from tokenspeed_kernels.triton.pdl import supports_pdl
 
@@ -45,13 +44,9 @@ def linear(problem: Problem) -> Callable[[Tensor, Tensor, Tensor | None], Tensor
     """Return `linear(x [T, I], weight [O, I], bias [O] | None) -> y [T, O]`."""
     in_size, out_size = problem["in_size"], problem["out_size"]
     tiling, pdl = one_row_tiling(in_size), supports_pdl()
-    few = few_rows.linear(problem) if out_size <= few_rows.MAX_OUT_SIZE else None
 
     def apply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        num_rows = x.shape[0]
-        if few is not None and 1 < num_rows <= few_rows.MAX_ROWS:
-            return few(x, weight, bias)
-        if num_rows != 1:
+        if x.shape[0] != 1:
             return functional.linear(x, weight, bias)
         y = x.new_empty((1, out_size))
         multiply(x, weight, bias, y, tiling, pdl=pdl)
@@ -83,7 +78,6 @@ def _normed(
 ) -> AddNormLinear:
     in_size, out_size = problem["in_size"], problem["out_size"]
     tiling, pdl = one_row_tiling(in_size, gated=gated), supports_pdl()
-    few = few_rows.add_rms_norm_linear(problem, gated=gated, is_gelu=is_gelu)
 
     def apply(
         x: Tensor,
@@ -93,10 +87,7 @@ def _normed(
         weight: Tensor,
         bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        num_rows = x.shape[0]
-        if 1 < num_rows <= few_rows.MAX_ROWS:
-            return few(x, residual, norm_weight, eps, weight, bias)
-        if num_rows != 1:
+        if x.shape[0] != 1:
             return parts(x, residual, norm_weight, eps, weight, bias)
         before = Before(residual, x.new_empty(x.shape), norm_weight, eps)
         y = x.new_empty((1, out_size))
