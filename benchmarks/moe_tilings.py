@@ -28,7 +28,7 @@ from tokenspeed_kernels.triton import precompile
 from tokenspeed_kernels.triton.moe.experts import (
     Gemm,
     Tiling,
-    find_tiles,
+    new_tiles,
     run_down,
     run_gate_up,
     sort_by_expert,
@@ -90,16 +90,22 @@ class Case:
         self.inner, self.size = model["intermediate_size"], model["hidden_size"]
         self.hidden = self.gate_up(tiling_for(len(self.pairs) / self.num_experts), 0)
 
+    def tiles(self, tiling: Tiling) -> Tensor:
+        """Return the tiles of the sorted pairs, which are those of every sort up to their order within an expert."""
+        tiles = new_tiles(self.ids, self.num_experts, tiling.block_m)
+        sort_by_expert(self.ids, self.num_experts, tiles, tiling.block_m)
+        return tiles
+
     def gate_up(self, tiling: Tiling, layer: int, tiles: Tensor | None = None) -> Tensor:
         """Run the first GEMM."""
         if tiles is None:
-            tiles = find_tiles(self.counts, len(self.pairs), tiling.block_m)
+            tiles = self.tiles(tiling)
         return run_gate_up(tiling, self.x, self.layers[layer][0], self.pairs, tiles, self.top_k)
 
     def down(self, tiling: Tiling, layer: int, tiles: Tensor | None = None) -> Tensor:
         """Run the second GEMM."""
         if tiles is None:
-            tiles = find_tiles(self.counts, len(self.pairs), tiling.block_m)
+            tiles = self.tiles(tiling)
         down = self.layers[layer][1]
         return run_down(tiling, self.hidden, down, self.pairs, tiles, self.weights)
 
@@ -153,7 +159,7 @@ def sweep(case: Case, name: str, found: dict[str, Tensor]) -> list[tuple[float, 
     for tiling in tilings:
         gemm = tiling.up if name == "gate_up" else tiling.down
         try:
-            tiles = find_tiles(case.counts, len(case.pairs), tiling.block_m)
+            tiles = case.tiles(tiling)
             agree(call(tiling, 0, tiles), found[name].float())
             took = timed(lambda layer, t=tiling, of=tiles: call(t, layer, of), len(case.layers))  # type: ignore[misc]
         except (RuntimeError, torch.AcceleratorError) as error:

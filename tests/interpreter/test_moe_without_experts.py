@@ -98,3 +98,20 @@ def test_pairs_without_an_expert_are_not_counted(num_pairs: int, num_experts: in
         ids.flatten()[used], torch.repeat_interleave(torch.arange(num_experts), expected)
     )
     assert used.unique().numel() == len(used)
+
+
+@pytest.mark.parametrize(
+    ("num_pairs", "num_experts", "block_m"), [(40, 5, 16), (400, 3, 16), (5000, 8, 64)]
+)
+def test_tiles_cover_the_run_of_each_expert(num_pairs: int, num_experts: int, block_m: int) -> None:
+    generator = torch.Generator().manual_seed(num_pairs)
+    ids = torch.randint(0, num_experts + 1, (num_pairs // 4, 4), generator=generator)
+    ids[ids == 1] = 0  # an expert without pairs
+    tiles = experts.new_tiles(ids, num_experts, block_m).fill_(-1)
+    _, counts = experts.sort_by_expert(ids.to(torch.int32), num_experts, tiles, block_m)
+    expected, end = [], 0
+    for expert, count in enumerate(counts.tolist()):
+        begin, end = end, end + count
+        expected += [[expert, first, end] for first in range(begin, end, block_m)]
+    assert tiles[: len(expected)].tolist() == expected
+    assert set(tiles[len(expected) :, 0].tolist()) <= {num_experts}

@@ -21,6 +21,8 @@ Route = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 SMALL_SORT = 4096  # one program groups up to this many token-expert pairs
+CURSOR_STRIDE = 32  # integers from one expert's counter to the next one's, 128 bytes
+SMALLEST_SORT = 512  # for up to this many, with few warps
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,7 @@ def moe_experts(problem: Problem) -> Experts:
     """
     num_experts, top_k = problem["num_experts"], problem["top_k"]
     size, inner = problem["hidden_size"], problem["intermediate_size"]
-    few_tokens = FewTokens(problem)
+    few_tokens, has_pdl = FewTokens(problem), supports_pdl()
 
     def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         num_pairs = ids.numel()
@@ -115,12 +117,13 @@ def moe_experts(problem: Problem) -> Experts:
             return torch.empty((x.shape[0], size), dtype=x.dtype, device=x.device)
         if num_pairs <= few_tokens.max_pairs:
             return few_tokens(x, gate_up, down, weights, ids)
-        pairs, counts = sort_by_expert(ids, num_experts)
         tiling = tiling_for(num_pairs / num_experts)
-        tiles = find_tiles(counts, num_pairs, tiling.block_m)
-        hidden = run_gate_up(tiling, x, gate_up, pairs, tiles, top_k)
-        scaled = run_down(tiling, hidden, down, pairs, tiles, weights)
-        return add_up(scaled, ids, num_experts)
+        pdl = has_pdl and num_pairs <= SMALL_SORT  # larger steps do not gain from it
+        tiles = new_tiles(ids, num_experts, tiling.block_m)
+        pairs, _ = sort_by_expert(ids, num_experts, tiles, tiling.block_m, pdl=pdl)
+        hidden = run_gate_up(tiling, x, gate_up, pairs, tiles, top_k, pdl=pdl)
+        scaled = run_down(tiling, hidden, down, pairs, tiles, weights, pdl=pdl)
+        return add_up(scaled, ids, num_experts, pdl=pdl)
 
     blank = partial(precompile.blank, problem["dtype"])
     weights = blank(num_experts, 2 * inner, size), blank(num_experts, size, inner)
@@ -131,7 +134,14 @@ def moe_experts(problem: Problem) -> Experts:
 
 
 def run_gate_up(
-    tiling: Tiling, x: Tensor, gate_up: Tensor, pairs: Tensor, tiles: Tensor, top_k: int
+    tiling: Tiling,
+    x: Tensor,
+    gate_up: Tensor,
+    pairs: Tensor,
+    tiles: Tensor,
+    top_k: int,
+    *,
+    pdl: bool = False,
 ) -> Tensor:
     """Return silu(x @ gate) * (x @ up) of the sorted pairs [P, I], for weights [E, 2I, N]."""
     num_experts, inner, size = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
@@ -149,13 +159,20 @@ def run_gate_up(
         TOP_K=top_k,
         N=inner,
         K=size,
-        **_settings(tiling.block_m, tiling.up, x.dtype),
+        **_settings(tiling.block_m, tiling.up, x.dtype, pdl=pdl),
     )
     return hidden
 
 
 def run_down(
-    tiling: Tiling, hidden: Tensor, down: Tensor, pairs: Tensor, tiles: Tensor, weights: Tensor
+    tiling: Tiling,
+    hidden: Tensor,
+    down: Tensor,
+    pairs: Tensor,
+    tiles: Tensor,
+    weights: Tensor,
+    *,
+    pdl: bool = False,
 ) -> Tensor:
     """Return weight * hidden @ down, [P, N] in the order of tokens, for weights [E, N, I]."""
     num_experts, size, inner = down.shape
@@ -172,12 +189,12 @@ def run_down(
         E=num_experts,
         N=size,
         K=inner,
-        **_settings(tiling.block_m, tiling.down, hidden.dtype),
+        **_settings(tiling.block_m, tiling.down, hidden.dtype, pdl=pdl),
     )
     return scaled
 
 
-def _settings(block_m: int, gemm: Gemm, dtype: torch.dtype) -> dict[str, Any]:
+def _settings(block_m: int, gemm: Gemm, dtype: torch.dtype, *, pdl: bool) -> dict[str, Any]:
     is_float32 = dtype == torch.float32
     return {
         "BLOCK_M": block_m,
@@ -185,29 +202,20 @@ def _settings(block_m: int, gemm: Gemm, dtype: torch.dtype) -> dict[str, Any]:
         "BLOCK_K": min(gemm.block_k, 64) if is_float32 else gemm.block_k,
         "WEIGHTS_FIRST": gemm.weights_first,
         "PRECISION": "ieee" if is_float32 else "tf32",
+        "PDL": pdl,
         "num_warps": gemm.num_warps,
         "num_stages": gemm.num_stages,
+        "launch_pdl": pdl,
     }
 
 
-def find_tiles(counts: Tensor, num_pairs: int, block_m: int) -> Tensor:
-    """Return the expert, the first pair and the end of the expert's run of each tile, int32 [tiles, 3].
+def new_tiles(ids: Tensor, num_experts: int, block_m: int) -> Tensor:
+    """Return an empty table for the tiles of pairs, int32 [tiles, 3], which `sort_by_expert` fills.
 
-    The number of tiles is an upper bound; those that are left have no expert.
+    The number of tiles is an upper bound.
     """
-    num_experts = len(counts)
-    num_tiles = num_pairs // block_m + min(num_experts, num_pairs)
-    tiles = torch.empty((num_tiles, 3), dtype=torch.int32, device=counts.device)
-    kernel.find_tiles[(triton.cdiv(num_tiles, 64),)](
-        counts,
-        tiles,
-        num_tiles,
-        E=num_experts,
-        BLOCK_E=triton.next_power_of_2(num_experts),
-        BLOCK_M=block_m,
-        BLOCK=64,
-    )
-    return tiles
+    num_tiles = ids.numel() // block_m + min(num_experts, ids.numel())
+    return torch.empty((num_tiles, 3), dtype=torch.int32, device=ids.device)
 
 
 def blank_routings(
@@ -219,7 +227,8 @@ def blank_routings(
     """
     num_experts, top_k = problem["num_experts"], problem["top_k"]
     by_average = (int(each) * num_experts // top_k for each in averages)
-    nums = {1, *more, *by_average, SMALL_SORT // top_k, SMALL_SORT * num_experts}
+    by_sort = (SMALLEST_SORT // top_k, SMALL_SORT // top_k, SMALL_SORT * num_experts)
+    nums = {1, *more, *by_average, *by_sort}
     for num_tokens in sorted(nums, reverse=True):
         yield (
             num_tokens,
@@ -228,7 +237,7 @@ def blank_routings(
         )
 
 
-def add_up(scaled: Tensor, ids: Tensor, num_experts: int) -> Tensor:
+def add_up(scaled: Tensor, ids: Tensor, num_experts: int, *, pdl: bool = False) -> Tensor:
     """Return y [T, N], the sum over each token's pairs in `scaled` [T * k, N], always in the same order.
 
     Rows of pairs without an expert are not read.
@@ -237,34 +246,55 @@ def add_up(scaled: Tensor, ids: Tensor, num_experts: int) -> Tensor:
     y = torch.empty((num_tokens, size), dtype=scaled.dtype, device=scaled.device)
     block = min(1024, triton.next_power_of_2(size))
     kernel.add_pairs[(num_tokens, triton.cdiv(size, block))](
-        scaled, ids, y, E=num_experts, TOP_K=top_k, N=size, BLOCK=block
+        *(scaled, ids, y),
+        E=num_experts,
+        TOP_K=top_k,
+        N=size,
+        BLOCK=block,
+        PDL=pdl,
+        launch_pdl=pdl,
     )
     return y
 
 
-def sort_by_expert(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+def sort_by_expert(
+    ids: Tensor,
+    num_experts: int,
+    tiles: Tensor | None = None,
+    block_m: int = 1,
+    *,
+    pdl: bool = False,
+) -> tuple[Tensor, Tensor]:
     """Return pairs (indices into flattened ids) sorted by expert, int32 [T * k], and pairs per expert, int32 [E].
 
     Pairs without an expert have an id of E. They are not counted, and their places at the end have any content.
+    Fills `tiles` [tiles, 3] with the expert of each tile of up to `block_m` pairs, its first pair, and the end of the
+    expert's run; tiles that are left over have no expert.
     """
-    num_pairs = ids.numel()
+    num_pairs, num_tiles = ids.numel(), 0 if tiles is None else len(tiles)
     pairs = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
-    block_e = triton.next_power_of_2(num_experts)
+    sizes = {"E": num_experts, "BLOCK_E": triton.next_power_of_2(num_experts), "BLOCK_M": block_m}
     if num_pairs <= SMALL_SORT:
         tally = torch.empty((2, num_experts), dtype=torch.int32, device=ids.device)
-        block = 512 if num_pairs <= 512 else SMALL_SORT
+        block = SMALLEST_SORT if num_pairs <= SMALLEST_SORT else SMALL_SORT
         kernel.sort_small[(1,)](
-            *(ids, pairs, tally[0], tally[1], num_pairs),
-            E=num_experts,
-            BLOCK_E=block_e,
+            *(ids, pairs, tally[0], tally[1], tiles, num_pairs, num_tiles),
+            **sizes,
             BLOCK=block,
+            PDL=pdl,
             num_warps=block // 256,
+            launch_pdl=pdl,
         )
         return pairs, tally[0]
-    tally = torch.zeros((2, num_experts), dtype=torch.int32, device=ids.device)
+    num_cursors = num_experts * CURSOR_STRIDE
+    tally = torch.zeros(num_cursors + num_experts, dtype=torch.int32, device=ids.device)
+    cursors, counts = tally[:num_cursors], tally[num_cursors:]
     grid = (triton.cdiv(num_pairs, 1024),)
-    kernel.count[grid](ids, tally[0], num_pairs, E=num_experts, BLOCK_E=block_e, BLOCK=1024)
+    kernel.count[grid](ids, counts, num_pairs, E=num_experts, BLOCK_E=sizes["BLOCK_E"], BLOCK=1024)
     kernel.place[grid](
-        ids, pairs, tally[0], tally[1], num_pairs, E=num_experts, BLOCK_E=block_e, BLOCK=1024
+        *(ids, pairs, counts, cursors, tiles, num_pairs, num_tiles),
+        **sizes,
+        BLOCK=1024,
+        CURSOR_STRIDE=CURSOR_STRIDE,
     )
-    return pairs, tally[0]
+    return pairs, counts

@@ -1,4 +1,4 @@
-"""The two grouped GEMMs of routed experts. A program computes a tile of the pairs of one expert (see `find_tiles`)."""
+"""The two grouped GEMMs of routed experts. A program computes a tile of the pairs of one expert (see `sort_by_expert`)."""
 
 from __future__ import annotations
 
@@ -97,12 +97,17 @@ def gate_up(
     BLOCK_K: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """hidden [pairs, N] = silu(x @ gate) * (x @ up), in sorted order. Grid (tiles of N, tiles of pairs).
 
     WEIGHTS_FIRST: the weights are the left operand, whose tile has to have 64 rows for the fast instruction.
     A large tile that is at most half full is computed as one of half the size.
+    PDL: the next kernel may read what the one before this has written, because it starts after this one's wait.
     """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(1) * 3
     expert = tl.load(tiles_ptr + tile)
     first, end = tl.load(tiles_ptr + tile + 1), tl.load(tiles_ptr + tile + 2)
@@ -214,11 +219,16 @@ def down(
     BLOCK_K: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """scaled [pairs, N] = weight * hidden @ down, in the order of tokens. Grid (tiles of N, tiles of pairs)."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(1) * 3
     expert = tl.load(tiles_ptr + tile)
     first, end = tl.load(tiles_ptr + tile + 1), tl.load(tiles_ptr + tile + 2)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     if expert < E:
         if BLOCK_M >= 128 and end - first <= BLOCK_M // 2:
             _down_tile(

@@ -88,21 +88,58 @@ def route(
     tl.store(ids_ptr + row * TOP_K + rank, ids, mask=rank < TOP_K)
 
 
-@precompile.jit(do_not_specialize=["num_pairs"])
+@triton.jit
+def _write_tiles(
+    tiles_ptr,
+    counts,
+    num_tiles,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """tiles [num_tiles, 3] = each tile's expert (E: none), its start in the sorted pairs, and the end of the run.
+
+    The GEMMs read this table, so that their programs start with the loads of their operands. counts [BLOCK_E] are the
+    pairs per expert.
+    """
+    expert = tl.arange(0, BLOCK_E)
+    nums = tl.cdiv(counts, BLOCK_M)
+    first_tile = tl.cumsum(nums, axis=0) - nums
+    end = tl.cumsum(counts, axis=0)
+    begin = end - counts
+    for index in range(tl.max(nums, axis=0)):
+        at, used = tiles_ptr + (first_tile + index) * 3, index < nums
+        tl.store(at, expert, mask=used)
+        tl.store(at + 1, begin + index * BLOCK_M, mask=used)
+        tl.store(at + 2, end, mask=used)
+    for start in range(tl.sum(nums, axis=0), num_tiles, BLOCK_E):
+        tile = start + expert
+        tl.store(tiles_ptr + tile * 3, tl.full([BLOCK_E], E, tl.int32), mask=tile < num_tiles)
+
+
+@precompile.jit(do_not_specialize=["num_pairs", "num_tiles"])
 def sort_small(
     ids_ptr,
     pairs_ptr,
     counts_ptr,
     cursors_ptr,
+    tiles_ptr,
     num_pairs,
+    num_tiles,
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Group up to BLOCK pairs by expert in one program, in any order within an expert's run, and count them.
 
-    Pairs without an expert are neither written nor counted. `cursors` [E] is scratch memory. (`tl.sort` takes 84 µs.)
+    Pairs without an expert are neither written nor counted. `cursors` [E] is scratch memory. Also writes the table of
+    tiles of BLOCK_M pairs, unless it is None. (`tl.sort` takes 84 µs.)
     """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     index = tl.arange(0, BLOCK)
     ids = tl.load(ids_ptr + index, mask=index < num_pairs, other=E)
     mask, expert = ids < E, tl.arange(0, BLOCK_E)
@@ -112,6 +149,8 @@ def sort_small(
     tl.debug_barrier()  # the cursors are visible to all threads
     place = tl.atomic_add(cursors_ptr + tl.where(mask, ids, 0), 1, mask=mask)
     tl.store(pairs_ptr + place, index, mask=mask)
+    if tiles_ptr is not None:
+        _write_tiles(tiles_ptr, counts, num_tiles, E, BLOCK_E, BLOCK_M)
 
 
 @precompile.jit(do_not_specialize=["num_pairs"])
@@ -131,18 +170,26 @@ def count(
     tl.atomic_add(counts_ptr + expert, counts, mask=(expert < E) & (counts > 0))
 
 
-@precompile.jit(do_not_specialize=["num_pairs"])
+@precompile.jit(do_not_specialize=["num_pairs", "num_tiles"])
 def place(
     ids_ptr,
     pairs_ptr,
     counts_ptr,
     cursors_ptr,
+    tiles_ptr,
     num_pairs,
+    num_tiles,
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    CURSOR_STRIDE: tl.constexpr,
 ):
-    """Write each pair to its expert's run, in any order within the run. Pairs without an expert are not written."""
+    """Write each pair to its expert's run, in any order within the run. Pairs without an expert are not written.
+
+    `cursors` [E * CURSOR_STRIDE] are zeros, far enough apart that several parts of the L2 cache count.
+    One program also writes the table of tiles of BLOCK_M pairs, unless it is None.
+    """
     expert = tl.arange(0, BLOCK_E)
     counts = tl.load(counts_ptr + expert, mask=expert < E, other=0)
     starts = tl.cumsum(counts, axis=0) - counts
@@ -150,8 +197,11 @@ def place(
     ids = tl.load(ids_ptr + index, mask=index < num_pairs, other=E)
     mask = ids < E
     ids = tl.where(mask, ids, 0)
-    rank = tl.atomic_add(cursors_ptr + ids, 1, mask=mask)
+    rank = tl.atomic_add(cursors_ptr + ids * CURSOR_STRIDE, 1, mask=mask)
     tl.store(pairs_ptr + tl.gather(starts, ids, 0) + rank, index, mask=mask)
+    if tiles_ptr is not None:  # noqa: SIM102 (the compiler decides it)
+        if tl.program_id(0) == 0:
+            _write_tiles(tiles_ptr, counts, num_tiles, E, BLOCK_E, BLOCK_M)
 
 
 @triton.jit
@@ -169,37 +219,6 @@ def find_tile(counts_ptr, tile, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M:
     return chosen, first, begin + count
 
 
-@precompile.jit(do_not_specialize=["num_tiles"])
-def find_tiles(
-    counts_ptr,
-    tiles_ptr,
-    num_tiles,
-    E: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """tiles [num_tiles, 3] = each tile's expert (E: none), its start in the sorted pairs, and the end of the run.
-
-    The GEMMs read this table, so that their programs start with the loads of their operands. Grid (blocks of tiles).
-    """
-    expert = tl.arange(0, BLOCK_E)
-    counts = tl.load(counts_ptr + expert, mask=expert < E, other=0)
-    ends = tl.cumsum(tl.cdiv(counts, BLOCK_M), axis=0)
-    pair_ends = tl.cumsum(counts, axis=0)
-    tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_before = ends[:, None] <= tile[None, :]
-    chosen = tl.minimum(tl.sum(is_before.to(tl.int32), axis=0), E)
-    is_chosen = expert[:, None] == chosen[None, :]
-    first_tile = tl.max(tl.where(is_before, ends[:, None], 0), axis=0)
-    begin = tl.max(tl.where(is_before, pair_ends[:, None], 0), axis=0)
-    end = tl.sum(tl.where(is_chosen, pair_ends[:, None], 0), axis=0)
-    at, inside = tiles_ptr + tile * 3, tile < num_tiles
-    tl.store(at, chosen, mask=inside)
-    tl.store(at + 1, begin + (tile - first_tile) * BLOCK_M, mask=inside)
-    tl.store(at + 2, end, mask=inside)
-
-
 @precompile.jit
 def add_pairs(
     scaled_ptr,
@@ -209,8 +228,12 @@ def add_pairs(
     TOP_K: tl.constexpr,
     N: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """y [T, N] = the sum over a token's pairs with an expert, always in the same order. Grid (T, tiles of N)."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)
