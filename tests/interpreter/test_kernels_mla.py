@@ -56,7 +56,7 @@ def test_entries_are_written(dtype: str) -> None:
 
 @pytest.mark.parametrize("op", ["mla_absorb", "mla_project"])
 def test_heads_are_multiplied(op: str) -> None:
-    for num_rows in (0, 17):
+    for num_rows in (0, 17, 66):
         agree(op, None, num_rows, "float16", "float16")
 
 

@@ -6,6 +6,7 @@ Weights are loaded before the wait for the previous kernel (see `pdl`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,9 +20,20 @@ from tokenspeed_kernels.reference import mla as reference
 from tokenspeed_kernels.triton import precompile
 from tokenspeed_kernels.triton.pdl import supports_pdl
 
-MAX_TOKENS = 64
-BLOCK_T = 16
-LATENT_TILE, VALUE_TILE = 64, 16  # output features of a program
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Tokens of a program, its output features, and warps."""
+
+    block_t: int
+    columns: int
+    num_warps: int
+
+
+MAX_FEW_TOKENS = 64
+MAX_ABSORBED_TOKENS = 512
+FEW, MANY = Tiling(16, 64, 4), Tiling(64, 128, 8)
+PROJECT = Tiling(16, 16, 4)
 
 
 @precompile.jit(do_not_specialize=["num_tokens"])
@@ -120,13 +132,16 @@ def mla_absorb(problem: Problem) -> Callable[[Tensor, Tensor], Tensor]:
     heads, latent_size = problem["num_heads"], problem["latent_size"]
     nope_size, rope_size = problem["nope_size"], problem["rope_size"]
     many, settings = reference.mla_absorb(problem), _settings(problem)
+    large = MANY if problem["dtype"] != "float32" else FEW
 
     def absorb(q: Tensor, kv_up: Tensor) -> Tensor:
         num_tokens = q.shape[0]
-        if num_tokens > MAX_TOKENS:
+        if num_tokens > MAX_ABSORBED_TOKENS:
             return many(q, kv_up)
         y = q.new_empty((num_tokens, heads, latent_size + rope_size))
-        grid = (heads, triton.cdiv(latent_size, LATENT_TILE), triton.cdiv(num_tokens, BLOCK_T))
+        tiling = FEW if num_tokens <= MAX_FEW_TOKENS else large
+        tiles = triton.cdiv(latent_size, tiling.columns), triton.cdiv(num_tokens, tiling.block_t)
+        grid = (heads, *tiles)
         if num_tokens:
             _absorb[grid](
                 q,
@@ -141,13 +156,16 @@ def mla_absorb(problem: Problem) -> Callable[[Tensor, Tensor], Tensor]:
                 R=rope_size,
                 BLOCK_D=_block(nope_size),
                 BLOCK_R=_block(rope_size),
-                BLOCK_L=LATENT_TILE,
+                BLOCK_L=tiling.columns,
+                BLOCK_T=tiling.block_t,
+                num_warps=tiling.num_warps,
                 **settings,
             )
         return y
 
-    q = precompile.blank(problem["dtype"], 1, heads, nope_size + rope_size)
-    precompile.compile_for(absorb, q, _blank_expansion(problem))
+    for num_tokens in (1, MAX_ABSORBED_TOKENS):
+        q = precompile.blank(problem["dtype"], num_tokens, heads, nope_size + rope_size)
+        precompile.compile_for(absorb, q, _blank_expansion(problem))
     return absorb
 
 
@@ -159,10 +177,11 @@ def mla_project(problem: Problem) -> Callable[[Tensor, Tensor, Tensor], None]:
 
     def project(x: Tensor, kv_up: Tensor, out: Tensor) -> None:
         num_tokens = x.shape[0]
-        if num_tokens > MAX_TOKENS:
+        if num_tokens > MAX_FEW_TOKENS:
             many(x, kv_up, out)
             return
-        grid = (heads, triton.cdiv(value_size, VALUE_TILE), triton.cdiv(num_tokens, BLOCK_T))
+        tiles = triton.cdiv(value_size, PROJECT.columns), triton.cdiv(num_tokens, PROJECT.block_t)
+        grid = (heads, *tiles)
         if num_tokens:
             _project[grid](
                 x,
@@ -175,7 +194,9 @@ def mla_project(problem: Problem) -> Callable[[Tensor, Tensor, Tensor], None]:
                 L=latent_size,
                 V=value_size,
                 BLOCK_L=_block(latent_size),
-                BLOCK_V=VALUE_TILE,
+                BLOCK_V=PROJECT.columns,
+                BLOCK_T=PROJECT.block_t,
+                num_warps=PROJECT.num_warps,
                 **settings,
             )
 
@@ -188,10 +209,8 @@ def mla_project(problem: Problem) -> Callable[[Tensor, Tensor, Tensor], None]:
 def _settings(problem: Problem) -> dict[str, Any]:
     pdl = supports_pdl()
     return {
-        "BLOCK_T": BLOCK_T,
         "PRECISION": "ieee" if problem["dtype"] == "float32" else "tf32",
         "PDL": pdl,
-        "num_warps": 4,
         "launch_pdl": pdl,
     }
 

@@ -82,18 +82,49 @@ class MlaPrefill:
             self._attend_absorbed(rows, q, out)
             return
         num_known = -1 if host_query_start is None else host_query_start[-1]
+        shape = (q.shape[0], self._num_heads)
         if num_known < q.shape[0]:
             out.zero_()
+            # The log-sum-exps of padding are read, but have no weight.
+            lse = q.new_zeros(shape, dtype=torch.float32)
+        else:
+            lse = q.new_empty(shape, dtype=torch.float32)
         num_context = None
         if host_query_start is not None and host_seq_lens is not None:
             num_context = self._num_expanded(host_query_start, host_seq_lens)
-        # The log-sum-exps of padding are read, but have no weight.
-        lse = q.new_zeros((q.shape[0], self._num_heads), dtype=torch.float32)
         self._attend_own(rows, q, lse, out)
         if num_context is None:
             self._add_absorbed(rows, q, lse, out)
         elif num_context:
             self._add_expanded(rows, q, num_context, max_expanded, lse, out)
+
+    def launch_all(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        kv_up: Tensor,
+        query_start: Tensor,
+        seq_lens: Tensor,
+        block_table: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Launch each Triton kernel that a step of these shapes may need, to precompile them.
+
+        Omits torch's GEMMs and arithmetic. For meta tensors they import Python modules, which takes seconds.
+        """
+        rows = _Rows(cache, kv_up, query_start, seq_lens, block_table, 1.0)
+        num_tokens, heads = q.shape[:2]
+        is_small = num_tokens <= self._max_small_step
+        num_absorbed = num_tokens if is_small else self._absorbed_tokens
+        absorbed = q.new_empty((num_absorbed, heads, self._latent_size + self._rope_size))
+        self._absorbed.prefill(
+            absorbed, cache, query_start, seq_lens, block_table, 1.0, context=not is_small
+        )
+        for start in () if is_small else (None, query_start):
+            entries = self._gather(rows, q, 0, num_tokens, start)
+            keys = q.new_empty((num_tokens, heads * kv_up.shape[1]))
+            lse = q.new_empty((num_tokens, heads), dtype=torch.float32)
+            self._attend_keys(rows, q, keys, entries, (0, 0), start, lse, out)
 
     def _num_expanded(self, starts: tuple[int, ...], lengths: tuple[int, ...]) -> int | None:
         """Return the number of earlier tokens to expand, or None if absorbing takes fewer operations."""
@@ -205,6 +236,20 @@ class MlaPrefill:
     ) -> None:
         """Expand gathered entries and attend to them."""
         keys = entries[:, : self._latent_size] @ rows.kv_up.flatten(0, 1).t()
+        self._attend_keys(rows, q, keys, entries, window, context_start, lse, out)
+
+    def _attend_keys(
+        self,
+        rows: _Rows,
+        q: Tensor,
+        keys: Tensor,
+        entries: Tensor,
+        window: tuple[int, int],
+        context_start: Tensor | None,
+        lse: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Attend to expanded entries [K, H * (N + V)]."""
         tiling = self._tiling
         num_tiles = q.shape[0] // tiling.block_m + rows.lengths.shape[0]
         attend[(num_tiles, self._num_heads)](
@@ -250,29 +295,16 @@ def mla_prefill(problem: Problem) -> Callable[..., None]:
     width = problem["latent_size"] + problem["rope_size"]
     cache = blank(problem["kv_dtype"], 2, 2, problem["block_size"], width)[:, 0]
     up_size = problem["nope_size"] + problem["value_size"]
-    # Small steps with few and many tiles, then large ones: the host does not know the lengths, or they have a context.
-    large = MAX_SMALL_STEP + ABSORBED_TOKENS
-    for num_tokens, num_rows, num_known in (
-        (1, 1, 1),
-        (8, 1, 8),
-        (512, 512, 512),
-        (large, 1, 0),
-        (large, 1, large),
-    ):
-        starts = tuple(min(row, 1) * num_tokens for row in range(num_rows + 1))
-        lengths = (num_tokens + 1,) * num_rows
+    # Small steps with few and many tiles, then a large one.
+    for num_tokens, num_rows in ((1, 1), (8, 1), (512, 512), (MAX_SMALL_STEP + ABSORBED_TOKENS, 1)):
         precompile.compile_for(
-            kernel,
+            kernel.launch_all,
             blank(dtype, num_tokens, 2 * heads, head_size)[:, :heads],
             cache,
             blank(dtype, heads, up_size, problem["latent_size"]),
             blank("int32", num_rows + 1),
             blank("int32", num_rows),
             blank("int32", num_rows, 64),
-            starts if num_known else None,
-            lengths if num_known else None,
-            large,
-            1.0,
             blank(dtype, num_tokens, heads, problem["value_size"]),
         )
     return kernel
