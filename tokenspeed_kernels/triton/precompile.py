@@ -14,6 +14,7 @@ Check this module, and run tests/gpu/test_precompile.py, whenever Triton is upda
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,6 +30,8 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 Compile = Callable[[], Any]
+
+SWITCH_INTERVAL = 0.0002  # seconds until a waiting thread gets the GIL, while threads compile
 
 _IS_PRECOMPILING: ContextVar[bool] = ContextVar("is_precompiling", default=False)
 
@@ -134,12 +137,17 @@ class _Once:
 
 
 class _Threads:
-    """Background threads, at most one less than there are CPUs. The largest task goes first; idle threads end."""
+    """Background threads, at most one less than there are CPUs. The largest task goes first; idle threads end.
+
+    While there are any, a thread that wants the GIL gets it after SWITCH_INTERVAL. The main thread releases it for
+    each launch and each tensor, and would often wait for Python's 5 ms to have it back.
+    """
 
     def __init__(self) -> None:
         self._waiting: list[tuple[int, int, Compile]] = []
         self._num_put = 0
         self._num_threads = 0
+        self._usual_interval = 0.0
         self._lock = threading.Lock()
 
     def put(self, size: int, task: Compile) -> None:
@@ -149,6 +157,9 @@ class _Threads:
             self._num_put += 1
             if self._num_threads == num_processors() - 1:
                 return
+            if self._num_threads == 0:
+                self._usual_interval = sys.getswitchinterval()
+                sys.setswitchinterval(SWITCH_INTERVAL)
             self._num_threads += 1
         threading.Thread(target=self._work, name="precompile").start()
 
@@ -163,6 +174,8 @@ class _Threads:
             if self._waiting and threading.main_thread().is_alive():
                 return heappop(self._waiting)[2]
             self._num_threads -= 1
+            if self._num_threads == 0:
+                sys.setswitchinterval(self._usual_interval)
             return None
 
 
