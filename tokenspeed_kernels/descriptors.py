@@ -257,9 +257,11 @@ TRITON_LINEAR = (
     _fused_block("fused_block", AxisLimit("max_rows", 1, 64), max_hidden=4096),
     _fused_block("fused_block_in_place", AxisLimit("min_rows", 512), max_hidden=16384),
     _gemv("linear"),
+    _gemv("linear_silu_mul"),
     _gemv("add_rms_norm_linear"),
     _gemv("add_rms_norm_linear_silu_mul"),
     _gemv("add_rms_norm_linear_gelu_tanh_mul"),
+    _triton("linear_add", "linear.gemm:linear_add", _GRAPH_SAFE),
     _triton("add_rms_norm_linear", "linear.gemm:add_rms_norm_linear", _GRAPH_SAFE, _MAX_IN_SIZE),
     _triton(
         "add_rms_norm_linear_silu_mul",

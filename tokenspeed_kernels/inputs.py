@@ -101,6 +101,24 @@ def linear(
     }
 
 
+def linear_silu_mul(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
+    """Make x [T, I] and weight [2O, I] of unit gain."""
+    problem = {**problem, "out_size": 2 * problem["out_size"]}
+    given = linear(problem, num, at, seed, strided)
+    return {"x": given["x"], "weight": given["weight"]}
+
+
+def linear_add(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
+    """Make x [T, I], weight [O, I] of unit gain, and total [T, O]."""
+    given = linear(problem, num, at, seed, strided)
+    total = random_rows(num, problem["out_size"], problem, at, seed, strided)
+    return {"x": given["x"], "weight": given["weight"], "total": total}
+
+
 def rope_write_kv(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:

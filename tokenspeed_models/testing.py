@@ -73,6 +73,9 @@ class DenseBuild:
         """Return None: models use the separate ops instead."""
         return None
 
+    def side_stream(self) -> None:
+        """Return None: one operation runs at a time."""
+
     def comm(self, collective: Collective) -> Callable[[Tensor], Tensor]:
         """Raise ValueError: this build runs one process."""
         raise ValueError(f"DenseBuild has no kernel for {collective.op}")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import count, product
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +37,7 @@ PRECOMPILED = (
     "silu_mul",
     "gelu_tanh_mul",
     "linear",
+    "linear_silu_mul",
     "add_rms_norm_linear",
     "add_rms_norm_linear_silu_mul",
     "add_rms_norm_linear_gelu_tanh_mul",
@@ -353,10 +356,14 @@ def test_compiler_errors_are_raised_at_launch(compiler: Compiler) -> None:
 
 
 def test_threads_end_when_idle(compiler: Compiler) -> None:
+    usual, intervals = sys.getswitchinterval(), list[float]()
+    compiler.before = lambda: intervals.append(sys.getswitchinterval())
     precompile.compile_for(launch, precompile.blank("float32", 4), *range(20))
     settle()
     assert len(compiler.compiled) == 20
     assert not [thread for thread in threading.enumerate() if thread.name == "precompile"]
+    assert intervals == pytest.approx([precompile.SWITCH_INTERVAL] * 20)
+    assert sys.getswitchinterval() == usual
 
 
 @pytest.mark.parametrize(("has_device", "num_processors"), [(False, 8), (True, 1)])
@@ -387,3 +394,28 @@ print("ends", flush=True)
 def test_interpreter_gets_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
     assert type(precompile.jit(one.fn)) is type(triton.jit(one.fn))
+
+
+def test_factories_import_no_compiler_of_torch() -> None:
+    # Arithmetic with meta tensors imports it, for seconds.
+    code = """
+import sys
+import triton
+from test_precompile import SPECS, Compiler, driver, precompile, problems
+
+triton.compiler.compile = compiler = Compiler()
+driver._active, precompile.is_possible = compiler.driver(), lambda: True
+for spec in SPECS:
+    spec.factory()(next(iter(problems(spec))))
+print([name for name in ("sympy", "torch._dynamo") if name in sys.modules])
+"""
+    folder = str(Path(__file__).parent)
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env={**os.environ, "PYTHONPATH": folder},
+    )
+    assert ended.stdout == "[]\n"

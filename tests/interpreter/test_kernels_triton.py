@@ -43,6 +43,8 @@ WITH_DOTS = (
     "fused_block",
     "fused_block_in_place",
     *WITH_ONE_ROW,
+    "linear_add",
+    "linear_silu_mul",
 )
 TO_FP8 = (
     "quantize_fp8",

@@ -217,6 +217,9 @@ class BuildContext(Protocol):
     def comm(self, collective: Collective) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return the kernel of a collective, and add it to the plan of collectives."""
 
+    def side_stream(self) -> torch.cuda.Stream | None:
+        """Return a stream for work in parallel to the current one. All modules share it. None without CUDA."""
+
     def attention(
         self,
         *,

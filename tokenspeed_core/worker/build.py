@@ -87,6 +87,7 @@ class ModelBuild:
         self.groups = {name: AttentionGroup(spec) for name, spec in self._group_specs.items()}
         self._kv_scales = resolved.kv_scales
         self._max_expanded = resolved.config.mla_chunk_multiplier * resolved.limits.max_num_tokens
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._layer: int | None = None
         self._first_layer = 0
         self._group_names: Mapping[str, str] = {}
@@ -150,6 +151,10 @@ class ModelBuild:
         choice = self.selector.select_collective(collective, group.size)
         handle = self._handles.get(group.name)
         return self._load(choice, CommGroup(group, handle, self.token_counts))
+
+    def side_stream(self) -> torch.cuda.Stream | None:
+        """Return a stream for work in parallel to the current one; None without CUDA."""
+        return self._side
 
     def _load(self, choice: Choice, *group: CommGroup) -> Callable[..., Any]:
         names = [each.group.name for each in group]

@@ -19,6 +19,22 @@ AddNormLinear = Callable[
 ]
 
 
+def linear_silu_mul(problem: Problem) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return `apply(x [T, I], weight [2O, I]) -> y [T, O]`."""
+    multiply, gate = linear(problem), silu_mul(problem)
+    return lambda x, weight: gate(multiply(x, weight, None))
+
+
+def linear_add(problem: Problem) -> Callable[[Tensor, Tensor, Tensor], None]:
+    """Return `apply(x [T, I], weight [O, I], total [T, O])`, which adds to `total`."""
+    multiply = linear(problem)
+
+    def apply(x: Tensor, weight: Tensor, total: Tensor) -> None:
+        total += multiply(x, weight, None)
+
+    return apply
+
+
 def add_rms_norm_linear(problem: Problem) -> AddNormLinear:
     """Return `apply(x, residual [T, I], norm_weight [I], eps, weight [O, I], bias) -> (y [T, O], x + residual)`."""
     norm, multiply = rms_norm(problem), linear(problem)

@@ -18,6 +18,9 @@ from tokenspeed_models.moe_config import MoeConfig, RoutingConfig
 from tokenspeed_models.sharding import Partial, Replicated, ShardingSpec
 from tokenspeed_models.weights import Shard, WeightSlot
 
+# Routing these numbers of tokens leaves most of a GPU idle, so that the shared experts run in parallel to it.
+MIN_PARALLEL_TOKENS, MAX_PARALLEL_TOKENS = 17, 512
+
 
 class WideGate:
     """The linear layer of a router that computes in float32 in a model of another dtype."""
@@ -114,10 +117,20 @@ class SharedExperts:
             ),
         )
         self.down = Linear(module, intermediate_size, (Projection("down_proj", hidden_size, rows),))
-        silu_mul = "silu_mul"
+        silu_mul, dtype = "silu_mul", dtype_name(build.dtype)
         if self.down.scheme is not None:
             silu_mul = self.down.scheme.fused.get(silu_mul, silu_mul)
-        self._silu_mul = build.op(silu_mul, size=self.down.in_size, dtype=dtype_name(build.dtype))
+        size = self.down.in_size
+        self._fused: Callable[..., torch.Tensor] | None = None
+        if self.gate_up.scheme is None and silu_mul == "silu_mul":
+            self._fused = build.fused(
+                "linear_silu_mul", in_size=hidden_size, out_size=size, dtype=dtype
+            )
+        if self._fused is None:
+            self._silu_mul = build.op(silu_mul, size=size, dtype=dtype)
+        self._add: Callable[..., None] | None = None
+        if self.down.scheme is None and not is_gated:
+            self._add = build.fused("linear_add", in_size=size, out_size=hidden_size, dtype=dtype)
         self.output_gate = (
             Linear(
                 UnquantizedBuild(build),
@@ -130,11 +143,24 @@ class SharedExperts:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the output [T, hidden] for x [T, hidden]."""
-        gated: Activation = self._silu_mul(self.gate_up(x))
-        result = self.down(gated)
+        result = self.down(self._gate(x))
         if self.output_gate is not None:
             result.mul_(self.output_gate(x).sigmoid_())
         return result
+
+    def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
+        """Add the output for x [T, hidden] to `total` [T, hidden]."""
+        if self._add is None:
+            total += self(x)
+        else:
+            self._add(self._gate(x), self.down.weight, total)
+
+    def _gate(self, x: torch.Tensor) -> Activation:
+        """Return the activation of the gate and up projections of x."""
+        if self._fused is not None:
+            return self._fused(x, self.gate_up.weight)
+        gated: Activation = self._silu_mul(self.gate_up(x))
+        return gated
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
         """List the weights."""
@@ -147,7 +173,7 @@ class SharedExperts:
 class MoE:
     """Routes each token to its top-k experts and returns the weighted sum of their gated MLPs.
 
-    The output of shared experts, if there are any, is added.
+    The output of shared experts, if there are any, is added. On a GPU they run on another stream if tokens are few.
     """
 
     def __init__(self, build: BuildContext, hidden_size: int, config: MoeConfig) -> None:
@@ -163,6 +189,7 @@ class MoE:
             if config.shared_size
             else None
         )
+        self._side = None if self.shared is None else build.side_stream()
         self.experts = Experts(
             build,
             num_experts=config.routing.num_experts,
@@ -183,9 +210,22 @@ class MoE:
         The sum overwrites the residual.
         """
         x, residual = norm.add(x, residual)
-        result = self.run_experts(x, *self.router(x))
-        if self.shared is not None:
+        if self.shared is None:
+            return self.run_experts(x, *self.router(x)), residual
+        num_tokens, side = x.shape[0], self._side
+        if num_tokens > MAX_PARALLEL_TOKENS:
+            result = self.run_experts(x, *self.router(x))
+            self.shared.add_to(result, x)
+        elif side is None or num_tokens < MIN_PARALLEL_TOKENS:
+            result = self.run_experts(x, *self.router(x))
             result += self.shared(x)
+        else:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                shared = self.shared(x)
+            result = self.run_experts(x, *self.router(x))
+            torch.cuda.current_stream().wait_stream(side)
+            result += shared
         return result, residual
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:

@@ -57,6 +57,10 @@ class ModuleBuild:
         """Return the kernel of a collective."""
         return self._build.comm(collective)
 
+    def side_stream(self) -> torch.cuda.Stream | None:
+        """Return a stream for work in parallel to the current one; None without CUDA."""
+        return self._build.side_stream()
+
     def attention(self, **layer: Any) -> AttentionCall:
         """Register a layer's attention."""
         return self._build.attention(**layer)

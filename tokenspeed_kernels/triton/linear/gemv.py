@@ -57,6 +57,24 @@ def linear(problem: Problem) -> Callable[[Tensor, Tensor, Tensor | None], Tensor
     return apply
 
 
+def linear_silu_mul(problem: Problem) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return `apply(x [T, I], weight [2O, I]) -> y [T, O]`."""
+    in_size, out_size = problem["in_size"], problem["out_size"]
+    parts = gemm.linear_silu_mul(problem)
+    tiling, pdl = one_row_tiling(in_size, gated=True), supports_pdl()
+
+    def apply(x: Tensor, weight: Tensor) -> Tensor:
+        if x.shape[0] != 1:
+            return parts(x, weight)
+        y = x.new_empty((1, out_size))
+        multiply(x, weight, None, y, tiling, gated=True, pdl=pdl)
+        return y
+
+    blank = partial(precompile.blank, problem["dtype"])
+    precompile.compile_for(apply, blank(1, in_size), blank(2 * out_size, in_size))
+    return apply
+
+
 def add_rms_norm_linear(problem: Problem) -> AddNormLinear:
     """Return `apply(x, residual [T, I], norm_weight [I], eps, weight [O, I], bias) -> (y [T, O], x + residual)`."""
     return _normed(problem, gemm.add_rms_norm_linear(problem), gated=False)
