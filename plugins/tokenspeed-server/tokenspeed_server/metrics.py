@@ -24,7 +24,26 @@ TOKEN_BOUNDS = (
 LENGTH_BOUNDS = tuple(float(2**power) for power in range(21))
 
 FINISH_REASONS = ("stop", "length", "tool_calls", "abort", "error")
-STATUSES = (200, 400, 401, 403, 404, 405, 408, 411, 413, 415, 421, 422, 429, 431, 499, 500, 503)
+STATUSES = (
+    200,
+    400,
+    401,
+    403,
+    404,
+    405,
+    408,
+    411,
+    413,
+    415,
+    421,
+    422,
+    429,
+    431,
+    499,
+    500,
+    503,
+    504,
+)
 OTHER_STATUS = 0
 
 HISTOGRAMS = {

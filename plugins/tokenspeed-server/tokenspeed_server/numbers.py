@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from tokenspeed_server.admission import get_service
+from tokenspeed_server.answers import Stats
 from tokenspeed_server.errors import ApiError
-from tokenspeed_server.openapi import describe_errors
+from tokenspeed_server.openapi import describe_answer, describe_errors
 
 router = APIRouter()
 
 
-@router.get("/metrics", responses=describe_errors(401, 404))
+@router.get("/metrics", response_class=PlainTextResponse, responses=describe_errors(401, 404))
 async def metrics(request: Request) -> Response:
     """Return the metrics of all API workers and the engine in Prometheus's format."""
     service = get_service(request)
@@ -26,7 +27,7 @@ async def metrics(request: Request) -> Response:
     return Response(body, headers={"content-type": content_type})
 
 
-@router.get("/v1/stats", responses=describe_errors(401))
+@router.get("/v1/stats", responses=describe_answer(Stats, 401))
 async def stats(request: Request) -> JSONResponse:
     """Return the state of the engine and its rates over the last 10 seconds, renewed every second.
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import Response
 from pydantic import BaseModel
+
+from tokenspeed_server.answers import ANSWERS
 
 _ERRORS = {
     400: "a field is wrong, unknown or not supported",
@@ -49,37 +52,53 @@ class AnthropicError(BaseModel):
     error: AnthropicErrorBody
 
 
-def describe_errors(*statuses: int, model: str = "Error") -> dict[int | str, dict[str, Any]]:
+Described = dict[int | str, dict[str, Any]]
+
+
+def describe_answer(kind: type[BaseModel], *errors: int, error: str = "Error") -> Described:
+    """Return the descriptions of an answer, and of error responses."""
+    content = {"application/json": {"schema": _reference(kind.__name__)}}
+    return {200: {"description": "the answer", "content": content}, **_describe(errors, error)}
+
+
+def describe_errors(*statuses: int) -> Described:
     """Return the descriptions of error responses."""
-    schema = {"$ref": f"#/components/schemas/{model}"}
-    return {
-        status: {
-            "description": _ERRORS[status],
-            "content": {"application/json": {"schema": schema}},
-        }
-        for status in statuses
-    }
+    return _describe(statuses, "Error")
+
+
+def _describe(statuses: Iterable[int], error: str) -> Described:
+    content = {"application/json": {"schema": _reference(error)}}
+    return {each: {"description": _ERRORS[each], "content": content} for each in statuses}
+
+
+def _reference(name: str) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{name}"}
 
 
 def describe_body(kind: type[BaseModel]) -> dict[str, Any]:
     """Return the option of a route that describes the body that a dependency reads."""
-    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    content = {"application/json": {"schema": _reference(kind.__name__)}}
+    return {"requestBody": {"required": True, "content": content}}
 
 
 def describe_generation(
-    kind: type[BaseModel], *, ending: str = "ends with [DONE]", error: str = "Error"
+    kind: type[BaseModel],
+    answer: type[BaseModel],
+    *,
+    ending: str = "ends with [DONE]",
+    error: str = "Error",
 ) -> dict[str, Any]:
     """Return the options of a generation route. `ending` describes its stream."""
+    schema = _reference(answer.__name__)
     return {
         "response_class": Response,
         "openapi_extra": describe_body(kind),
         "responses": {
             200: {
                 "description": f"the answer, or a stream of events that {ending}",
-                "content": {"application/json": {}, "text/event-stream": {}},
+                "content": {"application/json": {"schema": schema}, "text/event-stream": {}},
             },
-            **describe_errors(400, 401, 404, 413, 429, 500, 503, model=error),
+            **_describe((400, 401, 404, 413, 429, 500, 503), error),
         },
     }
 
@@ -90,8 +109,12 @@ def openapi(app: FastAPI, models: tuple[type[BaseModel], ...]) -> dict[str, Any]
         schema = get_openapi(
             title=app.title, version=app.version, routes=app.routes, servers=app.servers
         )
-        components = schema.setdefault("components", {}).setdefault("schemas", {})
-        described_models: tuple[type[BaseModel], ...] = (*models, Error, AnthropicError)
+        for operations in schema["paths"].values():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)  # wrong parameters are answered with 400
+        components: dict[str, Any] = {}
+        schema["components"] = {"schemas": components}
+        described_models: tuple[type[BaseModel], ...] = (*models, *ANSWERS, Error, AnthropicError)
         for model in described_models:
             described = model.model_json_schema(ref_template="#/components/schemas/{model}")
             components.update(described.pop("$defs", {}))

@@ -11,9 +11,10 @@ from starlette.datastructures import Headers
 
 from tokenspeed_core.commands.serving import BadRequestError, Tokenizer, check_ids, read_ids
 from tokenspeed_server.admission import computed, computed_answer
+from tokenspeed_server.answers import DetokenizeAnswer, TokenizeAnswer
 from tokenspeed_server.api_body import ApiBody, parse_body
 from tokenspeed_server.errors import model_not_found
-from tokenspeed_server.openapi import describe_body, describe_errors
+from tokenspeed_server.openapi import describe_answer, describe_body
 from tokenspeed_server.prompts import chat_ids, encode, known_parts
 from tokenspeed_server.protocol import (
     MAX_MESSAGES,
@@ -125,16 +126,24 @@ def _tokenizer(service: Service) -> Tokenizer:
     return tokenizer
 
 
-_RESPONSES = describe_errors(400, 401, 404, 413, 503)
+_ERRORS = (400, 401, 404, 413, 503)
 
 
-@router.post("/tokenize", openapi_extra=describe_body(TokenizeRequest), responses=_RESPONSES)
+@router.post(
+    "/tokenize",
+    openapi_extra=describe_body(TokenizeRequest),
+    responses=describe_answer(TokenizeAnswer, *_ERRORS),
+)
 async def tokenize(response: Annotated[JSONResponse, Depends(computed(_tokenize))]) -> JSONResponse:
     """Return the token ids of a prompt, or of messages rendered by the model's template."""
     return response
 
 
-@router.post("/detokenize", openapi_extra=describe_body(DetokenizeRequest), responses=_RESPONSES)
+@router.post(
+    "/detokenize",
+    openapi_extra=describe_body(DetokenizeRequest),
+    responses=describe_answer(DetokenizeAnswer, *_ERRORS),
+)
 async def detokenize(
     response: Annotated[JSONResponse, Depends(computed(_detokenize))],
 ) -> JSONResponse:

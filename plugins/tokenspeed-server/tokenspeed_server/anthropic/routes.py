@@ -10,6 +10,7 @@ from starlette.datastructures import Headers
 
 from tokenspeed_core.commands.serving import Tokenizer
 from tokenspeed_server.admission import admitted, computed, computed_answer
+from tokenspeed_server.answers import MessagesAnswer, TokenCount
 from tokenspeed_server.anthropic.format import MessagesFormat
 from tokenspeed_server.anthropic.protocol import CountTokensRequest, MessagesRequest
 from tokenspeed_server.anthropic.translate import to_chat, tools_of
@@ -17,7 +18,7 @@ from tokenspeed_server.api_body import parse_body
 from tokenspeed_server.formats import Usage
 from tokenspeed_server.generation import ParsedRequest, prepare
 from tokenspeed_server.generation_response import GenerationResponse
-from tokenspeed_server.openapi import describe_body, describe_errors, describe_generation
+from tokenspeed_server.openapi import describe_answer, describe_body, describe_generation
 from tokenspeed_server.prompts import known_parts
 from tokenspeed_server.service import Service
 
@@ -53,7 +54,9 @@ def _no_format(model: str, tokenizer: Tokenizer | None, usage: Usage) -> Message
 
 @router.post(
     "/v1/messages",
-    **describe_generation(MessagesRequest, ending="ends with message_stop", error="AnthropicError"),
+    **describe_generation(
+        MessagesRequest, MessagesAnswer, ending="ends with message_stop", error="AnthropicError"
+    ),
 )
 async def create_message(
     response: Annotated[GenerationResponse, Depends(admitted(_parse))],
@@ -65,7 +68,7 @@ async def create_message(
 @router.post(
     "/v1/messages/count_tokens",
     openapi_extra=describe_body(CountTokensRequest),
-    responses=describe_errors(400, 401, 404, 413, 503, model="AnthropicError"),
+    responses=describe_answer(TokenCount, 400, 401, 404, 413, 503, error="AnthropicError"),
 )
 async def count_tokens(
     response: Annotated[JSONResponse, Depends(computed(_count))],

@@ -15,12 +15,13 @@ from starlette.datastructures import Headers
 from tokenspeed_core.commands.serving import BadRequestError, Tokenizer
 from tokenspeed_server.access import current_tenant
 from tokenspeed_server.admission import admitted, get_service
+from tokenspeed_server.answers import DeletedResponse, InputItems, ResponsesAnswer
 from tokenspeed_server.api_body import parse_body
 from tokenspeed_server.errors import ApiError
 from tokenspeed_server.formats import Usage
 from tokenspeed_server.generation import ParsedRequest, prepare
 from tokenspeed_server.generation_response import GenerationResponse
-from tokenspeed_server.openapi import describe_errors, describe_generation
+from tokenspeed_server.openapi import describe_answer, describe_errors, describe_generation
 from tokenspeed_server.prompts import known_parts
 from tokenspeed_server.responses_api.format import ResponsesFormat
 from tokenspeed_server.responses_api.protocol import (
@@ -67,7 +68,7 @@ def _parse(service: Service, data: bytes, headers: Headers) -> ParsedRequest:
 
 @router.post(
     "/v1/responses",
-    **describe_generation(ResponsesRequest, ending="ends with response.completed"),
+    **describe_generation(ResponsesRequest, ResponsesAnswer, ending="ends with response.completed"),
 )
 async def create_response(
     response: Annotated[GenerationResponse, Depends(admitted(_parse))],
@@ -76,7 +77,9 @@ async def create_response(
     return response
 
 
-@router.get("/v1/responses/{response_id}", responses=describe_errors(400, 401, 404))
+@router.get(
+    "/v1/responses/{response_id}", responses=describe_answer(ResponsesAnswer, 400, 401, 404)
+)
 async def get_response(request: Request, response_id: str, stream: bool = False) -> Response:
     """Return a stored response."""
     if stream:
@@ -87,7 +90,7 @@ async def get_response(request: Request, response_id: str, stream: bool = False)
     return Response(stored.response, media_type="application/json")
 
 
-@router.delete("/v1/responses/{response_id}", responses=describe_errors(401, 404))
+@router.delete("/v1/responses/{response_id}", responses=describe_answer(DeletedResponse, 401, 404))
 async def delete_response(request: Request, response_id: str) -> JSONResponse:
     """Delete a stored response. Later responses that continue it can no longer be continued."""
     service = get_service(request)
@@ -109,7 +112,9 @@ async def cancel_response(request: Request, response_id: str) -> Response:
     )
 
 
-@router.get("/v1/responses/{response_id}/input_items", responses=describe_errors(400, 401, 404))
+@router.get(
+    "/v1/responses/{response_id}/input_items", responses=describe_answer(InputItems, 400, 401, 404)
+)
 async def list_input_items(
     request: Request,
     response_id: str,
