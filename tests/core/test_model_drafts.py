@@ -69,6 +69,16 @@ def test_released_slot_has_no_draft_tokens(drafts: ModelDrafts) -> None:
     assert drafts.count(slots(2), slots(9)) is None
 
 
+def test_results_are_needed_only_for_made_drafts(drafts: ModelDrafts, columns: SlotColumns) -> None:
+    columns.set_decoding(0, True)
+    columns.set_decoding(1, True)
+    assert not drafts.needs_results
+    assert drafts.next_drafts(slots(0, 1), 7, is_useful=False) == NextDraftCount(0)
+    assert not drafts.needs_results
+    assert drafts.next_drafts(slots(0, 1), 0) == NextDraftCount(3)
+    assert drafts.needs_results
+
+
 def test_rows_with_processors_get_none(drafts: ModelDrafts, columns: SlotColumns) -> None:
     columns.may_draft[1] = False
     assert drafts.next_drafts(slots(1), 0) is None

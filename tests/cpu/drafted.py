@@ -116,7 +116,8 @@ def make_engine(
         )
     elif max_drafts and resolved.draft_model is not None:
         scheduler.use_drafts(
-            ModelDrafts(draft_depth or FixedDepth(max_drafts), changed, scheduler.columns)
+            ModelDrafts(draft_depth or FixedDepth(max_drafts), changed, scheduler.columns),
+            with_prompts=with_prompts,
         )
     return Engine(scheduler, runner, depth=depth)
 

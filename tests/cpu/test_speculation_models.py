@@ -263,8 +263,9 @@ def test_blocks_of_own_drafts_are_free_after_requests_with_aborts(own_runner: Lo
     assert engine_stats(engine).num_saved_steps > 5000
 
 
+@pytest.mark.parametrize("with_prompts", [False, True])
 def test_captured_passes_accept_all_drafts(
-    own_runner: LocalRunner, monkeypatch: pytest.MonkeyPatch
+    own_runner: LocalRunner, with_prompts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     random = np.random.default_rng(7)
     wanted = [
@@ -279,7 +280,9 @@ def test_captured_passes_accept_all_drafts(
     ]
     expected = finish(make_engine(own_runner), wanted)
     used = capture_decodes(own_runner, (1, 4, 8), monkeypatch, with_prompts=True)
-    engine = make_engine(own_runner, max_drafts=3, chunk_size=7)
+    engine = make_engine(
+        own_runner, max_drafts=3, chunk_size=24, depth=2, with_prompts=with_prompts
+    )
     check(finish(engine, wanted), expected)
     stats = engine_stats(engine)
     assert stats.num_saved_steps >= 0.99 * stats.num_draft_tokens > 60

@@ -211,6 +211,8 @@ class Engine:
         self._num_failures = 0
         self.num_steps += 1
         seconds = self._prefill_budget.finish_step(plan.num_tokens, len(plan.token_ids))
+        # Its time includes the planning of the next step, which is long if that admits sequences.
+        is_overlapped = len(in_flight) > 1 and not len(in_flight[1].plan.token_ids)
         was_overlapped, self._is_overlapped = self._is_overlapped, len(in_flight) > 1
         if self._observe is not None:
             self._observe(
@@ -223,7 +225,7 @@ class Engine:
         counters.finish_step(plan, len(outputs.token_ids), seconds)
         drafts = self.scheduler.drafts
         if drafts is not None:
-            is_steady = self._depth == 1 or (was_overlapped and self._is_overlapped)
+            is_steady = self._depth == 1 or (was_overlapped and is_overlapped)
             num_prompt_tokens = len(plan.token_ids)
             drafts.finish_step(
                 FinishedStep(plan.num_rows, plan.num_tokens, num_prompt_tokens, seconds, is_steady)

@@ -204,7 +204,7 @@ def _start(
     scheduler.counters.reset()  # without the warm-up
     if resolved.drafter is not None:
         # Captured steps hold draft tokens or prompts.
-        is_captured = not (is_cpu or config.enforce_eager or resolved.drafter.model)
+        is_captured = not (is_cpu or config.enforce_eager)
         use_drafter(scheduler, resolved.drafter, with_prompts=not is_captured)
     grammars = None if backend is None else Grammars(scheduler, backend, mask=runner.mask_buffer())
     if backend is not None and not is_batch:

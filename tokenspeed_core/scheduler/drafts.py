@@ -92,10 +92,13 @@ class DraftSource(ABC):
         ids: I32 = self._ids[slots][np.arange(self._limits.max_drafts) < counts[:, None]]
         return ids
 
-    def next_drafts(self, slots: I32, num_chunk_tokens: int) -> NextDraftCount | None:
+    def next_drafts(
+        self, slots: I32, num_chunk_tokens: int, *, is_useful: bool = True
+    ) -> NextDraftCount | None:
         """Return how many draft tokens the device makes after a step for each row that samples, which are `slots`.
 
-        The step has `num_chunk_tokens` tokens of prompts. None: no draft model follows the step.
+        The step has `num_chunk_tokens` tokens of prompts. Draft tokens that are not useful would probably not be
+        verified. None: no draft model follows the step.
         """
         return None
 

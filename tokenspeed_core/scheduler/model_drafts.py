@@ -28,8 +28,9 @@ class ModelDrafts(DraftSource):
 
     @property
     def needs_results(self) -> bool:
-        """Whether the next plan needs all results: a row may draft, and its depth follows the newest acceptance."""
-        return bool(self._may_draft(self._columns.decoding()).any())
+        """Whether the next plan needs all results: a row has draft tokens, and its depth follows the newest acceptance."""
+        slots = self._columns.decoding()
+        return bool((self._num_made[slots] > 0).any() and self._may_draft(slots).any())
 
     def count(self, slots: I32, room: I32) -> I32 | None:
         """Return the number of draft tokens that each row has, at most `room`."""
@@ -50,12 +51,14 @@ class ModelDrafts(DraftSource):
         needs_ids = counts[self._columns.has_grammar[slots]].any()
         return super().take(slots, counts) if needs_ids else None
 
-    def next_drafts(self, slots: I32, num_chunk_tokens: int) -> NextDraftCount | None:
+    def next_drafts(
+        self, slots: I32, num_chunk_tokens: int, *, is_useful: bool = True
+    ) -> NextDraftCount | None:
         """Return how many draft tokens a step makes for each row that samples in it; None: the model does not run."""
         self._num_made[slots] = 0
         self._is_known[slots] = False
         places = np.flatnonzero(self._may_draft(slots))
-        if not len(places):
+        if not len(places) or not is_useful:
             return NextDraftCount(0) if num_chunk_tokens else None
         drafting = slots[places]
         most = np.full(len(places), self._limits.max_drafts, np.int32)

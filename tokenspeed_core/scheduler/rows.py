@@ -68,10 +68,17 @@ class RowPlanner:
             columns.num_hashed_tokens[slot] = state.lease.blocks.num_hashed_tokens
             self.sequences.start_decoding(state)
 
-    def plan_next_drafts(self, builder: StepPlanBuilder, drafts: DraftSource) -> None:
-        """Let a draft model follow the step, if it does."""
-        slots = builder.sampling_slots()
-        wanted = drafts.next_drafts(slots, builder.num_chunk_tokens)
+    def plan_next_drafts(
+        self, builder: StepPlanBuilder, drafts: DraftSource, *, with_prompts: bool
+    ) -> None:
+        """Let a draft model follow the step, if it does.
+
+        Unless `with_prompts`, steps that compute prompts verify no draft tokens. A step with prompts and decodes is probably
+        followed by another one, so no draft tokens are made there.
+        """
+        slots, num_prompt = builder.sampling_slots(), builder.num_chunk_tokens
+        is_useful = with_prompts or not 0 < num_prompt < builder.num_tokens
+        wanted = drafts.next_drafts(slots, num_prompt, is_useful=is_useful)
         if wanted is None:
             return
         if wanted.num_drafts:

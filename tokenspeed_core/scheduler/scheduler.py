@@ -171,7 +171,9 @@ class Scheduler:
         self._admission.plan(builder, left, is_idle=not self.in_flight)
         if not builder.is_empty:
             if self.drafts is not None:
-                self._rows.plan_next_drafts(builder, self.drafts)
+                self._rows.plan_next_drafts(
+                    builder, self.drafts, with_prompts=self._drafts_with_prompts
+                )
             return builder
         if self.num_preemptions == num_preemptions:
             self._check_progress()
