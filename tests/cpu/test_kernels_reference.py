@@ -33,7 +33,12 @@ def test_reference_conforms(spec: KernelSpec) -> None:
 def test_every_op_has_a_reference() -> None:
     catalog = Catalog.discover(Selection())
     ops, kernels = installed_ops(catalog), installed_kernels(catalog)
-    references = {kernel.spec.op for kernel in kernels if kernel.spec.reference}
+    # The kernel of exchange_tokens is its reference, which users choose by the name alltoall.
+    references = {
+        kernel.spec.op
+        for kernel in kernels
+        if kernel.spec.reference or kernel.spec.load == ops[kernel.spec.op].reference
+    }
     assert len(ops) > 20
     for op in ops.values():
         assert callable(load_target(op.reference)), op.name
