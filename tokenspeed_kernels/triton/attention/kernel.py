@@ -173,7 +173,7 @@ def _merge_parts(
     acc = tl.zeros([place.shape[0], BLOCK_V], dtype=tl.float32)
     for part in tl.static_range(PARTS):
         cell = origin + part * stride + place
-        is_one = (place >= 0) & (part < num_parts)
+        is_one = tl.full(place.shape, part, dtype=tl.int32) < num_parts
         # `.cg` bypasses the L1 cache, which may not have the writes of other multiprocessors.
         lse = tl.load(lse_ptr + cell, mask=is_one, other=float("-inf"), cache_modifier=".cg")
         cells = partial_ptr + cell[:, None] * BLOCK_V + column[None, :]
