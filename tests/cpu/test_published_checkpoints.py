@@ -22,6 +22,7 @@ from tokenspeed_core.api import PlatformInfo
 from tokenspeed_core.engine.planning import plan_kernels
 from tokenspeed_core.kernels.plan import KernelPlan
 
+UNQUANTIZED = ("linear_silu_mul", "linear_add")  # of shared experts
 LAYERS = 5  # of the planned models, with a dense layer and a layer with experts in each
 # Kimi K2 Thinking and K2.5
 EXPERTS_INT4: dict[str, Any] = {
@@ -128,7 +129,7 @@ def layers_of(plan: KernelPlan) -> dict[str, list[int]]:
     """Return the layers of each op of experts and of quantized linear layers."""
     found: dict[str, set[int]] = {}
     for planned in plan.ops:
-        if planned.op.startswith(("linear_", "moe_experts")):
+        if planned.op.startswith(("linear_", "moe_experts")) and planned.op not in UNQUANTIZED:
             assert not planned.is_reference
             found.setdefault(planned.op, set()).update(planned.layers)
     return {op: sorted(layers) for op, layers in found.items() if layers}

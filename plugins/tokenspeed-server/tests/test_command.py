@@ -135,8 +135,10 @@ def test_every_setting_has_a_flag(served: list[ServerConfig]) -> None:
         "kernel_backend": "greedy=a",
         "backend_option": "a.b=c",
         "dist_init_addr": "a:1",
+        "eplb_interval": "100",
         "speculative_config": '{"method": "a"}',
     }
+    shared_experts = ["--enable-expert-parallel", "--world-size", "3"]
     needs = {
         "quantization_param_path": ["--kv-cache-dtype", "fp8_e4m3"],
         "ssl_keyfile": ["--ssl-certfile", "3"],
@@ -148,13 +150,16 @@ def test_every_setting_has_a_flag(served: list[ServerConfig]) -> None:
         "speculative_num_steps": ["--speculative-algorithm", "a"],
         "speculative_draft_model_path": ["--speculative-algorithm", "a"],
         "eagle3_layers_to_capture": ["--speculative-algorithm", "eagle3"],
+        "enable_eplb": shared_experts,
+        "num_redundant_experts": ["--enable-eplb", *shared_experts],
+        "eplb_interval": ["--enable-eplb", *shared_experts],
     }
     for name, field in ServerConfig.model_fields.items():
         if name == "speculative_eagle_topk":  # has one value
             continue
         if field.annotation is bool:
             off = field.default is True
-            words = [f"--no-{flag(name)[2:]}" if off else flag(name)]
+            words = [f"--no-{flag(name)[2:]}" if off else flag(name), *needs.get(name, [])]
         else:
             words = [flag(name), values.get(name, "3"), *needs.get(name, [])]
         main(["serve", *words])
