@@ -62,7 +62,10 @@ def plan_placement(loads: I64, current: I32) -> I32:
 
 
 def count_replicas(loads: I64, num_slots: int) -> I32:
-    """Return the replicas of each expert, at least one: the next one goes to the expert with the highest load each."""
+    """Return the replicas of each expert, at least one.
+
+    Each further replica goes to the expert with the highest load per replica.
+    """
     replicas = np.ones(len(loads), np.int32)
     for _ in range(num_slots - len(loads)):
         replicas[np.argmax(loads / replicas)] += 1

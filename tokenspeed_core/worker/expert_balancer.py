@@ -29,9 +29,7 @@ from tokenspeed_core.executor.expert_placement import (
     turn_table,
 )
 
-READ_LAG = (
-    2  # steps from the sum of the loads to its use, so that the host need not wait for the device
-)
+READ_LAG = 2  # steps from the sum of the loads to its use, so that the host does not wait
 log = logging.getLogger("tokenspeed.worker")
 
 
@@ -74,12 +72,12 @@ class ExpertBalancer:
         self._planned: deque[tuple[int, I32]] = deque()  # layers whose experts have not moved yet
 
     def start(self) -> None:
-        """Forget what the layers counted, such as the tokens of a warm-up."""
+        """Set the loads to zero, for example after the warm-up."""
         for layer in self._layers:
             layer.loads.zero_()
 
     def begin_step(self) -> None:
-        """Do the part of the balancing that belongs before the next step. All processes call it before each step."""
+        """Plan or move experts before the next step. All processes call it before each step."""
         self._num_steps += 1
         if self._planned:
             self._move(*self._planned.popleft())

@@ -86,7 +86,7 @@ def build(
 
 
 def _balancer(assembly: Assembly, handles: Mapping[str, Any] | None) -> ExpertBalancer | None:
-    """Return what moves experts between processes, None without --enable-eplb. Raises ConfigError."""
+    """Return the balancer of the experts' load, or None without --enable-eplb. Raises ConfigError."""
     balance, resolved = assembly.build.expert_balance, assembly.resolved
     if balance is None or handles is None:
         return None

@@ -76,5 +76,5 @@ class BalancedExperts(LocalExperts):
         return self._table.flatten().index_select(0, places.flatten()).view(ids.shape)
 
     def movable(self, weights: tuple[torch.Tensor, ...]) -> MovableExperts:
-        """Return what the engine needs to move the experts, which have these weights [slots, ...]."""
+        """Return a view of the experts that the engine can move, with weights [slots, ...]."""
         return MovableExperts(self.num_slots, self._loads, weights, self._table)
