@@ -7,7 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from tokenspeed_testing.signatures import held_to, kept, library_of, parsed, read, renew
+from tokenspeed_testing.signatures import kept, library_of, parsed, read, renew, restricted_to
 
 SOURCE = """
 class Wrapper:
@@ -62,7 +62,7 @@ def test_renewal_fails_if_the_wheel_lacks_a_name(wheel: Path, name: str) -> None
 
 
 def test_stub_accepts_only_the_signature() -> None:
-    plan = held_to(
+    plan = restricted_to(
         lambda *given, **named: True, "(self, rows, /, size=..., *others, out=..., name, **more)"
     )
     assert plan(1, 2, name="")
@@ -77,7 +77,7 @@ def test_stub_rejects_calls_that_any_version_rejects() -> None:
     def multiply(a: int, *, scale: int = 1) -> int:
         return a * scale
 
-    assert held_to(multiply, "(a, scale=...)")(2, scale=3) == 6
+    assert restricted_to(multiply, "(a, scale=...)")(2, scale=3) == 6
     with pytest.raises(TypeError, match="scale"):
-        held_to(multiply, "(a, scale=...)", "(a, factor=...)")(2, scale=3)
+        restricted_to(multiply, "(a, scale=...)", "(a, factor=...)")(2, scale=3)
     assert str(parsed("(a, b=...)")) == "(a, b=Ellipsis)"

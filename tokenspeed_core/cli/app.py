@@ -176,7 +176,7 @@ def _explain_usage(error: Any, command: str | None, words: Sequence[str]) -> str
             option if option.startswith("--") or not typed else typed[0], context
         )
     if command is not None and message.lower().startswith("no such command"):
-        return _no_such(command)
+        return _unknown_command(command)
     return message[:1].lower() + message[1:].rstrip(".")
 
 
@@ -199,7 +199,7 @@ def _unknown_option(option: str, context: Any) -> str:
     return f"{option}: no such option{hint}"
 
 
-def _no_such(command: str) -> str:
+def _unknown_command(command: str) -> str:
     """Return why a command does not exist, and how to get it."""
     from tokenspeed_core.plugins import Catalog
     from tokenspeed_core.plugins.kinds import COMMANDS

@@ -164,7 +164,7 @@ def print_help(kind: type[Config], command: Overview, topic: str) -> None:
     if not topic:
         typer.echo(_overview(kind, command))
         return
-    names = _about(kind, topic)
+    names = _settings_about(kind, topic)
     if not names:
         near = get_close_matches(topic, [*kind.sections, *kind.model_fields], n=1)
         hint = (
@@ -211,7 +211,7 @@ def _overview(kind: type[Config], command: Overview) -> str:
     return "\n".join(lines)
 
 
-def _about(kind: type[Config], topic: str) -> list[str]:
+def _settings_about(kind: type[Config], topic: str) -> list[str]:
     name = kind.full_name(topic.lstrip("-").replace("-", "_").lower())
     if name == "all":
         return kind.setting_names()

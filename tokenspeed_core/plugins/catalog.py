@@ -70,12 +70,12 @@ class Catalog:
         for entry in self._entries:
             if entry.status is Status.FAILED:
                 raise PluginError(entry.reason)
-        misfits = {
+        incompatible = {
             (entry.distribution, entry.reason): entry
             for entry in self._entries
             if entry.status is Status.INCOMPATIBLE
         }
-        for entry in misfits.values():
+        for entry in incompatible.values():
             if self.is_strict:
                 raise plugin_error(entry, f"is incompatible: {entry.reason}")
             _metadata_logger.warning(

@@ -99,12 +99,12 @@ def _entries_of(
         )
         if refusal := selection.refusal(entry.scopes):
             entry = replace(entry, status=Status.DISABLED, reason=refusal)
-        elif misfit := _misfit(entry, core_version):
-            entry = replace(entry, status=Status.INCOMPATIBLE, reason=misfit)
+        elif error := _compatibility_error(entry, core_version):
+            entry = replace(entry, status=Status.INCOMPATIBLE, reason=error)
         yield entry
 
 
-def _misfit(entry: Entry, core_version: str) -> str:
+def _compatibility_error(entry: Entry, core_version: str) -> str:
     """Return why an entry does not fit this core, "" if it does."""
     kind = kind_of(entry.kind)
     if kind is None:

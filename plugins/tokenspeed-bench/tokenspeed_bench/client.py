@@ -192,13 +192,13 @@ async def _until_stopped(
     async def closed() -> None:
         user = User(target)
         for session in waiting:
-            await _talk(user, session, answers, shared.num_done)
+            await _run_session(user, session, answers, shared.num_done)
         user.close()
 
     async def arriving(session: list[tuple[float, bytes]], at: float) -> None:
         await asyncio.sleep(max(0.0, begin + at - time.perf_counter()))
         user = User(target)
-        await _talk(user, session, answers, shared.num_done)
+        await _run_session(user, session, answers, shared.num_done)
         user.close()
 
     timed = [
@@ -227,7 +227,7 @@ def _requests(target: Target, session: Session) -> list[tuple[float, bytes]]:
     return [(pause, head % len(body) + body) for pause, body in bodies]
 
 
-async def _talk(
+async def _run_session(
     user: User, requests: Sequence[tuple[float, bytes]], answers: Answers, num_done: Any
 ) -> None:
     """Run the turns of a session. A failed turn ends it, because its history is incomplete."""

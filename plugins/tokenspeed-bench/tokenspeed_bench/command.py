@@ -116,7 +116,7 @@ def _offline(verb: str, words: Sequence[str]) -> int:
 
     if "config" in settings:
         raise BenchError("--config: only for `tokenspeed bench serve`. Give the settings as flags.")
-    given.model = _the_model(given, settings.pop("model", None))
+    given.model = _chosen_model(given, settings.pop("model", None))
     settings = ({"load_format": "dummy"} if given.shape else {}) | settings
     result = results.new("offline", given.model or given.shape or "demo", given.shape, settings)
     problems: list[str] = []
@@ -151,7 +151,7 @@ def _serve(words: Sequence[str]) -> int:
     given, others = options.parse("serve", words)
     settings = keywords(others)
     loads = options.loads_of(given)
-    model_name = _the_model(given, settings.get("model")) or given.shape or "demo"
+    model_name = _chosen_model(given, settings.get("model")) or given.shape or "demo"
     _check_server(given, settings)
     files.check_writable(given.json, given.plot, given.profile)
     console = Console(given.json)
@@ -239,7 +239,7 @@ def _profile(
     )
 
 
-def _the_model(given: Any, flag: str | None) -> str | None:
+def _chosen_model(given: Any, flag: str | None) -> str | None:
     """Return the model given as argument or by --model. Raises BenchError if both or a shape are
     given.
     """

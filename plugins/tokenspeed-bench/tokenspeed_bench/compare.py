@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenspeed_bench.errors import BenchError
 from tokenspeed_bench.result import is_traffic, runs_of
-from tokenspeed_bench.table import aligned, people
+from tokenspeed_bench.table import aligned, format_users
 
 LESS_IS_BETTER = (
     "s",
@@ -106,7 +106,7 @@ def _goals(run: Run) -> Mapping[str, float]:
 def _figures(before: Run, after: Run) -> list[tuple[str, str, str, str, str, str]]:
     label = str(before["traffic"]["name"])
     users = before.get("pace", {}).get("users")
-    label += f", {people(users)}" if users is not None else ""
+    label += f", {format_users(users)}" if users is not None else ""
     cells = []
     for metric in (*LESS_IS_BETTER, *MORE_IS_BETTER, *OTHERS):
         old, new = before["figures"].get(metric), after["figures"].get(metric)

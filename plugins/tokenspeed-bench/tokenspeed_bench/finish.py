@@ -54,12 +54,12 @@ def finish(
         if is_empty and json_path != "-" and Path(json_path).exists():
             warn(f"{json_path}: unchanged, because no traffic was measured")
         else:
-            is_whole &= _wrote(partial(files.write_result, result, json_path))
+            is_whole &= _try_write(partial(files.write_result, result, json_path))
     if plot is not None:
         if is_empty:
             warn(f"{plot}: not drawn, because no traffic was measured")
         else:
-            is_whole &= _wrote(partial(files.write, plot, draw(result)))
+            is_whole &= _try_write(partial(files.write, plot, draw(result)))
     if not is_whole:
         return UNWRITTEN
     if result["is_interrupted"]:
@@ -72,7 +72,7 @@ def finish(
     return INCOMPLETE if problems or has_failed else 0
 
 
-def _wrote(write: Callable[[], None]) -> bool:
+def _try_write(write: Callable[[], None]) -> bool:
     try:
         write()
     except BenchError as error:

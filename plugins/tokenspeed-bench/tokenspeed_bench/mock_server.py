@@ -121,11 +121,11 @@ def mock_server(num_procs: int, seconds: float) -> Iterator[str]:
             for _ in range(num_procs)
         ]
         with child_processes(servers):
-            _await(port)
+            _wait_until_open(port)
             yield f"http://127.0.0.1:{port}"
 
 
-def _await(port: int) -> None:
+def _wait_until_open(port: int) -> None:
     end = time.monotonic() + START_SECONDS
     while True:
         try:

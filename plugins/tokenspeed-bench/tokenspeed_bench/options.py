@@ -222,7 +222,7 @@ def _check_flag(flag: str, verb: str) -> None:
         raise BenchError("--dry-run: not available here; use `tokenspeed serve --dry-run`")
     name = flag.removeprefix("--").replace("-", "_")
     if flag.startswith("--") and name in NUMBERS and verb in OFFLINE:
-        raise _no_such(name, verb)
+        raise _does_not_apply(name, verb)
     takers = [each for each in (*OFFLINE, "all", "serve", "anchors") if flag in _flags_of(each)]
     if takers and flag not in ALSO_SERVE_FLAGS:
         raise BenchError(
@@ -235,14 +235,14 @@ def traffic_of(kind: str, given: Mapping[str, int | float]) -> Traffic:
     named = {}
     for option, value in given.items():
         if kind not in NUMBERS[option]:
-            raise _no_such(option, kind)
+            raise _does_not_apply(option, kind)
         named[NUMBERS[option][kind]] = value
     if kind != "agents":
         return of_workload(kind, **{name: int(value) for name, value in named.items()})
     return agents(agent_shape(named))
 
 
-def _no_such(option: str, kind: str) -> BenchError:
+def _does_not_apply(option: str, kind: str) -> BenchError:
     takes = ", ".join(_flag(name) for name, names in NUMBERS.items() if kind in names)
     return BenchError(f"{_flag(option)}: does not apply to {kind}, which takes {takes}")
 

@@ -10,7 +10,7 @@ from xml.sax.saxutils import escape
 
 from tokenspeed_bench.errors import BenchError
 from tokenspeed_bench.result import runs_of
-from tokenspeed_bench.table import people
+from tokenspeed_bench.table import format_users
 
 WIDTH, HEIGHT = 440, 230  # of a panel, in pixels
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 34, 36
@@ -120,7 +120,7 @@ def _panels(run: Mapping[str, Any], group: str) -> Iterator[Panel]:
     name, figures = f"{group}{run['traffic']['name']}", run["figures"]
     if "series" in run:
         pace = run["pace"]
-        who = people(pace["users"]) if pace["rate"] is None else f"{pace['rate']:g}/s"
+        who = format_users(pace["users"]) if pace["rate"] is None else f"{pace['rate']:g}/s"
         yield from _served(f"{name}, {who}", run["series"], figures)
     elif "repeats_s" in run:
         times = run["repeats_s"]
@@ -170,7 +170,7 @@ def _panel(panel: Panel) -> str:
     low = min(xs) - 0.6 if is_bars else min(0.0, *xs) if not panel.ticks else min(xs) - 0.2
     high = max(xs) + (0.6 if is_bars else 0.2 if panel.ticks else 0.0)
     high = high if high > low else low + 1
-    top = _nice(max(ys) or 1.0)
+    top = _round_up(max(ys) or 1.0)
     right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
 
     def place(point: Point) -> Point:
@@ -183,7 +183,7 @@ def _panel(panel: Panel) -> str:
         _, y = place((low, value))
         parts.append(f'<line x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
         parts.append(_text(LEFT - 6, y + 4, _number(value), anchor="end"))
-    step = _nice((high - low) / (NUM_TICKS - 1)) if high > low else 1.0
+    step = _round_up((high - low) / (NUM_TICKS - 1)) if high > low else 1.0
     ticks = panel.ticks or {
         i * step: _number(i * step) for i in range(NUM_TICKS) if i * step <= high
     }
@@ -228,7 +228,7 @@ def _dot(at: Point, color: str) -> str:
     return f'<circle cx="{at[0]:.1f}" cy="{at[1]:.1f}" r="2" fill="{color}"/>'
 
 
-def _nice(value: float) -> float:
+def _round_up(value: float) -> float:
     """Return a round number at or above a value."""
     step = 10.0 ** math.floor(math.log10(value))
     return next(

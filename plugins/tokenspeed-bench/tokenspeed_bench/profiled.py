@@ -14,7 +14,7 @@ from tokenspeed_bench.online import Load, first_tokens, most_common
 from tokenspeed_bench.progress import Progress
 from tokenspeed_bench.recorder import VARIABLE, Order
 from tokenspeed_bench.server import started
-from tokenspeed_bench.table import people
+from tokenspeed_bench.table import format_users
 from tokenspeed_bench.trace import Timeline, finished, folder_next_to, named
 from tokenspeed_bench.traffic import below
 from tokenspeed_core import TokenSpeedError
@@ -43,7 +43,11 @@ class Profile:
         """Yield the name, trace file and load of each profile."""
         for number, load in enumerate(self.loads, 1):
             pace = load.pace
-            who = people(pace.users) if pace.rate is None else f"{pace.rate:g} arriving per second"
+            who = (
+                format_users(pace.users)
+                if pace.rate is None
+                else f"{pace.rate:g} arriving per second"
+            )
             name = f"{load.traffic.name}, {who}"
             is_one = len(self.loads) == 1
             yield (

@@ -124,7 +124,7 @@ def started(
             start_new_session=True,  # Ctrl-C stops the load; the server must still finish its answers
         )
         try:
-            _await(server, api, log)
+            _wait_until_healthy(server, api, log)
             try:
                 yield api, time.perf_counter() - begin
             finally:
@@ -134,7 +134,7 @@ def started(
             _stop(server)
 
 
-def _await(server: subprocess.Popen[bytes], api: Api, log: IO[bytes]) -> None:
+def _wait_until_healthy(server: subprocess.Popen[bytes], api: Api, log: IO[bytes]) -> None:
     begin = time.monotonic()
     with Progress() as progress:
         while not api.is_healthy():

@@ -11,7 +11,7 @@ from tokenspeed_bench.speculation import histogram
 Run = Mapping[str, Any]
 
 
-def people(num: int) -> str:
+def format_users(num: int) -> str:
     """Return "1 user" or "2 users"."""
     return f"{num} user" + "s" * (num != 1)
 
@@ -50,7 +50,8 @@ def _numbers(run: Run) -> str:
     if "pace" in run:
         rate = run["pace"]["rate"]
         words.insert(
-            0, people(run["pace"]["users"]) if rate is None else f"{rate:g} arriving per second"
+            0,
+            format_users(run["pace"]["users"]) if rate is None else f"{rate:g} arriving per second",
         )
     return ", ".join(words)
 
@@ -111,7 +112,7 @@ def _served(run: Run) -> list[str]:
     if "client" in run:
         client = run["client"]
         lines.append(
-            f"  the client alone, {people(client['users'])} on a beat of {client['beat_ms']:g} ms: "
+            f"  the client alone, {format_users(client['users'])} on a beat of {client['beat_ms']:g} ms: "
             f"{client['events_per_s']:,.0f} events/s, gap p99 {client['itl_p99_ms']:.2f} ms"
         )
     return lines + [

@@ -22,7 +22,7 @@ from tokenspeed_kernels_blackwell.mla import flashinfer as flashinfer_mla
 from tokenspeed_testing.attention import check_attention
 from tokenspeed_testing.conformance import check, make_inputs
 from tokenspeed_testing.shapes import contract_of, problems
-from tokenspeed_testing.signatures import held_to, kept, library_of, parsed, read
+from tokenspeed_testing.signatures import kept, library_of, parsed, read, restricted_to
 from torch import Tensor
 
 from tokenspeed_core.api import KernelSpec
@@ -152,7 +152,7 @@ def decode_latents(**given: Any) -> Tensor:
 def of_library(file: str, mock_library: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a mock that accepts only calls that are valid in every recorded version."""
     (function,) = (function for where, function in GIVEN if where == file)
-    return held_to(
+    return restricted_to(
         mock_library, *(each[f"flashinfer/{file}.py:{function}"] for each in SIGNATURES.values())
     )
 

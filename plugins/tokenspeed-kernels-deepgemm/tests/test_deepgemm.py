@@ -19,7 +19,7 @@ from tokenspeed_kernels_deepgemm import DEEPGEMM
 from tokenspeed_kernels_deepgemm.linear import MAX_ROWS, compile_all, linear_fp8_block
 from tokenspeed_testing.conformance import check
 from tokenspeed_testing.explain import explain
-from tokenspeed_testing.signatures import held_to, kept, library_of, read
+from tokenspeed_testing.signatures import kept, library_of, read, restricted_to
 from torch import Tensor
 
 from tokenspeed_core.api.kernels import PlatformInfo
@@ -72,7 +72,7 @@ def test_backend_conforms_over_a_mock_library(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     library = ModuleType("deep_gemm")
-    library.__dict__["fp8_gemm_nt"] = held_to(
+    library.__dict__["fp8_gemm_nt"] = restricted_to(
         multiply, *(each["deep_gemm/__init__.py:fp8_gemm_nt"] for each in SIGNATURES.values())
     )
     monkeypatch.setitem(sys.modules, "deep_gemm", library)

@@ -13,7 +13,7 @@ import torch
 from tokenspeed_kernels_deepgemm import EXPERTS, experts
 from tokenspeed_kernels_deepgemm.experts import ROWS_PER_TILE, compile_grouped, place
 from tokenspeed_testing.conformance import check
-from tokenspeed_testing.signatures import held_to, kept
+from tokenspeed_testing.signatures import kept, restricted_to
 from torch import Tensor
 
 from tokenspeed_core.api.kernels import PlatformInfo
@@ -69,7 +69,7 @@ def multiply(
 )
 def test_experts_conform_over_a_mock_library(monkeypatch: pytest.MonkeyPatch) -> None:
     library = ModuleType("deep_gemm")
-    library.__dict__[NAME] = held_to(
+    library.__dict__[NAME] = restricted_to(
         multiply, *(each[f"deep_gemm/__init__.py:{NAME}"] for each in SIGNATURES.values())
     )
     monkeypatch.setitem(sys.modules, "deep_gemm", library)

@@ -26,7 +26,7 @@ from tokenspeed_testing.attention import (
     limits_of,
     make_fixture,
 )
-from tokenspeed_testing.signatures import held_to, kept, library_of, parsed, read
+from tokenspeed_testing.signatures import kept, library_of, parsed, read, restricted_to
 from torch import Tensor
 
 from tokenspeed_core.api.attention import AttentionProblem
@@ -202,8 +202,8 @@ def mock_library(monkeypatch: pytest.MonkeyPatch) -> type[Wrapper]:
     """Install mocks of the library's modules."""
     for method in GIVEN:
         signatures = (each[f"{PREFILL}.{method}"] for each in SIGNATURES.values())
-        monkeypatch.setattr(Wrapper, method, held_to(getattr(Wrapper, method), *signatures))
-    merges = held_to(
+        monkeypatch.setattr(Wrapper, method, restricted_to(getattr(Wrapper, method), *signatures))
+    merges = restricted_to(
         merge, *(each[f"flashinfer/cascade.py:{MERGE}"] for each in SIGNATURES.values())
     )
     content = {

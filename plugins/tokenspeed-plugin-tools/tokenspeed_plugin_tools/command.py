@@ -126,7 +126,7 @@ def _plugins(words: list[str]) -> int:
     app = _application("Show the installed plugins. Without COMMAND: list.")
     app.callback()(_group)
     for each, subcommand in SUBCOMMANDS.items():
-        function = subcommand.load() if subcommand is command else _nothing
+        function = subcommand.load() if subcommand is command else _placeholder
         app.command(each, help=subcommand.text, epilog=subcommand.epilog)(function)
     return _run(_call(app, words, "tokenspeed plugins"), f"tokenspeed plugins {name}")
 
@@ -169,5 +169,5 @@ def _group() -> None:
     """Make typer expect a subcommand."""
 
 
-def _nothing() -> None:
+def _placeholder() -> None:
     """Placeholder for a subcommand that was not requested."""

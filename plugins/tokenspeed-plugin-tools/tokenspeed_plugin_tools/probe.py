@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from tokenspeed_testing.loading import judged, kernel_failures
+from tokenspeed_testing.loading import kernel_failures, try_load
 
 from tokenspeed_core.api import KernelSpec, OpContract
 from tokenspeed_core.commands import Catalog, Entry, Selection, Status
@@ -181,7 +181,7 @@ def _import(entry: Entry) -> Probe:
 
 def _use(entry: Entry, entries: Sequence[Entry], *, with_kernels: bool) -> str:
     """Return why a start would not use an entry, "" if it would."""
-    reason = judged(entry, entries).reason
+    reason = try_load(entry, entries).reason
     if not reason and with_kernels and entry.kind.startswith("kernels."):
         reason = "; ".join(dict.fromkeys(kernel_failures(entry, entries)))
     return reason

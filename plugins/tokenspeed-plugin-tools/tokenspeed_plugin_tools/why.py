@@ -84,7 +84,7 @@ def _why(
         raise ToolsError(message) from error
     found = plan.find(op, layer)
     if not found:
-        raise ToolsError(_not_in(plan, op, layer))
+        raise ToolsError(_describe_missing(plan, op, layer))
     outside = _outside(catalog, {planned.family for planned in found})
     ops = {planned.op for planned in found}
     collectives = [each for each in plan.collectives if each.collective.op in ops]
@@ -117,7 +117,7 @@ def parse_platform(text: str) -> PlatformInfo:
     )
 
 
-def _not_in(plan: KernelPlan, op: str, layer: int | None) -> str:
+def _describe_missing(plan: KernelPlan, op: str, layer: int | None) -> str:
     if layer is not None and plan.find(op):
         layers = sorted({number for planned in plan.find(op) for number in planned.layers})
         there = (

@@ -45,8 +45,8 @@ from tokenspeed_server.protocol import ChatRequest, CompletionRequest, StreamOpt
 from tokenspeed_server.replies import Choice, Reply, ReplyOptions
 from tokenspeed_server.reply_grammar import (
     ListedCalls,
+    can_enforce_schemas,
     grammar_field,
-    is_held_to_schemas,
     is_listed,
     reply_grammar,
     reply_reasoning,
@@ -192,7 +192,7 @@ def _fields_without_effect(service: Service, body: Body) -> list[str]:
     has_no_parser = bool(use.tools) and not use.is_forced and tool_parser is None
     names = ["tools"] if has_no_parser else []
     is_strict = any(tool.function.strict for tool in use.tools)
-    if is_strict and not (use.is_forced or is_held_to_schemas(use, parsers)):
+    if is_strict and not (use.is_forced or can_enforce_schemas(use, parsers)):
         names.append("tools[].function.strict")
     if body.reasoning_effort is not None and template is not None:
         names += [] if effort_options(body.reasoning_effort, template) else ["reasoning_effort"]

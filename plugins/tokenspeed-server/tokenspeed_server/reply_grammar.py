@@ -57,8 +57,8 @@ def is_listed(use: ToolUse, parsers: Parsers) -> bool:
     return use.is_forced and call_template(use, parsers) is LISTED
 
 
-def is_held_to_schemas(use: ToolUse, parsers: Parsers) -> bool:
-    """Whether optional calls can be held to the schemas of strict tools."""
+def can_enforce_schemas(use: ToolUse, parsers: Parsers) -> bool:
+    """Whether a grammar can restrict optional calls to the schemas of strict tools."""
     template = call_template(use, parsers)
     return template is not None and bool(CallGrammar(template, ()).trigger)
 

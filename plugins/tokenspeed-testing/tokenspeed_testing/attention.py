@@ -20,7 +20,7 @@ from tokenspeed_core.api.ops import common_ops
 from tokenspeed_testing.canaries import with_canaries
 from tokenspeed_testing.conformance import labeled
 from tokenspeed_testing.fixtures import Fixture, Rows, limits_of, make_fixture, run
-from tokenspeed_testing.host_syncs import nothing_waits
+from tokenspeed_testing.host_syncs import without_host_syncs
 from tokenspeed_testing.replays import replays
 from tokenspeed_testing.shapes import kv_dtypes
 
@@ -36,7 +36,7 @@ __all__ = [
     "ignores_other_rows",
     "limits_of",
     "make_fixture",
-    "never_waits",
+    "never_synchronizes",
     "run",
     "serves_layers_and_steps",
 ]
@@ -248,13 +248,15 @@ def ignores_other_rows(
         assert torch.equal(together[first:last], single), f"{problem}: a row depends on the others"
 
 
-def never_waits(factory: AttentionFactory, problem: AttentionProblem, device: torch.device) -> None:
+def never_synchronizes(
+    factory: AttentionFactory, problem: AttentionProblem, device: torch.device
+) -> None:
     """Check on the CPU that `forward` does nothing that would synchronize with a device."""
     rows = DECODE_ROWS[2] if problem.phase == "decode" else PREFILL_ROWS[1]
     fixture = make_fixture(problem, rows, device, seed=0)
     kernel = factory(problem, limits_of(fixture), device)
     kernel.prepare(fixture.step)
-    with nothing_waits(str(problem)):
+    with without_host_syncs(str(problem)):
         run(kernel, fixture, _unwritten(fixture))
 
 

@@ -17,7 +17,7 @@ from tokenspeed_core.api.kernels import KernelSpec
 from tokenspeed_core.api.ops import OpContract, Problem
 from tokenspeed_core.targets import load_target
 from tokenspeed_testing.canaries import is_shared, with_canaries
-from tokenspeed_testing.host_syncs import nothing_waits
+from tokenspeed_testing.host_syncs import without_host_syncs
 from tokenspeed_testing.shapes import NUM_ROWS, contract_of, problems
 
 _NUM_CALLS = 5  # compared for bitwise equality, if the kernel claims it
@@ -46,7 +46,7 @@ def check(
             for strided in (False, True):
                 agrees_with_reference(kernel, contract, problem, rows, device, strided=strided)
                 runs += 1
-        keeps_nothing(kernel, contract, problem, max(num_rows), device)
+        keeps_no_state(kernel, contract, problem, max(num_rows), device)
         if "batch_invariant" in spec.capability.features:
             ignores_other_rows(kernel, contract, problem, max(num_rows), device)
         if "graph_safe" in spec.capability.features and device.type == "cuda":
@@ -109,7 +109,8 @@ def reference(contract: OpContract, problem: Problem, arguments: Arguments) -> l
     """Return the results of the op's reference in float32, as `run` does."""
     wide = {axis: "float32" if value in _RAISED else value for axis, value in problem.items()}
     raised = {
-        name: _wide(value) if _is_raised(value) else value for name, value in arguments.items()
+        name: _as_float32(value) if _is_raised(value) else value
+        for name, value in arguments.items()
     }
     return run(load_target(contract.reference)(wide), contract, raised)
 
@@ -123,7 +124,7 @@ def is_defined(contract: OpContract, problem: Problem, rows: int, device: torch.
     return True
 
 
-def keeps_nothing(
+def keeps_no_state(
     kernel: Callable[..., Any],
     contract: OpContract,
     problem: Problem,
@@ -150,7 +151,7 @@ def keeps_nothing(
             given[name].copy_(value)
     second = run(kernel, contract, given)
     for each, before in kept:
-        same = torch.equal(_wide(each), _wide(before))
+        same = torch.equal(_as_float32(each), _as_float32(before))
         assert same, f"{case}: a second call changed the first result"
     _agree(
         f"{case}, called again with other values",
@@ -178,7 +179,7 @@ def ignores_other_rows(
             name: value[part] if name in contract.rows else value for name, value in inputs.items()
         }
         for got, want in zip(run(kernel, contract, alone), together, strict=True):
-            same = torch.equal(_wide(got), _wide(want[part]))
+            same = torch.equal(_as_float32(got), _as_float32(want[part]))
             assert same, f"{contract.name} {dict(problem)}: a row depends on the others, of {rows}"
 
 
@@ -197,11 +198,11 @@ def repeats(
     for got, want in (
         (got, want) for other in others for got, want in zip(other, first, strict=True)
     ):
-        same = torch.equal(_wide(got), _wide(want))
+        same = torch.equal(_as_float32(got), _as_float32(want))
         assert same, f"{contract.name} {dict(problem)}: repeated calls gave different bits"
 
 
-def never_waits(
+def never_synchronizes(
     kernel: Callable[..., Any],
     contract: OpContract,
     problem: Problem,
@@ -210,7 +211,7 @@ def never_waits(
 ) -> None:
     """Check on the CPU that a call does nothing that would synchronize with a device."""
     given = make_inputs(contract, problem, rows, device, strided=False)
-    with nothing_waits(f"{contract.name} {dict(problem)}"):
+    with without_host_syncs(f"{contract.name} {dict(problem)}"):
         run(kernel, contract, given)
 
 
@@ -237,7 +238,7 @@ def replays(
     graph.replay()
     torch.cuda.synchronize(device)
     for got, want in zip(found, run(kernel, contract, plain), strict=True):
-        same = torch.equal(_wide(got), _wide(want))
+        same = torch.equal(_as_float32(got), _as_float32(want))
         assert same, f"{contract.name} {dict(problem)}: a replayed graph gives other results"
 
 
@@ -255,8 +256,8 @@ def _agree(
             f"{case}: result {index} is {tuple(got.shape)}, not {tuple(want.shape)}"
         )
         torch.testing.assert_close(
-            _wide(got),
-            _wide(want),
+            _as_float32(got),
+            _as_float32(want),
             rtol=tolerance.relative,
             atol=tolerance.absolute,
             msg=labeled(f"{case}: result {index}"),
@@ -286,7 +287,7 @@ def _is_raised(value: Any) -> bool:
     return isinstance(value, Tensor) and str(value.dtype).removeprefix("torch.") in _RAISED
 
 
-def _wide(value: Any) -> Any:
+def _as_float32(value: Any) -> Any:
     return (
         value.to(torch.float32)
         if isinstance(value, Tensor) and value.is_floating_point()

@@ -18,7 +18,7 @@ from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.entry import Status
 from tokenspeed_core.plugins.selection import Selection, normalize
 from tokenspeed_testing.imports import entries_of, internal_imports, packages
-from tokenspeed_testing.loading import judged
+from tokenspeed_testing.loading import try_load
 
 HEAVY = ("torch", "triton", "transformers", "jax", "tensorflow")
 MAX_SECONDS = 0.3  # CPU time to import an entry's module, without the core's api
@@ -95,7 +95,7 @@ class DistributionConformance:
         usable = (each for each in entries_of(self.distribution) if each.status is Status.OK)
         failed = [
             each
-            for each in (judged(each, everything) for each in usable)
+            for each in (try_load(each, everything) for each in usable)
             if each.status is Status.FAILED
         ]
         messages = (

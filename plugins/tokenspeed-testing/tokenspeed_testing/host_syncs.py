@@ -43,7 +43,7 @@ _WAITS = frozenset(
 
 
 @contextmanager
-def nothing_waits(case: str) -> Iterator[None]:
+def without_host_syncs(case: str) -> Iterator[None]:
     """Raise AssertionError naming the lines that read tensor values on the host."""
     with _Watch() as watch:
         yield

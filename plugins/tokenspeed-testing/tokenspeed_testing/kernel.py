@@ -167,12 +167,14 @@ class KernelConformance:
             if self.spec.op == "attention":
                 replays(self.spec, AttentionProblem(**problem), device)
                 if device.type == "cpu":
-                    of_attention.never_waits(
+                    of_attention.never_synchronizes(
                         self.spec.factory(), AttentionProblem(**problem), device
                     )
             else:
-                ask = conformance.replays if device.type == "cuda" else conformance.never_waits
-                ask(self.spec.factory()(problem), self._contract(), problem, 33, device)
+                examine = (
+                    conformance.replays if device.type == "cuda" else conformance.never_synchronizes
+                )
+                examine(self.spec.factory()(problem), self._contract(), problem, 33, device)
         if not any(device.type == "cuda" for device in devices):
             raise NotRun(len(problems), f"{' and '.join(self._lacks())}, for graphs")
 

@@ -38,7 +38,7 @@ _DESCRIPTORS: Mapping[str, type[Any]] = {
 _CALLED = ("commands", "policies", "preflight")
 
 
-def judged(entry: Entry, entries: Sequence[Entry]) -> Entry:
+def try_load(entry: Entry, entries: Sequence[Entry]) -> Entry:
     """Load an entry, and return it with status `failed` and the reason if a start would leave it
     out.
 

@@ -56,7 +56,7 @@ def run_checks(distribution: str, against: str | None = None) -> Iterator[CheckR
             asked = CheckResult(subject, question, "running")
             yield asked
             start = time.monotonic()
-            answer = _ask(suite, name)
+            answer = _run_check(suite, name)
             yield replace(asked, **answer, seconds=round(time.monotonic() - start, 2))
 
 
@@ -177,7 +177,7 @@ def _origin(suite: object) -> type[Any]:
     return type(suite).__mro__[1]
 
 
-def _ask(suite: object, name: str) -> dict[str, Any]:
+def _run_check(suite: object, name: str) -> dict[str, Any]:
     """Run one check and return its result."""
     try:
         getattr(suite, name)()

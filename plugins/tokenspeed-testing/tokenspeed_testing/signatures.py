@@ -1,6 +1,6 @@
 """Signatures of vendor libraries, read from their wheels without importing them.
 
-A mock that is `held_to` a recorded signature rejects calls that the library would reject.
+A mock that is `restricted_to` a recorded signature rejects calls that the library would reject.
 `python -m tokenspeed_testing.signatures FILE WHEEL ...` rewrites the file. Its "read" entry lists
 "path/in/wheel.py:function" or ":Class.method", and for compiled code "path/in/wheel.so:name", the
 schema of a registered torch op.
@@ -30,7 +30,7 @@ def kept(path: Path) -> Mapping[str, Mapping[str, str]]:
     return libraries
 
 
-def held_to(function: Callable[..., Any], *signatures: str) -> Callable[..., Any]:
+def restricted_to(function: Callable[..., Any], *signatures: str) -> Callable[..., Any]:
     """Return a function that raises TypeError for arguments that a recorded signature does not
     take.
     """

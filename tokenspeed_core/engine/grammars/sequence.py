@@ -95,7 +95,7 @@ class SequenceGrammar:
         before = (self.phase, self._tail, self.num_read, self.has_failed)
         num_accepted = 0
         for draft_id, mask, following in zip(draft_ids, masks, masks[1:], strict=False):
-            if self.has_failed or not _has(mask, draft_id):
+            if self.has_failed or not _is_allowed(mask, draft_id):
                 break
             self.num_read += 1
             if self.phase is Phase.ANSWER or not self._is_reasoning(draft_id):
@@ -140,7 +140,7 @@ class SequenceGrammar:
         return True
 
 
-def _has(row: I32, token_id: int) -> bool:
+def _is_allowed(row: I32, token_id: int) -> bool:
     """Return the bit of a token."""
     return bool(row[token_id // 32] >> token_id % 32 & 1)
 

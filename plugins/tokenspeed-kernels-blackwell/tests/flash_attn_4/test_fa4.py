@@ -19,7 +19,7 @@ from tokenspeed_kernels_blackwell import FA4
 from tokenspeed_kernels_blackwell.attention import fa4
 from tokenspeed_testing.attention import check_attention
 from tokenspeed_testing.explain import explain
-from tokenspeed_testing.signatures import held_to, kept, library_of, read
+from tokenspeed_testing.signatures import kept, library_of, read, restricted_to
 from torch import Tensor
 
 from tokenspeed_core.api.attention import AttentionProblem
@@ -124,7 +124,7 @@ def test_backend_conforms_over_a_mock_library(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     library = ModuleType(fa4.LIBRARY)
-    library.__dict__["_flash_attn_fwd"] = held_to(
+    library.__dict__["_flash_attn_fwd"] = restricted_to(
         attend, *(each[CALLED] for each in SIGNATURES.values())
     )
     monkeypatch.setitem(sys.modules, fa4.LIBRARY, library)

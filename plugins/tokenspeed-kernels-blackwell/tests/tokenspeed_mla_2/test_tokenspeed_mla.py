@@ -15,7 +15,7 @@ import pytest
 import torch
 from tokenspeed_kernels_blackwell import TOKENSPEED_MLA
 from tokenspeed_testing.conformance import check
-from tokenspeed_testing.signatures import held_to, kept, library_of, read
+from tokenspeed_testing.signatures import kept, library_of, read, restricted_to
 from torch import Tensor
 
 from tokenspeed_core.api.kernels import PlatformInfo
@@ -63,7 +63,7 @@ def decode(**given: Any) -> Tensor:
 def test_backend_conforms_over_a_mock_library(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("tokenspeed_mla")
     signatures = [each[DECODE] for each in SIGNATURES.values()]
-    module.tokenspeed_mla_decode = held_to(decode, *signatures)  # type: ignore[attr-defined]
+    module.tokenspeed_mla_decode = restricted_to(decode, *signatures)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "tokenspeed_mla", module)
     assert check(TOKENSPEED_MLA, torch.device("cpu"), num_rows=(0, 1, 7)) >= 8
 
