@@ -86,7 +86,7 @@ class Simulation:
 
     def step(self) -> None:
         rows, depth = len(self.slots), self.depth
-        counts = depth.max_drafts(self.slots)
+        counts = np.full(rows, depth.max_drafts(rows), np.int32)
         is_drafting = bool(counts.any())
         if is_drafting:
             claims = None
@@ -167,7 +167,7 @@ def test_rejecting_rows_get_fewer_drafts() -> None:
     for _ in range(4):
         depth.finish_step(FinishedStep(2, 2, 0, 1.0))
     for _ in range(10):
-        counts = depth.choose(slots, depth.max_drafts(slots), None, 2, 100)
+        counts = depth.choose(slots, np.full(2, depth.max_drafts(2), np.int32), None, 2, 100)
         depth.observe(slots, counts, np.asarray([counts[0], 0], np.int32))
         depth.finish_step(FinishedStep(2, 2 + int(counts.sum()), 0, 1.0 + 0.1 * int(counts.sum())))
     counts = depth.choose(slots, np.full(2, 8, np.int32), None, 2, 100)

@@ -22,8 +22,8 @@ class Paused(FixedDepth):
 
     is_paused = False
 
-    def max_drafts(self, slots: I32) -> I32:
-        return super().max_drafts(slots) * np.int32(not self.is_paused)
+    def max_drafts(self, num_rows: int) -> int:
+        return super().max_drafts(num_rows) * (not self.is_paused)
 
 
 def slots(*numbers: int) -> I32:

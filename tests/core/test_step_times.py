@@ -24,8 +24,8 @@ class Timed(FixedDepth):
         self.steps: list[FinishedStep] = []
         self.is_on = True
 
-    def max_drafts(self, slots: I32) -> I32:
-        return super().max_drafts(slots) * np.int32(self.is_on)
+    def max_drafts(self, num_rows: int) -> int:
+        return super().max_drafts(num_rows) * self.is_on
 
     def finish_step(self, step: FinishedStep) -> None:
         self.steps.append(step)

@@ -84,9 +84,9 @@ class Alternating(FixedDepth):
 
     num_calls = 0
 
-    def max_drafts(self, slots: I32) -> I32:
+    def max_drafts(self, num_rows: int) -> int:
         self.num_calls += 1
-        return super().max_drafts(slots) * np.int32(self.num_calls // 4 % 2)
+        return super().max_drafts(num_rows) * (self.num_calls // 4 % 2)
 
 
 def test_steps_without_drafts_may_follow_steps_with_them(

@@ -24,7 +24,6 @@ from tokenspeed_testing.drafts import FixedDepth
 from tokenspeed_testing.requests import request
 
 from tokenspeed_core import LLM, SamplingParams
-from tokenspeed_core.api.step import I32
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.engine import Engine
 from tokenspeed_core.engine.factory import resolve
@@ -295,9 +294,9 @@ class Alternating(FixedDepth):
 
     num_calls = 0
 
-    def max_drafts(self, slots: I32) -> I32:
+    def max_drafts(self, num_rows: int) -> int:
         self.num_calls += 1
-        return super().max_drafts(slots) * np.int32(self.num_calls // 8 % 2)
+        return super().max_drafts(num_rows) * (self.num_calls // 8 % 2)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

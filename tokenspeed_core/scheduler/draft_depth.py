@@ -153,16 +153,25 @@ class AdaptiveDepth:
         self._num_accepted = 0
         self._since_plain = 0
         self._num_plain_wanted = 0  # plain steps to measure before drafts are verified again
+        self._spent = 0.0  # seconds at the end of sequences, not yet in the account
         self._is_drafting = False  # the drafter was asked for the step that finishes next
 
-    def max_drafts(self, slots: I32) -> I32:
-        """Return the maximum number of draft tokens of each row; 0 while drafts cost more than they save."""
+    def max_drafts(self, num_rows: int) -> int:
+        """Return the maximum number of draft tokens of a row; 0 while drafts cost more than they save."""
         is_on = (
             self.account.is_open
-            and self.cost.num_plain(len(slots)) >= _NUM_PLAIN
             and not self._num_plain_wanted
+            and self.cost.num_plain(num_rows) >= _NUM_PLAIN
         )
-        return np.full(len(slots), self._max_drafts if is_on else 0, np.int32)
+        return self._max_drafts if is_on else 0
+
+    def max_seconds(self, num_rows: int) -> float:
+        """Return how long the drafter may take to begin sequences before a step: what the account can lose."""
+        return self.account.balance * self.cost.plain(num_rows)
+
+    def spend(self, seconds: float) -> None:
+        """Record the time of the drafter at the end of a sequence, which no step with drafts has."""
+        self._spent += seconds
 
     def choose(
         self, slots: I32, counts: I32, probabilities: F32 | None, num_rows: int, num_left: int
@@ -231,6 +240,9 @@ class AdaptiveDepth:
         if step.num_chunk_tokens or not num_rows:
             return
         self.account.earn()
+        if self._spent and (plain := self.cost.plain(num_rows)):
+            self.account.balance -= self._spent / plain
+            self._spent = 0.0
         num_drafts = step.num_tokens - num_rows
         # A step for which the drafter found nothing is not a plain one: asking took time.
         if not num_drafts and not is_drafting:

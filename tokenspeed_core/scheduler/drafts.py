@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Protocol
 
 import numpy as np
 
 from tokenspeed_core.api.drafters import Drafter, Drafts
-from tokenspeed_core.api.step import F32, I32, Bool
+from tokenspeed_core.api.step import F32, I32
 from tokenspeed_core.scheduler.columns import VACANT, SlotColumns
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.scheduler.sequence_table import SequenceTable
@@ -47,8 +48,17 @@ class FinishedStep:
 class DraftDepth(Protocol):
     """Chooses how many draft tokens each row gets."""
 
-    def max_drafts(self, slots: I32) -> I32:
-        """Return the maximum number of draft tokens of each row; 0: none."""
+    def max_drafts(self, num_rows: int) -> int:
+        """Return the maximum number of draft tokens of a row in a step with `num_rows` decode rows; 0: none.
+
+        While it is 0, the engine runs as it does without a drafter.
+        """
+
+    def max_seconds(self, num_rows: int) -> float:
+        """Return how long the drafter may take to begin sequences before a step with `num_rows` decode rows."""
+
+    def spend(self, seconds: float) -> None:
+        """Learn that the drafter took this long at the end of a sequence."""
 
     def choose(
         self, slots: I32, counts: I32, probabilities: F32 | None, num_rows: int, num_left: int
@@ -69,7 +79,12 @@ class DraftDepth(Protocol):
 
 
 class DraftSource(ABC):
-    """Gives decode rows draft tokens. The depth decides how many."""
+    """Gives decode rows draft tokens. The depth decides how many.
+
+    `has_model` says whether a draft model may follow steps: otherwise `next_drafts` is not called.
+    """
+
+    has_model = False
 
     def __init__(self, depth: DraftDepth, limits: SchedulerLimits, columns: SlotColumns) -> None:
         """Start without draft tokens."""
@@ -118,11 +133,6 @@ class DraftSource(ABC):
     def end(self, slot: int) -> None:
         """Discard the state of the sequence in a slot, which becomes free."""
 
-    def _may_draft(self, slots: I32) -> Bool:
-        """Return which rows may have draft tokens now."""
-        may_draft: Bool = self._columns.may_draft[slots] & (self._depth.max_drafts(slots) > 0)
-        return may_draft
-
     def _num_left(self, num_rows: int) -> int:
         """Return the draft tokens that a step of decodes may have."""
         limits = self._limits
@@ -157,18 +167,28 @@ class HostDrafts(DraftSource):
     @property
     def needs_results(self) -> bool:
         """Whether a decoding row may draft: its newest tokens must be known."""
-        return not self._is_off and bool(self._may_draft(self._columns.decoding()).any())
+        slots = self._columns.decoding()
+        is_on = not self._is_off and self._depth.max_drafts(len(slots))
+        return bool(is_on and self._columns.may_draft[slots].any())
 
     def count(self, slots: I32, room: I32) -> I32 | None:
-        """Let the drafter propose tokens, and return their number for each row."""
+        """Let the drafter propose tokens, and return their number for each row.
+
+        While the depth allows none, the drafter is not called. It gets the tokens of that time with the next call.
+        """
         if self._is_off or not len(slots):
+            return None
+        max_drafts = self._depth.max_drafts(len(slots))
+        if not max_drafts:
             return None
         columns = self._columns
         is_ready = columns.may_draft[slots] & (columns.num_known[slots] == columns.num_bound[slots])
-        most = np.minimum(self._depth.max_drafts(slots), room)
-        places = np.flatnonzero(is_ready & (most > 0))
+        most = np.minimum(room, np.int32(max_drafts))
         try:
+            self._begin(slots[is_ready], self._depth.max_seconds(len(slots)))
+            is_ready &= self._sequence_id[slots] != VACANT
             self._follow(slots[is_ready])
+            places = np.flatnonzero(is_ready & (most > 0))
             if not len(places):
                 return None
             most = most[places].astype(np.int32)
@@ -196,16 +216,18 @@ class HostDrafts(DraftSource):
         """Give the drafter the last tokens of the sequence in a slot, and end it there."""
         if self._is_off or self._sequence_id[slot] == VACANT:
             return
+        started_at = perf_counter()
         try:
             self._follow(np.asarray([slot], np.int32))
             self._drafter.end(slot)
         except Exception:  # plugin code may raise anything
             self._switch_off()
         self._sequence_id[slot] = VACANT
+        self._depth.spend(perf_counter() - started_at)
 
-    def _follow(self, slots: I32) -> None:
-        """Give the drafter the new sequences and tokens of some slots."""
-        columns = self._columns
+    def _begin(self, slots: I32, max_seconds: float) -> None:
+        """Begin the new sequences of some slots until the time is over, at least one."""
+        columns, started_at = self._columns, perf_counter()
         for slot in slots[self._sequence_id[slots] == VACANT].tolist():
             sequence, known = self._sequences.at(slot).sequence, columns.known(slot)
             self._depth.begin(slot)
@@ -213,6 +235,12 @@ class HostDrafts(DraftSource):
             self._drafter.begin(slot, known.copy(), sequence.num_prompt, tenant)
             self._sequence_id[slot] = sequence.sequence_id
             self._num_seen[slot] = len(known)
+            if perf_counter() - started_at > max_seconds:
+                return
+
+    def _follow(self, slots: I32) -> None:
+        """Give the drafter the new tokens of the sequences in some slots."""
+        columns = self._columns
         counts = columns.num_known[slots] - self._num_seen[slots]
         slots, counts = slots[counts > 0], counts[counts > 0]
         if len(slots):

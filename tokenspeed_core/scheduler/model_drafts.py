@@ -20,6 +20,8 @@ class ModelDrafts(DraftSource):
     meanwhile, which makes later draft tokens of these sequences worse.
     """
 
+    has_model = True
+
     def __init__(self, depth: DraftDepth, limits: SchedulerLimits, columns: SlotColumns) -> None:
         """Start without draft tokens."""
         super().__init__(depth, limits, columns)
@@ -30,11 +32,16 @@ class ModelDrafts(DraftSource):
     def needs_results(self) -> bool:
         """Whether the next plan needs all results: a row has draft tokens, and its depth follows the newest acceptance."""
         slots = self._columns.decoding()
-        return bool((self._num_made[slots] > 0).any() and self._may_draft(slots).any())
+        if not self._depth.max_drafts(len(slots)):
+            return False
+        return bool(self._num_made[slots].any() and self._columns.may_draft[slots].any())
 
     def count(self, slots: I32, room: I32) -> I32 | None:
         """Return the number of draft tokens that each row has, at most `room`."""
-        counts = np.minimum(self._num_made[slots], np.minimum(self._depth.max_drafts(slots), room))
+        max_drafts = self._depth.max_drafts(len(slots))
+        if not max_drafts:
+            return None
+        counts = np.minimum(self._num_made[slots], np.minimum(room, np.int32(max_drafts)))
         has_grammar = self._columns.has_grammar[slots]
         if self._columns.num_grammars:
             counts[has_grammar & ~self._is_known[slots]] = 0
@@ -57,9 +64,12 @@ class ModelDrafts(DraftSource):
         """Return how many draft tokens a step makes for each row that samples in it; None: the model does not run."""
         self._num_made[slots] = 0
         self._is_known[slots] = False
-        places = np.flatnonzero(self._may_draft(slots))
-        if not len(places) or not is_useful:
-            return NextDraftCount(0) if num_chunk_tokens else None
+        none = NextDraftCount(0) if num_chunk_tokens else None
+        if not is_useful or not self._depth.max_drafts(len(slots)):
+            return none
+        places = np.flatnonzero(self._columns.may_draft[slots])
+        if not len(places):
+            return none
         drafting = slots[places]
         most = np.full(len(places), self._limits.max_drafts, np.int32)
         wanted = self._depth.choose(drafting, most, None, len(slots), self._num_left(len(slots)))

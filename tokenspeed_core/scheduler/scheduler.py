@@ -170,7 +170,7 @@ class Scheduler:
         )
         self._admission.plan(builder, left, is_idle=not self.in_flight)
         if not builder.is_empty:
-            if self.drafts is not None:
+            if self.drafts is not None and self.drafts.has_model:
                 self._rows.plan_next_drafts(
                     builder, self.drafts, with_prompts=self._drafts_with_prompts
                 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,16 @@ class FixedDepth:
     def __init__(self, max_drafts: int) -> None:
         self._max_drafts = max_drafts
 
-    def max_drafts(self, slots: I32) -> I32:
-        """Return this number for each row."""
-        return np.full(len(slots), self._max_drafts, np.int32)
+    def max_drafts(self, num_rows: int) -> int:
+        """Return this number."""
+        return self._max_drafts
+
+    def max_seconds(self, num_rows: int) -> float:
+        """Return no limit."""
+        return math.inf
+
+    def spend(self, seconds: float) -> None:
+        """Do nothing."""
 
     def choose(
         self, slots: I32, counts: I32, probabilities: F32 | None, num_rows: int, num_left: int

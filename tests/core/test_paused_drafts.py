@@ -1,0 +1,138 @@
+"""A drafter costs nothing while drafts are paused, and little when they are tried again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from engine_world import MODEL, World
+from tokenspeed_testing.drafts import FixedDepth
+from tokenspeed_testing.requests import request
+
+from tokenspeed_core.api.drafters import Drafts
+from tokenspeed_core.api.step import I32, StepResult
+from tokenspeed_core.scheduler import drafts as drafts_module
+from tokenspeed_core.scheduler.draft_depth import AdaptiveDepth
+from tokenspeed_core.scheduler.drafts import FinishedStep
+
+NUM_SEQUENCES = 3
+
+
+class Paused(FixedDepth):
+    """Wants no draft tokens while `is_paused`."""
+
+    is_paused = True
+    seconds = float("inf")
+
+    def max_drafts(self, num_rows: int) -> int:
+        return super().max_drafts(num_rows) * (not self.is_paused)
+
+    def max_seconds(self, num_rows: int) -> float:
+        return self.seconds
+
+
+class Calls:
+    """The calls of a drafter, in order, and the steps in flight at each collection."""
+
+    def __init__(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.names: list[str] = []
+        self.extended: list[int] = []
+        self.proposed: list[int] = []
+        self.in_flight: list[int] = []
+        drafter, runner = world.drafter, world.engine.runner
+        begin, extend, propose, collect = (
+            drafter.begin,
+            drafter.extend,
+            drafter.propose,
+            runner.collect,
+        )
+
+        def note_begin(slot: int, token_ids: I32, num_prompt: int, tenant: str) -> None:
+            self.names.append("begin")
+            begin(slot, token_ids, num_prompt, tenant)
+
+        def note_extend(slots: I32, counts: I32, token_ids: I32) -> None:
+            self.names.append("extend")
+            self.extended += counts.tolist()
+            extend(slots, counts, token_ids)
+
+        def note_propose(slots: I32, max_drafts: I32) -> Drafts:
+            self.names.append("propose")
+            self.proposed.append(len(slots))
+            return propose(slots, max_drafts)
+
+        def note_collect(step_id: int) -> StepResult:
+            self.in_flight.append(len(world.scheduler.in_flight))
+            return collect(step_id)
+
+        monkeypatch.setattr(drafter, "begin", note_begin)
+        monkeypatch.setattr(drafter, "extend", note_extend)
+        monkeypatch.setattr(drafter, "propose", note_propose)
+        monkeypatch.setattr(runner, "collect", note_collect)
+
+
+def paused_world(monkeypatch: pytest.MonkeyPatch) -> tuple[World, Paused, Calls]:
+    """Return an engine whose sequences decode, with paused drafts."""
+    world, depth = World(num_drafts=3), Paused(3)
+    assert world.scheduler.drafts is not None
+    world.scheduler.drafts._depth = depth
+    for i in range(NUM_SEQUENCES):
+        prompt = np.random.default_rng(i).integers(0, MODEL.vocab_size, 5).tolist()
+        world.submit(request(i, prompt, max_tokens=40))
+    while world.scheduler.columns.is_decoding.sum() != NUM_SEQUENCES:
+        world.step()
+    return world, depth, Calls(world, monkeypatch)
+
+
+def test_paused_drafter_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, _, calls = paused_world(monkeypatch)
+    for _ in range(10):
+        world.step()
+    assert calls.names == []
+    assert calls.in_flight == [2] * 10, "two steps are in flight, as without a drafter"
+
+
+def test_drafter_gets_the_tokens_of_a_pause_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, depth, calls = paused_world(monkeypatch)
+    depth.is_paused = False
+    world.step()
+    assert calls.names == ["begin"] * NUM_SEQUENCES + ["propose"]
+    depth.is_paused = True
+    world.step()
+    known = world.scheduler.columns.num_known.copy()
+    for _ in range(6):
+        world.step()
+    assert len(calls.names) == NUM_SEQUENCES + 1
+    depth.is_paused = False
+    world.step()
+    assert calls.names[NUM_SEQUENCES + 1 :] == ["extend", "propose"]
+    assert min(calls.extended) >= 6
+    assert (world.scheduler.columns.num_known[:NUM_SEQUENCES] > known[:NUM_SEQUENCES]).all()
+    world.run()
+    for sequence_id, tokens in world.tokens.items():
+        prompt = np.asarray(world.requests[sequence_id].prompt).tolist()
+        assert tokens == world.model.expected(prompt, len(tokens))
+
+
+def test_few_sequences_begin_before_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, depth, calls = paused_world(monkeypatch)
+    depth.is_paused, depth.seconds = False, 1.5
+    clock = iter(range(1000))
+    monkeypatch.setattr(drafts_module, "perf_counter", lambda: float(next(clock)))
+    world.step()
+    assert calls.names == ["begin", "begin", "propose"], "each takes a second"
+    world.step()
+    assert calls.names.count("begin") == NUM_SEQUENCES
+    assert calls.proposed == [2, NUM_SEQUENCES]
+
+
+def test_account_limits_the_time_to_begin_and_end_sequences() -> None:
+    depth = AdaptiveDepth(4, 3)
+    for _ in range(8):
+        depth.finish_step(FinishedStep(4, 4, 0, 0.5))
+    before = depth.max_seconds(4)
+    assert before == pytest.approx(0.5 * depth.account.balance)
+    assert depth.max_drafts(4) == 3
+    depth.spend(2.0)
+    depth.finish_step(FinishedStep(4, 4, 0, 0.5))
+    assert depth.max_seconds(4) == pytest.approx(before - 2.0 + 0.005)
+    assert depth.max_drafts(4) == 0, "the account has nothing left to lose"
