@@ -2,6 +2,8 @@
 
 Families with experts run in float32, others in bfloat16: the scores of two experts often differ by less than a rounding
 of bfloat16, and another expert gives other logits.
+
+Before 5.19, transformers ignores the clamp of gpt-oss' configuration.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ PROMPTS = [[(seed * 31 + i * 17) % 95 + 3 for i in range(5 + 7 * seed)] for seed
 def test_first_divergence_from_transformers_is_in_both_top_fives(
     family: str, tmp_path: Path
 ) -> None:
+    if family == "GptOss":
+        pytest.importorskip("transformers", minversion="5.19")
     reference = save_reference(family, tmp_path).to(device=DEVICE)
     has_experts = any("experts" in name for name, _ in reference.named_modules())
     dtype = "float32" if has_experts else "bfloat16"

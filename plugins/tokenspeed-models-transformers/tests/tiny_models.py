@@ -110,9 +110,14 @@ ALL = MODELS | MORE | NATIVE
 
 
 def save_reference(model_type: str, folder: Path, **changes: Any) -> Any:
-    """Write a checkpoint and return its transformers model. `changes` override the configuration."""
+    """Write a checkpoint and return its transformers model. `changes` override the configuration.
+
+    Attention is the formula in PyTorch: before 5.21, transformers' SDPA ignores the soft cap of VaultGemma.
+    """
     torch.manual_seed(11)
     config = CONFIG_MAPPING[model_type](**{**SMALL, **ALL[model_type], **changes})
-    reference = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    reference = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     reference.save_pretrained(folder)
     return reference
