@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenspeed_testing.conformance import check
+from tokenspeed_testing.conformance import check, make_inputs, reference
+from tokenspeed_testing.shapes import contract_of
 
 from tokenspeed_core import LLM, SamplingParams
-from tokenspeed_kernels import descriptors, inputs
-from tokenspeed_kernels.reference import moe
-from tokenspeed_kernels.triton.moe import experts_w8a8
+from tokenspeed_kernels import descriptors
 from tokenspeed_kernels.triton.moe.experts_w8a8 import TILINGS
 
 HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
@@ -66,12 +65,10 @@ def test_experts_conform_around_every_tiling_limit(op: str, inner: int, num_rows
 )
 @pytest.mark.parametrize("op", SPECS)
 def test_experts_are_exact_to_rounding_at_model_sizes(op: str, num_tokens: int) -> None:
-    given = getattr(inputs, op)(
-        REAL, num_tokens, CUDA, torch.Generator().manual_seed(1), strided=False
-    )
-    found = getattr(experts_w8a8, op)(REAL)(*given.values()).float()
-    wide = {**given, "x": given["x"].float()}
-    expected = getattr(moe, op)({**REAL, "dtype": "float32"})(*wide.values())
+    contract = contract_of(SPECS[op])
+    given = make_inputs(contract, REAL, num_tokens, CUDA, strided=False)
+    found = SPECS[op].factory()(REAL)(*given.values()).float()
+    (expected,) = reference(contract, REAL, given)
     error = float((found - expected).norm() / expected.norm())
     print(f"{num_tokens} tokens: relative error {error:.2e}")
     # Rounding to bfloat16 before quantization may change codes; the effect is far below the quantization error.
