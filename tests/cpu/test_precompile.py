@@ -288,6 +288,20 @@ def test_attention_precompiles_every_variant_of_a_step(
     assert "attend" in precompiled
 
 
+@pytest.mark.parametrize(("max_drafts", "num_compiled"), [(0, 12), (8, 18)])
+def test_attention_of_a_model_compiles_few_variants(
+    monkeypatch: pytest.MonkeyPatch, compiler: Compiler, max_drafts: int, num_compiled: int
+) -> None:
+    # Each variant takes seconds of a start. These are the sizes of Qwen3-8B on an H200, with and without drafts.
+    monkeypatch.setattr("tokenspeed_kernels.triton.attention.backend.FALLBACK_MULTIPROCESSORS", 132)
+    limits = AttentionLimits(256, 8192, 40960, 2560, max_drafts)
+    for phase in ("prefill", "decode"):
+        problem = AttentionProblem(phase, 32, 8, 128, "bfloat16", "bfloat16", 16, 0.1, None)
+        attention(problem, limits, CPU)
+    settle()
+    assert len(compiler.compiled) == num_compiled, compiler.names()
+
+
 def test_launch_waits_for_a_running_compilation(
     compiler: Compiler,
 ) -> None:

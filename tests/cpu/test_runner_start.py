@@ -275,6 +275,11 @@ def test_many_decodes_have_a_bucket_without_shared_prefix() -> None:
     } > set(sizes[-len(plain) :])
 
 
+def test_few_steps_are_captured_by_default() -> None:
+    # Each takes about 0.1 s of a start on an H200.
+    assert len(bucket_sizes(decode_sizes(256, None, None), 8192, 256)) == 134
+
+
 def test_capture_sizes_reach_max_num_seqs() -> None:
     assert decode_sizes(20, None, None) == (1, 2, 4, 8, 16, 20)
     assert decode_sizes(1000, None, None)[7:] == (40, 48, 56, 64, *range(80, 257, 16))
