@@ -251,7 +251,7 @@ def test_attention_precompiles_every_variant_of_a_step(
     settle()
     precompiled = compiler.names()
     k_cache, v_cache = torch.zeros(4, 6, 2, 16, 8, 128).to(getattr(torch, kv_dtype))[:, 2].unbind(1)
-    chunks = [[1500], [40], [1] * 16 + [5]] if phase == "prefill" else []
+    chunks = [[1500], [40], [1] * 16 + [5], [2], [1, 4]] if phase == "prefill" else []
     rows = [[1] * num_rows for num_rows in (1, 2, 8, 20, 33, 48, 64)]
     if phase == "decode":
         rows += [[5], [9], *([9] * num_rows for num_rows in (2, 16, 64))]

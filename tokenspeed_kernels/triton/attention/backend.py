@@ -171,9 +171,8 @@ class TritonAttention:
         block_m = self._decode_rows(step.max_num_query)
         num_tokens = block_m // self._num_groups
         spread = -(-step.max_num_query // self._spread_tokens)
-        is_spread = step.max_num_query > 1 and (
-            programs * spread <= SPREAD * self.num_multiprocessors
-        )
+        has_drafts = self._problem.phase == "decode" and step.max_num_query > 1
+        is_spread = has_drafts and programs * spread <= SPREAD * self.num_multiprocessors
         if is_spread:
             num_row_tiles, num_tokens, programs = spread, self._spread_tokens, programs * spread
             block_m = self._decode_rows(num_tokens)
