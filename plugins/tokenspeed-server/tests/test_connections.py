@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -211,7 +212,8 @@ def test_other_protocols_are_not_offered(protocol: bytes, caplog: pytest.LogCapt
     upgrade = b"connection: upgrade, close\r\nupgrade: " + protocol + b"\r\n\r\n"
     (answer,) = talk(Server(ConnectionLimits()), sends(b"GET / HTTP/1.1\r\nhost: x\r\n" + upgrade))
     assert status(answer) == 200
-    assert not caplog.messages
+    # A line for the request is fine: an earlier test of the process may have turned it on.
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 @pytest.mark.parametrize(
