@@ -65,6 +65,9 @@ class KVManager:
         self._is_page_a_block = set(self._blocks_per_page) == {1}
         self._is_one_to_one = self._is_page_a_block and self.num_groups == 1
         self._hits_always_fit = self._is_page_a_block and min(self._max_pages) == UNLIMITED
+        num_blocks = blocks_of_pages(num_pages, self._blocks_per_page, self._max_pages)
+        self.max_sequence_len = num_blocks * block_size
+        """Tokens of the longest sequence that fits into the whole pool."""
         self._group_of_page = [0] * num_pages  # of the pages in use
         self.index = PrefixIndex(self.num_groups)
         self._unreleased: deque[BlockLease] = deque()  # of ended sequences
@@ -89,12 +92,6 @@ class KVManager:
     def has_prefix_cache(self) -> bool:
         """Whether prefix caching is on."""
         return self.granularity == self.block_size
-
-    @property
-    def max_sequence_len(self) -> int:
-        """Tokens of the longest sequence that fits into the whole pool."""
-        num_blocks = blocks_of_pages(self.pool.num_pages, self._blocks_per_page, self._max_pages)
-        return num_blocks * self.block_size
 
     def max_capacity(self, lease: BlockLease) -> int:
         """Return the capacity to which the available pages can extend a lease."""

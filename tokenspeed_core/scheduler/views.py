@@ -67,5 +67,7 @@ def candidate_of(sequence: Sequence, match: Match, kv: KVManager) -> Candidate:
 def num_promised_pages(columns: SlotColumns, kv: KVManager) -> int:
     """Return the pages that running prompts still need for all their tokens and the next one."""
     slots = columns.prefilling()
+    if not len(slots):
+        return 0
     end = columns.target[slots] + 1
     return kv.num_promised_pages(columns.resumed[slots], columns.capacity[slots], end)

@@ -144,6 +144,8 @@ class Sampler:
     def begin(self, inits: SlotInits) -> None:
         """Store the sampling parameters that are not columns of the slots' state."""
         self._flags.update(inits)
+        if not self._flags.asked(inits.slots) & SPECIAL:
+            return
         penalized = np.flatnonzero(self._flags.penalized[inits.slots]).astype(np.int32)
         biased = np.flatnonzero(self._flags.biased[inits.slots]).astype(np.int32)
         if len(penalized):

@@ -200,9 +200,13 @@ class SlotFlags:
             | (inits.frequency_penalty != 0)
             | (inits.repetition_penalty != 1)
         )
-        self.biased[slots] = np.diff(inits.bias_starts) > 0
+        self.biased[slots] = np.diff(inits.bias_starts) > 0 if len(inits.bias_ids) else False
         self.num_logprobs[slots] = inits.logprobs
-        self.num_endless[slots] = np.where(np.diff(inits.end_starts) > 0, inits.num_endless, 0)
+        self.num_endless[slots] = (
+            np.where(np.diff(inits.end_starts) > 0, inits.num_endless, 0)
+            if len(inits.end_ids)
+            else 0
+        )
         self.processed[slots] = [bool(each) for each in inits.processors] or False
         special = self._is_adjusted(slots) | (self.num_endless[slots] > 0)
         self.asks[slots] = DRAWS * (inits.temperature > 0) + SPECIAL * special
