@@ -58,10 +58,11 @@ def passed_arguments(module: nn.Module) -> tuple[str, ...] | None:
         name: _Part(seed, is_attention=name == "self_attn")
         for seed, name in enumerate(sorted(_NAMES), 31)
     }
+    names = inspect.signature(type(module).forward).parameters
     given = {
         "attention_mask": None,
         "position_ids": torch.arange(_NUM_TOKENS).unsqueeze(0),
-        "past_key_values": None,
+        "cache" if "cache" in names else "past_key_values": None,  # renamed in transformers 5.24
         "use_cache": False,
         "position_embeddings": (torch.ones(1), torch.ones(1)),
     }
