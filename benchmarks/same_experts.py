@@ -1,0 +1,65 @@
+"""Run the seeded workloads on dummy weights whose routers give all experts the same score.
+
+    python benchmarks/same_experts.py [SHAPE] [--workloads throughput,prefill,agentic] [--repeats 2]
+
+All tokens then choose the same experts, the first ones. `benchmarks/offline.py` runs the same traffic with random
+routers, which spread tokens evenly over all experts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenspeed_bench import result as results
+from tokenspeed_bench.offline import Offline, measure
+from tokenspeed_bench.shapes import write
+from tokenspeed_bench.traffic import of_workload
+
+from tokenspeed_core import LLM
+from tokenspeed_models.loading import dummy
+from tokenspeed_models.weights import WeightSlot
+
+_random_fill = dummy._fill
+
+
+def _fill(slot: WeightSlot, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    if slot.name.endswith(".gate.weight"):
+        return slot.target.new_zeros(shape)
+    return _random_fill(slot, shape, generator)
+
+
+def main() -> None:
+    """Parse, run, print one JSON line for each workload."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("shape", nargs="?", default="deepseek-v2-lite")
+    parser.add_argument("--workloads", default="throughput,prefill,agentic")
+    parser.add_argument("--repeats", type=int, default=2)
+    options = parser.parse_args()
+    dummy._fill = _fill
+    result = results.new("offline", options.shape, options.shape, {})
+
+    def report(run: dict[str, Any]) -> None:
+        facts = {"shape": options.shape, "routers": "equal scores", "platform": result["device"]}
+        print(
+            json.dumps({"workload": run["traffic"]["name"], **run["figures"], **facts}), flush=True
+        )
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = write(options.shape, Path(folder))
+        workloads = [of_workload(name) for name in options.workloads.split(",")]
+        for refused in measure(
+            lambda: LLM(str(path), load_format="dummy"),
+            Offline(workloads, options.repeats),
+            result,
+            report,
+        ):
+            raise SystemExit(refused)
+
+
+if __name__ == "__main__":
+    main()
