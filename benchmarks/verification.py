@@ -192,11 +192,11 @@ class User:
         return stats.num_draft_tokens, sum(stats.num_accepted), stats.num_draft_rows
 
 
-def drafting(answers: Path, acceptance: float) -> dict[str, Any]:
+def drafting(answers: Path, acceptance: float, max_drafts: int) -> dict[str, Any]:
     """Return the settings of the forced drafter."""
     return {
         "method": "forced",
-        "num_speculative_tokens": MAX_DRAFTS,
+        "num_speculative_tokens": max_drafts,
         "answers": str(answers),
         "acceptance": acceptance,
     }
@@ -209,7 +209,7 @@ def check_outputs(folder: Path, answers: Path) -> None:
     expected, _ = plain.ask(prompts)
     plain.llm.shutdown()
     answers.write_text(json.dumps(expected))
-    drafted = User(folder, 48, drafting(answers, 0.7))
+    drafted = User(folder, 48, drafting(answers, 0.7, MAX_DRAFTS))
     found, _ = drafted.ask(prompts)
     _, num_accepted, _ = drafted.accepted()
     drafted.llm.shutdown()
@@ -225,7 +225,8 @@ def serve_one(folder: Path, answers: Path, options: argparse.Namespace) -> None:
     expected, _ = plain.ask([prompt])
     plain_ms = 1e3 * min(plain.ask([prompt])[1] for _ in range(2)) / options.tokens
     plain.llm.shutdown()
-    user = User(folder, options.tokens, drafting(answers, options.acceptance), "last_token")
+    settings = drafting(answers, options.acceptance, options.user_drafts)
+    user = User(folder, options.tokens, settings, "last_token")
     answers.write_text(json.dumps(expected))
     found, _ = user.ask([prompt])
     assert found == expected, "outputs of one user differ with and without draft tokens"
@@ -255,6 +256,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--tokens", type=int, default=512, help="of the user's answer")
     parser.add_argument("--acceptance", type=float, default=0.7)
+    parser.add_argument("--user-drafts", type=int, default=12, help="maximum of the user's steps")
     parser.add_argument("--bandwidth", type=float, default=4.5e12, help="bytes per second")
     options = parser.parse_args()
     begin = time.perf_counter()
