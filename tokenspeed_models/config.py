@@ -36,7 +36,7 @@ class ConfigReader:
             raise ValueError(f"config.json: {key} is {value!r}, expected a positive integer")
         limit = MAX_LAYERS if key.endswith("_layers") else MAX_INTEGER
         if value > limit:
-            raise ValueError(f"config.json: {key} is above {limit}, which no model has")
+            raise ValueError(f"config.json: {key} is above {limit}, which is implausible")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -45,7 +45,7 @@ class ConfigReader:
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise ValueError(f"config.json: {key} is {value!r}, expected a positive number")
         if value > MAX_NUMBER:
-            raise ValueError(f"config.json: {key} is above {MAX_NUMBER}, which no model has")
+            raise ValueError(f"config.json: {key} is above {MAX_NUMBER}, which is implausible")
         return float(value)
 
     def boolean(self, key: str, default: bool) -> bool:

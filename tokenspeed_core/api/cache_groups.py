@@ -143,7 +143,9 @@ def local_cache_group(group: CacheGroupSpec, num_processes: int) -> CacheGroupSp
     if num_processes == 1 or isinstance(group, LatentAttention):
         return group
     if not isinstance(group, FullAttention | SlidingWindow):
-        raise ValueError(f"cache group {group.name!r} has no KV heads that processes can share")
+        raise ValueError(
+            f"cache group {group.name!r} has no KV heads that can be divided among processes"
+        )
     heads = group.num_kv_heads
     if heads % num_processes and num_processes % heads:
         raise ValueError(

@@ -41,7 +41,7 @@ def download(
             hf_hub_download(repo, name, revision=folder.name, cache_dir=download_dir)
     except KeyboardInterrupt:
         logger.warning(
-            "download of %s stopped; run the same command to continue",
+            "download of %s was interrupted; run the same command to resume it",
             repo,
         )
         raise
@@ -52,7 +52,7 @@ def download(
         )
         if cached is None:
             raise _explain(error, repo, revision, download_dir) from error
-        logger.warning("cannot reach the hub; using the cached files of %s", repo)
+        logger.warning("cannot reach the Hugging Face hub; using the cached files of %s", repo)
         return cached
     return folder
 

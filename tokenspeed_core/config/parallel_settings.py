@@ -81,7 +81,7 @@ class ParallelSettings(Settings):
     data_parallel_size: int = setting(
         1,
         "parallel",
-        "Engines that share the requests, each with the whole model or its experts.",
+        "Number of engines (replicas) among which requests are distributed.",
         unit="engines",
         is_for_servers=True,
         ge=1,
@@ -100,12 +100,12 @@ class ParallelSettings(Settings):
         le=4096,
     )
     enable_eplb: bool = setting(
-        False, "parallel", "Balance the load of experts: move them between processes."
+        False, "parallel", "Balance the load of experts by moving them between processes."
     )
     num_redundant_experts: int = setting(
         0,
         "parallel",
-        "Replicas of the most used experts with --enable-eplb, over all processes.",
+        "Number of expert replicas, over all processes, with --enable-eplb.",
         unit="experts",
         ge=0,
         le=4096,
@@ -113,7 +113,7 @@ class ParallelSettings(Settings):
     eplb_interval: int = setting(
         3000,
         "parallel",
-        "Steps between two plans for the experts with --enable-eplb.",
+        "Steps between rebalancings of experts with --enable-eplb.",
         unit="steps",
         ge=4,
     )
@@ -186,7 +186,7 @@ class ParallelSettings(Settings):
         """Raise ValueError for settings of the experts' balance that have no effect or do not fit the groups."""
         if self.enable_eplb and num_groups == 1:
             raise ValueError(
-                "--enable-eplb moves experts between processes, and every process has all experts; set "
+                "--enable-eplb moves experts between processes, but here every process has all experts; set "
                 "--enable-expert-parallel with --tensor-parallel-size or --data-parallel-size"
             )
         if self.num_redundant_experts and not self.enable_eplb:

@@ -83,7 +83,7 @@ class Config(ParallelSettings, SpeculationSettings):
         "Run code from the model's repository if no installed family supports the model.",
     )
     revision: str | None = setting(
-        None, "model", "Branch, tag or commit of the repo.", min_length=1
+        None, "model", "Branch, tag or commit of the Hugging Face repo.", min_length=1
     )
     download_dir: str | None = setting(
         None, "model", "Folder for downloads; default: the Hugging Face cache.", min_length=1
@@ -96,7 +96,7 @@ class Config(ParallelSettings, SpeculationSettings):
         None, "model", "Jinja file that replaces the model's chat template.", min_length=1
     )
     enable_custom_logit_processor: bool = setting(
-        False, "model", "Let requests name installed logits processors."
+        False, "model", "Let requests use installed logits processors."
     )
 
     device: str = setting(
@@ -123,14 +123,14 @@ class Config(ParallelSettings, SpeculationSettings):
     quantization_param_path: str | None = setting(
         None,
         "device",
-        "JSON file with scales of an FP8 KV cache; default: the checkpoint's, or else 1.",
+        "JSON file with scales of an FP8 KV cache; default: the checkpoint's scales, or 1.",
         min_length=1,
     )
 
     max_queued_requests: int = setting(
         4096,
         "limits",
-        "Maximum number of waiting sequences; further ones get status 429.",
+        "Maximum number of waiting sequences; more are rejected with status 429.",
         unit="sequences",
         is_for_servers=True,
         ge=1,
@@ -146,7 +146,7 @@ class Config(ParallelSettings, SpeculationSettings):
     max_sequences_per_key: int | None = setting(
         None,
         "limits",
-        "Maximum unfinished sequences of an API key; further ones get status 429.",
+        "Maximum unfinished sequences per API key; more are rejected with status 429.",
         unit="sequences",
         is_for_servers=True,
         ge=1,
@@ -228,28 +228,26 @@ class Config(ParallelSettings, SpeculationSettings):
         "Batch sizes to capture as CUDA graphs, such as 1,2,4,8.",
         takes="N[,N...]",
     )
-    seed: int = setting(
-        0, "scheduler", "Random seed of requests that set none.", ge=0, le=2**63 - 1
-    )
+    seed: int = setting(0, "scheduler", "Seed of requests that set none.", ge=0, le=2**63 - 1)
 
     attention_backend: BackendChoice = backends(
         "attention",
         "backends",
-        "Attention backends by preference; a last auto serves ops that they lack.",
+        "Attention backends by preference; end with auto to fill in missing ops.",
         narrow=PHASES,
     )
     # With 1, a prefill takes no more memory than the largest step, which is measured at start.
     mla_chunk_multiplier: int = setting(
         1,
         "backends",
-        "Cached tokens that MLA prefill expands at once, in multiples of a full step.",
+        "Maximum cached tokens that MLA prefill expands at once, in full steps.",
         ge=1,
         le=1024,
     )
     all2all_backend: Names = setting(
         AUTO,
         "backends",
-        "Backends, by preference, of the collectives around experts that engines share.",
+        "Backends, by preference, of collectives for experts shared by engines.",
         kind="kernels.comm",
         takes="NAME[,NAME...]",
         is_for_servers=True,
@@ -257,12 +255,12 @@ class Config(ParallelSettings, SpeculationSettings):
     moe_backend: BackendChoice = backends(
         "moe",
         "backends",
-        "Mixture-of-experts backends by preference; a last auto serves ops they lack.",
+        "Mixture-of-experts backends by preference; end with auto to fill in missing ops.",
     )
     sampling_backend: BackendChoice = backends(
         "sampling",
         "backends",
-        "Sampling backends in order of preference; a last auto serves ops that they lack.",
+        "Sampling backends by preference; end with auto to fill in missing ops.",
     )
     grammar_backend: str = setting(
         "auto",
@@ -294,7 +292,7 @@ class Config(ParallelSettings, SpeculationSettings):
     kv_events_config: Annotated[KVEventsConfig | None, BeforeValidator(json_value)] = setting(
         None,
         "observability",
-        "Publisher of KV cache events, as a JSON object; default: none.",
+        "Configuration of the KV event publisher, as a JSON object; default: none.",
         takes="JSON",
     )
 

@@ -60,7 +60,7 @@ class SpeculativeConfig(BaseModel):
 
 def _refuse_trees(value: int) -> int:
     if value != 1:
-        raise ValueError("must be 1: draft tokens form a chain, trees of them are not supported")
+        raise ValueError("must be 1: tree drafting is not supported")
     return value
 
 
@@ -87,7 +87,7 @@ class SpeculationSettings(Settings):
     speculative_config: Annotated[SpeculativeConfig | None, BeforeValidator(json_value)] = setting(
         None,
         "speculation",
-        "Drafter as JSON: method, num_speculative_tokens, model, and its options.",
+        "Drafter as JSON: method, num_speculative_tokens, model, and drafter options.",
         takes="JSON",
     )
     speculative_draft_model_path: str | None = setting(
@@ -112,7 +112,7 @@ class SpeculationSettings(Settings):
     ] = setting(
         None,
         "speculation",
-        "Layers, from 0, whose outputs an EAGLE-3 head reads; default: the head's own.",
+        "Layers (from 0) whose outputs an EAGLE-3 head reads; default: set by the head.",
         takes="N[,N...]",
         min_length=1,
     )

@@ -255,7 +255,7 @@ def _grammar_backend(resolved: Resolved) -> GrammarBackend | None:
         return None
     if not eos_ids:
         log.warning(
-            "No structured output: %s has no end-of-sequence token. Add eos_token_id to its generation_config.json.",
+            "Structured output is disabled: %s has no end-of-sequence token. Add eos_token_id to its generation_config.json.",
             checkpoint.name,
         )
         return None
@@ -277,7 +277,7 @@ def _fit_model_len(resolved: Resolved, num_kv_tokens: int) -> int:
             f"give at most that, or a larger {sized_by}"
         )
     log.warning(
-        "the KV cache holds %d tokens, fewer than the model's context of %d; longer sequences end at that length",
+        "the KV cache holds %d tokens, fewer than the model's context of %d; sequences are limited to the size of the KV cache",
         num_kv_tokens,
         max_model_len,
     )

@@ -37,7 +37,8 @@ class LogitsProcessorTable:
             return ""
         if not self.is_enabled:
             raise BadRequestError(
-                "logits processors are disabled; start with --enable-custom-logit-processor", _FIELD
+                "logits processors are disabled; start the server with --enable-custom-logit-processor",
+                _FIELD,
             )
         for name, params in wanted.items():
             spec = self.specs.get(name)

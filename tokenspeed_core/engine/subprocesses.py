@@ -30,7 +30,7 @@ def make_private_folder(parent: Path | None = None) -> Path:
         return Path(tempfile.mkdtemp(prefix="tokenspeed-", dir=base))
     except OSError as error:
         raise CapacityError(
-            f"cannot make a folder for the engine's sockets in {base}: {error.strerror}. "
+            f"cannot create a folder for the engine's sockets in {base}: {error.strerror}. "
             "Free space there, or choose another folder with TMPDIR."
         ) from error
 

@@ -120,7 +120,7 @@ class NodesExecutor:
         self._settings, self._on_exit = json.dumps(settings), on_exit
         self._local.start(settings, on_exit)
         log.info(
-            "node 0 of %d waits for the others at %s",
+            "node 0 of %d waits for the other nodes at %s",
             self._job.num_nodes,
             self._config.dist_init_addr,
         )
@@ -227,7 +227,7 @@ class _Node:
     def run(self, catalog: Catalog) -> None:
         """Join, start the ranks, and wait for the end of node 0 or of a rank."""
         number, address = self._config.node_rank, self._config.dist_init_addr
-        log.info("node %d waits for node 0 at %s", number, address)
+        log.info("node %d is connecting to node 0 at %s", number, address)
         join = NodeJoin(number, json.dumps(_comparable(self._config)))
         said_at, heard_at, has_started = 0.0, time.monotonic(), False
         while not self.is_stopped:
@@ -248,13 +248,15 @@ class _Node:
             match _to_node.unpack(self._socket.recv()):
                 case NodeStop(has_failed):
                     if has_failed:
-                        raise EngineDeadError("a rank failed; see the log of node 0")
+                        raise EngineDeadError(
+                            "a rank on another node failed; see the log of node 0"
+                        )
                     return
                 case NodeRefused(message):
                     raise ConfigError(message)
                 case NodeStart(settings) if not has_started:
                     has_started = True
-                    log.info("node %d starts its ranks", number)
+                    log.info("node %d is starting its ranks", number)
                     config = {"config": self._config.to_wire(), "catalog_digest": catalog.digest()}
                     self._local.start({**json.loads(settings), **config}, self._ends.put)
 

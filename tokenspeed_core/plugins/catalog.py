@@ -186,7 +186,7 @@ class Catalog:
         """Raise PluginError if another process uses different plugins."""
         if digest != self.digest():
             raise PluginError(
-                f"this process found other plugins than its launcher ({self.digest()}, not {digest}). "
+                f"this process found different plugins than its parent process ({self.digest()}, not {digest}). "
                 "Run both in the same environment; `tokenspeed plugins list` shows its plugins."
             )
 

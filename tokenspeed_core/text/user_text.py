@@ -102,7 +102,8 @@ class _Protection:
         self._num_left -= len(cuts)
         if self._num_left < 0:
             raise BadRequestError(
-                f"the messages contain more than {MAX_BREAKS} control tokens as text", "messages"
+                f"the messages contain the text of more than {MAX_BREAKS} control tokens",
+                "messages",
             )
         ends = [0, *sorted(cuts), len(text)]
         return BREAK.join(text[a:b] for a, b in pairwise(ends))

@@ -114,7 +114,7 @@ class ExpertBalancer:
             after.append(rank_loads(loads, planned).max() / mean)
         if self._planned and self._logs:
             log.info(
-                "experts of %d of %d layers move; the busiest process computes %.2f times the mean load, then %.2f",
+                "rebalancing the experts of %d of %d layers: the highest load of a process falls from %.2f to %.2f times the mean",
                 len(self._planned),
                 len(self._layers),
                 np.mean(before),

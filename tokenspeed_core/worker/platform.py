@@ -52,7 +52,7 @@ def check_num_devices(name: str, num_processes: int) -> None:
     found = torch.cuda.device_count()
     if found < num_processes:
         raise ConfigError(
-            f"{num_processes} processes on this machine need as many CUDA devices; torch finds {found}. Lower "
+            f"{num_processes} processes on this machine need {num_processes} CUDA devices; torch finds {found}. Lower "
             "--tensor-parallel-size, or use more nodes (--nnodes)."
         )
 

@@ -255,4 +255,4 @@ def max_num_blocks(max_model_len: int, block_size: int) -> int:
 def check_supported(plan: StepPlan) -> None:
     """Raise ValueError for features of the step contract that this runner lacks."""
     if len(plan.adapter_ids) and plan.adapter_ids.any():
-        raise ValueError("a row uses an adapter, and none is loaded")
+        raise ValueError("a row uses an adapter, but no adapter is loaded")

@@ -40,7 +40,7 @@ class Eagle3Head:
         size = target.norm.weight.shape[0]
         if size != hidden:
             raise ValueError(
-                f"the EAGLE-3 head has hidden size {hidden}, and the target has {size}"
+                f"the EAGLE-3 head has hidden size {hidden}, but the target has {size}"
             )
         self._target, self._groups = target, build.group
         self._vocab_size, self._norm_before_residual = decoder.vocab_size, c.norm_before_residual

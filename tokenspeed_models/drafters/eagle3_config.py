@@ -66,7 +66,7 @@ def plan(request: DraftRequest) -> DraftModelInfo:
     target_size = _hidden_size(request.target.config)
     if target_size is not None and decoder.hidden_size != target_size:
         raise ValueError(
-            f"{head.path} is a head for hidden size {decoder.hidden_size}, and the target has {target_size}. "
+            f"{head.path} is a head for hidden size {decoder.hidden_size}, but the target has {target_size}. "
             "Use a head that was trained for this model."
         )
     if decoder.vocab_size != target.vocab_size:

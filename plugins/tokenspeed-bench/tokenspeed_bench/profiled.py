@@ -68,7 +68,7 @@ def check_recorder(plugins: object) -> None:
                 return
             why = f"are {entry.get('status')}: {entry.get('reason')}"
             raise BenchError(
-                f"the hooks of {DISTRIBUTION}, which record the steps, {why}; `tokenspeed plugins list` shows them"
+                f"the hooks of {DISTRIBUTION}, which record the profile, {why}; `tokenspeed plugins list` shows them"
             )
     raise BenchError(
         f"the server does not load the hooks of {DISTRIBUTION}. Reinstall it: pip install "

@@ -81,7 +81,7 @@ class Api:
             or not isinstance(data[0], dict)
             or "id" not in data[0]
         ):
-            raise BenchError(f"{self.url}/v1/models lists no model; use --model-name")
+            raise BenchError(f"{self.url}/v1/models lists no model; set --model-name")
         return str(data[0]["id"])
 
     def report(self) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def grammar_source(kind: GrammarKind, text: str, vocabulary: Vocabulary) -> str:
                 )
     except Exception as error:  # the converters raise Exception itself
         raise GrammarError(str(error)) from error
-    raise GrammarError(f"llguidance has no grammars of the kind {kind!r}")
+    raise GrammarError(f"llguidance does not support grammars of the kind {kind!r}")
 
 
 def ascii_classes(regex: str) -> str:

@@ -77,7 +77,7 @@ class XGrammar:
             case "calls":
                 grammar = CallGrammar.read(text).for_vocabulary(self._vocabulary)
                 return compiler.compile_structural_tag(structural_tag(grammar, self._vocabulary))
-        raise GrammarError(f"XGrammar has no grammars of the kind {kind!r}")
+        raise GrammarError(f"XGrammar does not support grammars of the kind {kind!r}")
 
 
 class Compiled:

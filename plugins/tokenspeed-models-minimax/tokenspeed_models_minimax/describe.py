@@ -55,7 +55,7 @@ def _refuse_other_designs(keys: ConfigReader) -> None:
     keys.refuse("sliding_window", "this family has full attention in all layers")
     if any(kind != 1 for kind in keys.integers("attn_type_list")):
         raise ValueError(
-            "config.json: attn_type_list has other types than 1. Supported: 1 (full attention) in all layers."
+            "config.json: attn_type_list has values other than 1. Supported: 1 (full attention) in all layers."
         )
     if any(keys.integers("shared_intermediate_size")):
         raise ValueError("config.json: shared_intermediate_size is not 0. Supported: 0.")

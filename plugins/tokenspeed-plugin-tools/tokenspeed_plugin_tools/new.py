@@ -155,11 +155,11 @@ def new(
     distribution = fields["distribution"]
     folder = path or Path(distribution)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise NewError(f"{folder} exists already; choose another folder with --path")
+        raise NewError(f"{folder} already exists; choose another folder with --path")
     taken = find_spec(fields["package"])
     if taken is not None:
         raise NewError(
-            f"a module {fields['package']} is installed already; choose another name, or run "
+            f"a module {fields['package']} is already installed; choose another name, or run "
             f"`pip uninstall {distribution}` first"
         )
     _check_name_is_free(kind, name, fields["name"])
@@ -242,7 +242,7 @@ def _check_name_is_free(kind: str, name: str, entry: str) -> None:
             if group == "models"
             else f"choose another name, such as `tokenspeed plugins new {kind} VENDOR/{own}`"
         )
-        raise NewError(f"{group} {entry} is used by {owners[0]} already; {hint}")
+        raise NewError(f"{group} {entry} is already used by {owners[0]}; {hint}")
 
 
 def _kind(group: str) -> Kind:

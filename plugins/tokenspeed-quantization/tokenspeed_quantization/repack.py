@@ -98,7 +98,7 @@ def _symmetric(operands: Tensors) -> Tensors:
     """Raise ValueError unless all zero points are 8."""
     if not bool((operands["zero"] == _SYMMETRIC_ZERO).all()):
         raise ValueError(
-            "qzeros has zero points other than 8, and quantization_config says that it is symmetric (sym). Correct sym "
+            "qzeros has zero points other than 8, but quantization_config declares symmetric weights (sym). Correct sym "
             "or checkpoint_format in config.json."
         )
     return operands
@@ -118,7 +118,7 @@ def _order(groups: Tensor, num_groups: int) -> Tensor:
     sizes = groups.clamp(0, num_groups - 1).long().bincount(minlength=num_groups)
     if not is_inside or bool((sizes != groups.numel() // num_groups).any()):
         raise ValueError(
-            f"g_idx does not give each of {num_groups} groups the same number of columns. Quantize the model again."
+            f"g_idx does not assign the same number of columns to each of {num_groups} groups. Quantize the model again."
         )
     return groups.argsort(stable=True).to(torch.int32)
 

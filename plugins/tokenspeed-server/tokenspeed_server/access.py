@@ -105,7 +105,7 @@ class AccessMiddleware:
         if access.allowed_hosts and host and not _matches(host, access.allowed_hosts):
             raise ApiError(
                 403,
-                f"the host {host[:255]!r} is not allowed: use an IP address or one of "
+                f"the host {host[:255]!r} is not allowed: use an IP address, or one of "
                 f"{', '.join(access.allowed_hosts)}, or start the server with --allowed-hosts",
                 code="host_not_allowed",
             )

@@ -85,7 +85,7 @@ def _refuse_unsupported(given: dict[str, Any], kind: type[ApiBody]) -> None:
     """Remove unsupported fields that change nothing. Raises BadRequestError for others."""
     for name in [name for name in given if name in kind.unsupported]:
         if given.pop(name) not in kind.unsupported[name]:
-            raise BadRequestError(f"{name} is not supported: leave it out", name, "unsupported")
+            raise BadRequestError(f"{name} is not supported: omit it", name, "unsupported")
 
 
 def _bad_field(error: ValidationError) -> BadRequestError:

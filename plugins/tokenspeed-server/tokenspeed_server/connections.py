@@ -163,7 +163,7 @@ class Connection(H11Protocol):
             self._num_chunks += 1
             self._num_bytes += len(event.data)
             if self._num_chunks > MIN_CHUNKS + self._num_bytes // MIN_CHUNK_BYTES:
-                raise h11.RemoteProtocolError("the body comes in too many parts")
+                raise h11.RemoteProtocolError("the body has too many chunks")
         return event
 
     def _update_deadline(self) -> None:

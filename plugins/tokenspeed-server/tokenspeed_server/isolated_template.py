@@ -80,7 +80,9 @@ class IsolatedTemplate(ChatTemplate):
             raise TemplateError(f"the messages cannot be rendered: {error}") from error
         answer = self._ask(data) or self._ask(data)
         if answer is None:
-            raise RequestFailedError("unavailable", "the chat template's process ended; try again")
+            raise RequestFailedError(
+                "unavailable", "the subprocess of the chat template ended; try again"
+            )
         text, failure = answer
         if failure:
             raise TemplateError(failure)
@@ -95,11 +97,11 @@ class IsolatedTemplate(ChatTemplate):
         except (OSError, EOFError) as error:
             ended, renderer = renderer, None
             if ended is None:
-                log.error("the chat template's process cannot start: %s", error)
+                log.error("the subprocess of the chat template failed to start: %s", error)
                 return None
             status = ended.end(0.0 if isinstance(error, TimeoutError) else END_SECONDS)
             if status in (-signal.SIGKILL, -signal.SIGTERM):
-                log.error("the chat template's process was killed by signal %d", -status)
+                log.error("the subprocess of the chat template was killed by signal %d", -status)
                 return None
             raise TemplateError(
                 f"the chat template exceeds its limits of {self._max_seconds:g} s and "

@@ -173,7 +173,7 @@ class ApiWorker:
         processes.ask_to_stop(signal.SIGTERM)
         if not processes.worker:
             is_busy = service.num_active or engine.has_work
-            log.warning("draining; interrupt again to stop at once" if is_busy else "stopping")
+            log.warning("draining; interrupt again to stop immediately" if is_busy else "stopping")
         drained = asyncio.create_task(service.drained())
         unread = asyncio.create_task(_only_unread(engine))
         deadline = asyncio.create_task(asyncio.sleep(service.options.drain_timeout))
@@ -195,7 +195,7 @@ class ApiWorker:
             if not unread.done():
                 return False
             log.warning(
-                "%d clients do not read their responses; ending their connections",
+                "%d clients stopped reading their responses; closing their connections",
                 service.num_active,
             )
         if not service.is_open:

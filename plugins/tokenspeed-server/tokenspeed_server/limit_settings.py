@@ -93,7 +93,7 @@ class LimitSettings(Settings):
     restart_engine: bool = setting(
         False,
         "running",
-        "Restart one of several engines that dies, or the server if it cannot go on.",
+        "Restart an engine that dies, or the whole server if it cannot continue.",
     )
     drain_timeout: float = setting(
         300.0,

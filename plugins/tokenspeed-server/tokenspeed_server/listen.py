@@ -48,7 +48,7 @@ def listen(host: str, port: int, count: int = 1) -> list[socket.socket]:
         if error.errno == errno.EADDRINUSE:
             raise CapacityError(
                 f"port {port} on {host} is in use{_owner(port)}. "
-                "Choose another with --port; 0 takes a free port."
+                "Choose another with --port; 0 selects a free port."
             ) from error
         reason = os.strerror(error.errno or 0)
         raise CapacityError(

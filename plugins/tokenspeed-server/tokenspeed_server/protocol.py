@@ -152,7 +152,7 @@ class GenerationRequest(SamplingParams, StructuredFields, ApiBody):
         """Return the sampling parameters. Raises BadRequestError for fields that contradict."""
         if self.best_of not in (None, self.n):
             raise BadRequestError(
-                f"best_of {self.best_of} is not supported: leave it out, or make it equal to n, which is {self.n}",
+                f"best_of {self.best_of} is not supported: omit it, or set it to n ({self.n})",
                 "best_of",
                 "unsupported",
             )

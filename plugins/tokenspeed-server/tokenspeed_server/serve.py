@@ -89,7 +89,7 @@ def _run_once(config: ServerConfig, catalog: Catalog, hooks: Hooks, restarts: Re
         bound, *others = map(opened.enter_context, _listen(config, opened))
         _warn_if_open(config)
         checkpoint = resolve_checkpoint(config, catalog)
-        log.info("TokenSpeed %s starts %s", __version__, checkpoint.name)
+        log.info("TokenSpeed %s is starting %s", __version__, checkpoint.name)
         settled = config.resolved(
             model=str(checkpoint.path),  # the other processes read the downloaded directory
             served_model_name=config.served_model_name or checkpoint.name,

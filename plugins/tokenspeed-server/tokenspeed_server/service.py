@@ -162,7 +162,7 @@ class Service:
     def check_open(self) -> None:
         """Raise ApiError (503) unless requests are admitted."""
         if self.engine.state is State.DEAD:
-            raise ApiError(503, "the engine is dead and the server exits", code="engine_dead")
+            raise ApiError(503, "the engine is dead and the server is exiting", code="engine_dead")
         if self.is_draining:
             raise ApiError(
                 503, "the server is shutting down", code="draining", headers={"retry-after": "5"}

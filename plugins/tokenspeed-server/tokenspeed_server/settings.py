@@ -25,7 +25,7 @@ def _origin(value: str) -> str:
     parts = urlsplit(value)
     if not parts.scheme or not parts.netloc or f"{parts.scheme}://{parts.netloc}" != value:
         raise ValueError(
-            f"{value!r} is not an origin: write SCHEME://HOST[:PORT] without a path, or *"
+            f"{value!r} is not an origin: use SCHEME://HOST[:PORT] without a path, or *"
         )
     return value.lower()
 
@@ -94,20 +94,20 @@ class ServerConfig(Config, LimitSettings):
     unknown_fields: Literal["warn", "error", "ignore"] = setting(
         "warn",
         "api",
-        "Unknown request fields: warn names them in a response header, error refuses.",
+        "Unknown request fields: list them in a response header, reject, or ignore them.",
     )
 
     reasoning_parser: str = setting(
         "auto",
         "parsers",
-        "Parser of reasoning in chat replies: auto (by the model), none, or a name.",
+        "Reasoning parser of chat replies: auto (chosen by model), none, or a name.",
         min_length=1,
         kind="reasoning_parsers",
     )
     tool_call_parser: str = setting(
         "auto",
         "parsers",
-        "Parser of tool calls in chat replies: auto (by the model), none, or a name.",
+        "Tool-call parser of chat replies: auto (chosen by model), none, or a name.",
         min_length=1,
         kind="tool_parsers",
     )
@@ -121,7 +121,7 @@ class ServerConfig(Config, LimitSettings):
     log_requests_level: int = setting(
         0,
         "observability",
-        "Detail of request lines: 1 adds parameters, 2 the start of texts, 3 all text.",
+        "Detail of the request log: 1 adds parameters, 2 truncated text, 3 full text.",
         ge=0,
         le=3,
     )

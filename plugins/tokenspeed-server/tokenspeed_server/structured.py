@@ -103,6 +103,6 @@ class StructuredFields(BaseModel):
         if len(found) > 1:
             first, second, *_ = found
             raise BadRequestError(
-                f"{first} and {second} both set the form of the output: send one of them", second
+                f"{first} and {second} both constrain the output: send one of them", second
             )
         return found

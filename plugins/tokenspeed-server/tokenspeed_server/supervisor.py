@@ -109,7 +109,9 @@ class Supervisor(Supervised):
         if self._is_stopping or (self._is_draining and not worker.has_crashed):
             return
         reason = f"API worker {number} of {1 + len(self._workers)} {how}"
-        log.error("%s; the server ends when the other workers have answered", reason)
+        log.error(
+            "%s; the server exits when the other workers have finished their requests", reason
+        )
         raise EngineDeadError(reason)
 
     async def watch_engines(self, engines: EngineReplicas) -> None:
@@ -131,9 +133,12 @@ class Supervisor(Supervised):
                 worker.tell(str(number))
             reason = f"{engines.name_of(number)} died: {client.dead.result()}"
             if self._is_draining or not client.ready.done() or not self._may_restart():
-                log.error("%s; the server ends when the others have answered", reason)
+                log.error(
+                    "%s; the server exits when the other engines have finished their requests",
+                    reason,
+                )
                 raise EngineDeadError(reason)
-            log.error("%s; it starts again while the others go on", reason)
+            log.error("%s; it restarts while the other engines continue", reason)
             await self._restart(number, engines)
 
     async def _restart(self, number: int, engines: EngineReplicas) -> None:

@@ -107,7 +107,7 @@ class IgnoredFieldsLog:
             return
         self._seen.update(new)
         log.warning(
-            "requests have fields without effect, reported once: %s. Responses name them in %s",
+            "ignored unknown or unused request fields (logged once): %s. Responses list them in %s",
             ", ".join(map(repr, new[:MAX_NAMES])),
             HEADER.decode(),
         )

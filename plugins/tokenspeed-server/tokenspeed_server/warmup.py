@@ -64,6 +64,6 @@ def check_vocabulary(text: ModelText, ready: Ready) -> None:
         highest = int(ids.max(initial=0))
         if highest >= ready.vocab_size:
             raise CheckpointError(
-                f"{name} makes the token id {highest} for a plain prompt, but the model's ids are 0 to "
+                f"{name} encodes a plain prompt to the token id {highest}, but the model's ids are 0 to "
                 f"{ready.vocab_size - 1}. The tokenizer is not the model's: see --tokenizer."
             )

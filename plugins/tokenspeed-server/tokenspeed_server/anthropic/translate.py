@@ -126,7 +126,7 @@ def _assistant(blocks: Iterable[Any]) -> dict[str, Any]:
                 calls.append({"id": block.id, "type": "function", "function": function})
             case ToolResultBlock():
                 raise BadRequestError(
-                    "a tool_result block belongs in a message of the user", "messages"
+                    "a tool_result block must be in a message with the role user", "messages"
                 )
     message: dict[str, Any] = {"role": "assistant", "content": "".join(texts) or None}
     if calls:
@@ -156,7 +156,7 @@ def _user(role: str, blocks: Iterable[Any]) -> list[dict[str, Any]]:
                 )
             case _:
                 raise BadRequestError(
-                    f"a {block.type} block belongs in a message of the assistant", "messages"
+                    f"a {block.type} block must be in a message with the role assistant", "messages"
                 )
     return messages or [{"role": role, "content": ""}]
 

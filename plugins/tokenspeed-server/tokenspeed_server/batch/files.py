@@ -30,7 +30,7 @@ def check_paths(source: Path, target: Path, *, overwrite: bool) -> None:
         what = "is a folder" if source.is_dir() else "does not exist"
         raise ConfigError(f"{source} {what}. Give a file with one request per line.")
     if not target.parent.is_dir():
-        raise ConfigError(f"the folder of {target} does not exist. Make it, or choose another.")
+        raise ConfigError(f"the folder of {target} does not exist. Create it, or choose another.")
     if target.is_dir():
         raise ConfigError(f"{target} is a folder. Give a file for the results.")
     if target.exists() and source.samefile(target):

@@ -61,7 +61,9 @@ class HttpClient:
         self._headers = [("Host", parts.netloc.rpartition("@")[2])]
         if api_key:
             if not (api_key.isascii() and api_key.isprintable()):
-                raise ConfigError("the API key has characters that no HTTP header can have.")
+                raise ConfigError(
+                    "the API key contains characters that are not allowed in an HTTP header."
+                )
             self._headers.append(("Authorization", f"Bearer {api_key}"))
         self._idle: list[_Connection] = []
 
@@ -85,7 +87,7 @@ class HttpClient:
         try:
             return await self._exchange(await self._connect(), method, path, body)
         except _ClosedEarlyError as error:
-            raise ServerLostError(f"{self.url} closed the connection without an answer") from error
+            raise ServerLostError(f"{self.url} closed the connection without a response") from error
 
     async def _connect(self) -> _Connection:
         try:
@@ -110,7 +112,7 @@ class HttpClient:
                 is_kept = True
             return answer
         except h11.ProtocolError as error:
-            raise ServerLostError(f"{self.url} does not answer in HTTP/1.1: {error}") from error
+            raise ServerLostError(f"{self.url} did not respond with HTTP/1.1: {error}") from error
         finally:
             if not is_kept:
                 await connection.close()
@@ -140,7 +142,7 @@ class HttpClient:
                 if not data and not answer.status:
                     raise _ClosedEarlyError
                 if not data:
-                    raise ServerLostError(f"{self.url} closed the connection within an answer")
+                    raise ServerLostError(f"{self.url} closed the connection during a response")
                 connection.state.receive_data(data)
             elif isinstance(event, h11.Response):
                 answer.status = event.status_code

@@ -61,7 +61,7 @@ def parse_line(line: bytes) -> BatchRequest:
     custom_id = value.get("custom_id")
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_ID:
         raise LineError(
-            "invalid_custom_id", f"custom_id must be a text of 1 to {MAX_ID} characters"
+            "invalid_custom_id", f"custom_id must be a string of 1 to {MAX_ID} characters"
         )
     if value.get("method", "POST") != "POST":
         raise LineError("invalid_method", "method must be POST", custom_id)

@@ -90,5 +90,5 @@ async def check_server(client: HttpClient) -> None:
         )
     if answer.status != 200:
         raise ConfigError(
-            f"{client.url} has no OpenAI API: /v1/models answers with {answer.status}."
+            f"{client.url} has no OpenAI API: /v1/models returned status {answer.status}."
         )

@@ -122,7 +122,9 @@ class BatchRunner:
 
     def _take_id(self, custom_id: str) -> None:
         if custom_id in self._ids:
-            raise LineError("duplicate_custom_id", "an earlier line has this custom_id", custom_id)
+            raise LineError(
+                "duplicate_custom_id", "an earlier line has the same custom_id", custom_id
+            )
         self._ids.add(custom_id)
 
     async def _answer(self, custom_id: str, path: str, body: bytes) -> tuple[bytes, bool]:

@@ -84,7 +84,7 @@ async def get_response(request: Request, response_id: str, stream: bool = False)
     """Return a stored response."""
     if stream:
         raise BadRequestError(
-            "a stored response has no stream: leave stream out", "stream", "unsupported"
+            "a stored response cannot be streamed: omit stream", "stream", "unsupported"
         )
     stored = await _find(request, response_id)
     return Response(stored.response, media_type="application/json")
@@ -107,7 +107,7 @@ async def cancel_response(request: Request, response_id: str) -> Response:
     """Refuse to cancel a response: only background responses can be cancelled, and there are none."""
     await _find(request, response_id)
     raise BadRequestError(
-        "only background responses can be cancelled; to cancel another, close its connection",
+        "only background responses can be cancelled; close the connection to cancel this one",
         "response_id",
     )
 
