@@ -122,7 +122,7 @@ def write_command(folder: Path, distribution: str, name: str, value: str) -> Non
         ("serve", "m:run [api1]", ("greeter 1.0", "reserved")),
     ],
 )
-def test_unusable_plugin_command_says_why(
+def test_unusable_plugin_command_shows_the_reason(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

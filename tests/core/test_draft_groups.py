@@ -28,5 +28,5 @@ def test_different_groups_are_not_joined() -> None:
         assert names == {"full": "draft_full"}
 
 
-def test_without_draft_model_nothing_changes() -> None:
+def test_plan_without_draft_model_is_unchanged() -> None:
     assert join_groups((FULL, WINDOW), ()) == ((FULL, WINDOW), {})

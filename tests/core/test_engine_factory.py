@@ -12,7 +12,7 @@ from tokenspeed_core.errors import ConfigError
 from tokenspeed_core.plugins.hooks import Hooks
 
 
-def test_start_without_torch_says_what_to_install(
+def test_missing_torch_error_names_the_package(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(environment, "find_spec", lambda name: None)

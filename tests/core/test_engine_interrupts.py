@@ -67,7 +67,7 @@ def test_handler_of_the_program_stays() -> None:
     assert came == [signal.SIGINT]
 
 
-def test_other_threads_defer_nothing() -> None:
+def test_signals_are_deferred_only_in_the_main_thread() -> None:
     handlers = []
 
     def hold() -> None:

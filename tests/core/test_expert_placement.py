@@ -126,7 +126,7 @@ SECOND = [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27]
         ),
     ],
 )
-def test_packs_are_those_of_the_published_code(loads: list[int], packs: list[list[int]]) -> None:
+def test_packing_matches_the_published_algorithm(loads: list[int], packs: list[list[int]]) -> None:
     current = np.full((len(packs), len(packs[0])), UNUSED, np.int32)
     planned = plan_placement(np.asarray(loads), current)
     assert sorted(sorted(each) for each in planned.tolist()) == packs

@@ -153,7 +153,7 @@ def test_sequence_ends_where_its_grammar_ends() -> None:
         assert world.finish[i] is (FinishReason.STOP if is_ended else FinishReason.LENGTH)
 
 
-def test_compiling_holds_up_no_other_request() -> None:
+def test_compiling_a_grammar_does_not_delay_other_requests() -> None:
     world = GrammarWorld()
     world.gate.opened.clear()
     world.send(structured(0, [1, 2, 3], "gated"))

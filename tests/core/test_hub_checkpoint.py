@@ -100,7 +100,7 @@ def test_path_and_bundled_name_find_the_checkpoint(catalog: Catalog, checkpoint:
         assert found.generation == {"temperature": 0.6}
 
 
-def test_home_of_unknown_user_is_refused(catalog: Catalog, checkpoint: Path) -> None:
+def test_home_of_unknown_user_is_rejected(catalog: Catalog, checkpoint: Path) -> None:
     assert "~nobody-has-this-name/m" in refusal("~nobody-has-this-name/m", catalog)
     with pytest.raises(
         CheckpointError, match="--tokenizer ~nobody-has-this-name: no such directory"
@@ -224,7 +224,7 @@ def test_failing_family_names_its_plugin(
     assert "\n" not in str(caught.value)
 
 
-def test_missing_demo_says_what_to_install(tmp_path: Path) -> None:
+def test_missing_demo_error_names_the_package(tmp_path: Path) -> None:
     empty = Catalog.discover(Selection.read({}), distributions=[])
     assert "tokenspeed-core[default]" in refusal("demo", empty)
 

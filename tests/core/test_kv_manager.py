@@ -58,7 +58,7 @@ def test_fork_is_independent() -> None:
 @pytest.mark.parametrize(
     ("known", "expected"), [(4, 0), (5, 4), (8, 4), (9, 8), (19, 16), (21, 20), (40, 20)]
 )
-def test_hit_is_full_blocks_and_leaves_one_token(known: int, expected: int) -> None:
+def test_prefix_hit_has_full_blocks_and_leaves_one_token(known: int, expected: int) -> None:
     world = cache()
     world.fill(ids(20))
     assert world.hit(ids(known)) == expected
@@ -128,7 +128,7 @@ def test_hit_is_longest_prefix_all_groups_can_resume(
             assert match.entries[i].start == ends[0] // BLOCK - 1
 
 
-def test_match_changes_nothing() -> None:
+def test_match_does_not_change_state() -> None:
     world = cache(GROUPS["all"], num_pages=30)
     world.fill(ids(20))
     before = world.kv.counts()

@@ -31,7 +31,7 @@ def cached(pool: PagePool, num: int) -> list[int]:
     return pages
 
 
-def test_taking_too_many_pages_changes_nothing() -> None:
+def test_taking_too_many_pages_does_not_change_state() -> None:
     pool, evicted = pool_of(4)
     cached(pool, 2)
     assert pool.take(5) is None

@@ -45,7 +45,7 @@ def test_discovery_imports_no_plugin(install: Install, tmp_path: Path) -> None:
         ("m:S [api1]", "tokenspeed_core[default] (<0.1)", ("<0.1", "0.1.0")),
     ],
 )
-def test_incompatible_entry_says_why(
+def test_incompatible_entry_shows_the_reason(
     install: Install, value: str, requires: str, named: tuple[str, ...]
 ) -> None:
     (entry,) = discover(install("odd", attention("x", value), requires=requires)).all()

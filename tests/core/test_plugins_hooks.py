@@ -51,7 +51,7 @@ def call(hooks: Hooks, hook: str) -> Any:
     return getattr(hooks, hook)(Config() if hook == "adjust_config" else print)
 
 
-def test_plugin_changes_settings_left_open(caplog: pytest.LogCaptureFixture) -> None:
+def test_plugin_changes_only_unset_settings(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     hooks = registered(one=plugin(adjust_config=lambda config: {"max_num_seqs": 4}))
     config = hooks.adjust_config(Config())

@@ -153,7 +153,7 @@ def write_modules(tmp_path: Path, **modules: str) -> None:
         (tmp_path / "modules" / f"{name}.py").write_text(text)
 
 
-def test_kernel_of_an_unknown_op_is_left_out(install: Install, tmp_path: Path) -> None:
+def test_kernel_of_an_unknown_op_is_ignored(install: Install, tmp_path: Path) -> None:
     write_modules(tmp_path, specs_of_acme=SPECS)
     found = install(
         "acme", "[tokenspeed.kernels.sampling]\nacme/ld = specs_of_acme:UNKNOWN [api1]\n"

@@ -222,7 +222,7 @@ def test_invalid_decision_is_a_plugin_error(
         find_policy("lifo", catalog).decide(VIEW, LIMITS)
 
 
-def test_decision_is_limited_to_the_tokens_that_rows_want(
+def test_decision_grants_no_more_tokens_than_requested(
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decision = Decision(np.asarray([7, -4, 12]), np.zeros(0, np.int32))

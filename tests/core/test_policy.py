@@ -180,7 +180,7 @@ def test_victims_are_distinct_and_do_not_run(policy: Policy, view: View, limits:
 
 
 @given(policies, views(), limits)
-def test_victims_are_the_least_important_rows(policy: Policy, view: View, limits: Limits) -> None:
+def test_lowest_priority_rows_are_preempted(policy: Policy, view: View, limits: Limits) -> None:
     decision = policy.decide(view, limits)
     last_first = order(policy, view)[::-1]
     assert decision.victims.tolist() == last_first[: len(decision.victims)]
@@ -236,7 +236,7 @@ def test_blocks_go_to_more_important_rows_first(
 
 
 @given(policies, views(), limits)
-def test_most_important_row_gets_its_blocks(
+def test_highest_priority_row_gets_its_blocks(
     policy: Policy,
     view: View,
     limits: Limits,
@@ -311,7 +311,7 @@ def test_lone_candidate_that_fits_is_admitted(
 
 
 @pytest.mark.parametrize(("name", "first"), [("fcfs", (9, 1)), ("priority", (0, 2))])
-def test_order_of_the_queue(name: str, first: tuple[int, int]) -> None:
+def test_queue_follows_the_policy_order(name: str, first: tuple[int, int]) -> None:
     policy = POLICIES[name]
     assert min([(9, 1), (0, 2), (0, 3)], key=lambda each: policy.key(queued(*each))) == first
 

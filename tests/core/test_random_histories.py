@@ -149,7 +149,9 @@ TestAnyHistory.settings = settings(
 
 
 @pytest.mark.parametrize("seed", with_release(range(0, 24, 4), range(24, 80, 4)))
-def test_long_random_histories(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_random_histories_keep_the_invariants(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Hypothesis prefers short histories, so these are long and short of blocks."""
     for each in range(seed, seed + 4):
         rng = random.Random(each)

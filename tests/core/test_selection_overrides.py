@@ -67,7 +67,7 @@ def model(selector: Selector) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("narrow", ["attention.decode", "attention.bf16"])
-def test_phase_or_format_goes_before_the_whole_family(narrow: str) -> None:
+def test_phase_or_format_override_precedes_family_override(narrow: str) -> None:
     overrides = [override("attention", "one"), override(narrow, "two")]
     for order in (overrides, overrides[::-1]):
         selector = Selector(KERNELS, CPU, order)
@@ -77,7 +77,7 @@ def test_phase_or_format_goes_before_the_whole_family(narrow: str) -> None:
         selector.check()
 
 
-def test_op_goes_before_its_family() -> None:
+def test_op_override_precedes_family_override() -> None:
     kernels = (*KERNELS, kernel("fast", "greedy"), kernel("fast", "sample"))
     overrides = [override("sampling", "plain"), override("greedy", "fast")]
     selector = Selector(kernels, CPU, overrides)

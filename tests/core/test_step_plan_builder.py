@@ -136,7 +136,7 @@ def test_seeds_beyond_64_bits_wrap_around(seed: int, expected: int) -> None:
 
 
 @pytest.mark.parametrize(("chunk_size", "budget", "most"), [(16, 16, 16), (-1, 20, 56)])
-def test_limits_of_a_step(chunk_size: int, budget: int, most: int) -> None:
+def test_step_respects_all_limits(chunk_size: int, budget: int, most: int) -> None:
     limits = SchedulerLimits(6, 50, chunk_size, 20, 100, 64)
     assert limits.is_chunking == (chunk_size > 0)
     assert (limits.token_budget, limits.max_num_tokens) == (budget, most)

@@ -116,7 +116,7 @@ def test_one_tenant_is_never_preempted_for_itself() -> None:
     assert world.scheduler.num_preemptions == 0
 
 
-def test_more_important_sequences_keep_their_slots() -> None:
+def test_higher_priority_sequences_keep_their_slots() -> None:
     world = World(max_num_seqs=4, num_pages=200, policy="priority")
     for i in range(1, 5):
         world.submit(request(i, PROMPT, max_tokens=30, tenant="a", priority=0))

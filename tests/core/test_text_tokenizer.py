@@ -82,7 +82,7 @@ def test_special_tokens_have_roles_and_no_text(tmp_path: Path) -> None:
         ("readme", "no tokenizer"),
     ],
 )
-def test_missing_tokenizer_json_says_what_to_do(tmp_path: Path, name: str, expected: str) -> None:
+def test_missing_tokenizer_json_error_has_a_hint(tmp_path: Path, name: str, expected: str) -> None:
     (tmp_path / name).write_text("{}")
     with pytest.raises(
         CheckpointError, match=rf"{expected}.*save_pretrained.*--skip-tokenizer-init"

@@ -44,7 +44,9 @@ SMALL = {
         "eight bits",
     ],
 )
-def test_demo_scores_stay(checkpoint: Checkpoint, num_items: int, settings: dict[str, Any]) -> None:
+def test_demo_scores_do_not_regress(
+    checkpoint: Checkpoint, num_items: int, settings: dict[str, Any]
+) -> None:
     answer = in_process(Path(checkpoint.path), settings)
     results = score(answer, list(REQUIRED), num_items, show_wrong=3)
     allowed = 1 / num_items  # one wrong answer is not a worse model

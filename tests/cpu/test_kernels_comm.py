@@ -27,7 +27,7 @@ def test_reference_conforms(spec: KernelSpec) -> None:
     conformance(spec).test_two_processes_compute_the_contract()
 
 
-def test_a_kernel_that_sends_nothing_fails() -> None:
+def test_kernel_that_sends_nothing_fails() -> None:
     capability = Capability(platforms=("cpu",), dtypes=("float32",))
     spec = KernelSpec("all_reduce", "mine", capability, load=f"{__name__}:forgetful")
     with pytest.raises(AssertionError, match="process"):

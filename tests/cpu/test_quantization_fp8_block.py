@@ -179,7 +179,7 @@ NAME = "model.layers.1.self_attn.q_proj.weight_scale_inv"
     ],
     ids=["missing", "truncated", "flat", "8-bit"],
 )
-def test_wrong_scale_is_named(
+def test_error_names_the_invalid_scale(
     change: Callable[[Tensor], Tensor | None], message: str, tmp_path: Path
 ) -> None:
     store(tmp_path, save_reference("Llama", tmp_path, **SIZES))

@@ -116,7 +116,7 @@ def test_empty_step_gives_an_empty_result(runner: LocalRunner) -> None:
     assert result.num_tokens.tolist() == result.token_ids.tolist() == []
 
 
-def test_partial_chunk_samples_nothing(runner: LocalRunner) -> None:
+def test_partial_chunk_samples_no_token(runner: LocalRunner) -> None:
     maker = PlanMaker(runner.block_size)
     maker.add("a", PROMPTS["a"], 0)
     maker.add("b", PROMPTS["b"], 1)

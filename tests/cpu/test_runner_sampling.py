@@ -74,7 +74,7 @@ def test_forbidden_ends_come_after_their_number_of_tokens(
     assert tokens[4:] == [plain[0]] * 2
 
 
-def test_forbidden_ends_limit_only_their_slots(runner: LocalRunner) -> None:
+def test_forbidden_stop_tokens_affect_only_their_slots(runner: LocalRunner) -> None:
     plain = generate(runner, 4)
     runner.forget()
     maker = PlanMaker(runner.block_size)

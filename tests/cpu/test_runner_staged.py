@@ -140,7 +140,7 @@ def test_state_gives_each_draft_token_once(
     assert columns["query_start"][len(rows) :].tolist() == [plan.num_tokens] * (more_rows + 1)
 
 
-def test_drafts_of_the_device_change_no_words() -> None:
+def test_device_drafts_do_not_change_the_text() -> None:
     plan = replace(with_drafts([3, 1], [2, 1]), draft_token_ids=None)
     words, values = STATE.draft_writes(plan)
     assert len(words) == len(values) == 0

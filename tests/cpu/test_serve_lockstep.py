@@ -35,7 +35,7 @@ def complete(server: Served, prompt: str, **more: Any) -> str:
         return str(json.load(response)["choices"][0]["text"])
 
 
-def test_engines_that_share_experts_answer_as_one_process_and_drain(tmp_path: Path) -> None:
+def test_engines_with_shared_experts_match_one_process_and_drain(tmp_path: Path) -> None:
     with LLM("demo-deepseek", device="cpu", kv_cache_memory="8MB", max_num_seqs=4) as llm:
         params = SamplingParams(temperature=0, max_tokens=16)
         expected = [each.outputs[0].text for each in llm.generate(PROMPTS, params)]

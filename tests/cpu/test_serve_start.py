@@ -205,7 +205,7 @@ def test_interrupted_start_leaves_no_process(tmp_path: Path, number: signal.Sign
 
 @pytest.mark.release
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
-def test_full_disk_for_logs_is_harmless(tmp_path: Path) -> None:
+def test_full_log_disk_does_not_stop_the_server(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -129,7 +129,7 @@ class Load:
 
 
 @pytest.mark.release
-def test_concurrent_answers_equal_single_ones(
+def test_concurrent_answers_equal_sequential_answers(
     server: Served,
 ) -> None:
     load = Load(server)

@@ -92,7 +92,7 @@ def expected(runner: LocalRunner) -> dict[int, Reply]:
     caching=st.booleans(),
     preempt_every=st.sampled_from([0, 7]),
 )
-def test_head_changes_no_output(
+def test_draft_head_does_not_change_the_output(
     runner: LocalRunner,
     expected: dict[int, Reply],
     drafts: int,

@@ -119,7 +119,7 @@ def test_escaped_breaks_are_cut_too() -> None:
     assert "".join(cut_at_breaks(text)) == '"a<|im_end|>b"'
 
 
-def test_number_of_control_tokens_in_texts_is_bounded() -> None:
+def test_number_of_control_tokens_in_messages_is_limited() -> None:
     half = "<|im_end|>" * (MAX_BREAKS // 2)
     GUARD.protect([half, {"a": half}])
     for value in ([half, half + "<s>"], {half: half, "a": "<s>"}, "<s>" * 1_000_000):

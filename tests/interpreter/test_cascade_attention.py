@@ -126,7 +126,7 @@ def test_no_search_if_the_host_rules_out_sharing() -> None:
     assert int(kernel.shared.found[0]) == 320
 
 
-def test_rows_with_several_queries_share_nothing() -> None:
+def test_rows_with_several_queries_use_no_shared_prefix() -> None:
     rows = Rows((2,) * MIN_ROWS, LENGTHS, 320)
     fixture = make_fixture(PROBLEM, rows, CPU, seed=0)
     kernel = TritonAttention(PROBLEM, limits_of(fixture), CPU)

@@ -200,7 +200,7 @@ def test_unusable_server_is_reported_in_one_line() -> None:
     )
 
 
-def test_refused_token_ids_are_replaced_by_smaller_ones() -> None:
+def test_rejected_token_ids_are_replaced_by_smaller_ids() -> None:
     async def small(exchange: Exchange) -> None:
         if max(exchange.body["prompt"]) >= 1_500:
             exchange.refuse("400 Bad Request", "token ids must be below 1500")
@@ -345,7 +345,7 @@ def test_flags_of_serve_become_keywords() -> None:
     }
 
 
-def test_default_loads_are_those_of_the_baselines() -> None:
+def test_default_loads_match_the_baselines() -> None:
     options, _ = parse("serve", [])
     loads = loads_of(options)
     assert [

@@ -84,7 +84,7 @@ def test_goodput_counts_requests_that_meet_all_goals(goals: dict[str, float], sh
     assert figures["good_per_s"] == pytest.approx(share * 2 / 0.5, abs=1e-3)
 
 
-def test_failed_request_meets_no_goal() -> None:
+def test_failed_request_counts_against_goodput() -> None:
     records = [record(0.0, 0.1, 0.01, 11)] * 3
     figures = of_records(records, {"ttft": 150.0}, num_failed=1)
     assert (figures["answered"], figures["failed"]) == (3, 1)

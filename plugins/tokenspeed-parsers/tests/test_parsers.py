@@ -138,7 +138,7 @@ def test_no_text_is_lost_and_cuts_do_not_matter(
 @pytest.mark.parametrize("name", SPECS)
 @settings(max_examples=25, deadline=None)
 @given(text=st.text(max_size=80), end=st.text(max_size=9))
-def test_arbitrary_text_raises_nothing(name: str, text: str, end: str) -> None:
+def test_arbitrary_text_raises_no_exception(name: str, text: str, end: str) -> None:
     context = ParserContext(CONTEXT.tools, end)
     whole = say(SPECS[name], text, context)
     assert joined(read(SPECS[name], list(text), context)) == whole
@@ -511,7 +511,7 @@ def test_types_follow_references_of_the_schema() -> None:
         max_leaves=12,
     )
 )
-def test_malformed_schemas_raise_nothing(schema: object) -> None:
+def test_malformed_schemas_raise_no_exception(schema: object) -> None:
     offered = {"type": "function", "function": {"name": "f", "parameters": schema}}
     text = "<function=f><parameter=s>1</parameter></function>"
     ((name, arguments),) = tool("qwen3_coder", text, ParserContext((offered,))).calls

@@ -82,7 +82,7 @@ def test_bad_import_is_found(checked: Any, source: str, expected: str) -> None:
         ({"group": "comands"}, "did you mean commands?"),
     ],
 )
-def test_bad_metadata_is_found(checked: Any, wrong: dict[str, str], expected: str) -> None:
+def test_invalid_metadata_is_reported(checked: Any, wrong: dict[str, str], expected: str) -> None:
     status, verdicts = checked("run = print\n", **wrong)
     assert status == 1
     assert expected in failures(verdicts)

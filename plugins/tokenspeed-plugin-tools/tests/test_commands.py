@@ -129,7 +129,7 @@ def test_info_describes_a_distribution(site: Site, capsys: pytest.CaptureFixture
         (("why", "attention", "--platform", "sm0"), "--platform"),
     ],
 )
-def test_mistakes_get_one_line_and_a_hint(
+def test_usage_errors_are_one_line_with_a_hint(
     words: tuple[str, ...], named: str, refusal: Refusal
 ) -> None:
     assert named in refusal("plugins", *words)

@@ -98,7 +98,9 @@ def test_installed_module_is_not_hidden(refusal: Refusal) -> None:
 
 
 @pytest.mark.parametrize("kind", RECIPES)
-def test_used_name_is_refused(kind: str, refusal: Refusal, tmp_path: Path, site: Site) -> None:
+def test_existing_plugin_name_is_rejected(
+    kind: str, refusal: Refusal, tmp_path: Path, site: Site
+) -> None:
     group = RECIPES[kind].group
     name = fields_of(kind, "acme/own")["name"]
     site.install("other", {f"{group} {name}": "other:X [api1]"})

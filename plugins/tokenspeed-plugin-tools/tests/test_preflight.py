@@ -32,7 +32,7 @@ def install(site: Site) -> Path:
     return site.install("acme", ENTRY, files={"acme_policy.py": "run = print"})
 
 
-def test_preflight_is_installed_and_finds_nothing(
+def test_preflight_is_installed_and_reports_no_problem(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(site)

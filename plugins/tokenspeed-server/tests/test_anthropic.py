@@ -65,7 +65,7 @@ def test_message_has_text_usage_and_stop_reason() -> None:
     run(test)
 
 
-def test_text_streams_as_the_client_expects() -> None:
+def test_streamed_text_events_match_the_client() -> None:
     async def test() -> None:
         async with serving("It is sunny, é 🙂.") as (client, _):
             whole = await client.messages.create(**ASK)

@@ -30,7 +30,7 @@ def run(tool: str, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
 
 
-def test_short_soak_finds_nothing(server: Running) -> None:
+def test_short_soak_finds_no_failure(server: Running) -> None:
     pid = str(server.process.pid)
     done = run("soak.py", server.url, "--requests", "150", "--concurrency", "8", "--pid", pid)
     assert done.returncode == 0, done.stdout + done.stderr

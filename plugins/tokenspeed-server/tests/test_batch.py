@@ -143,7 +143,7 @@ def test_bad_lines_get_errors_and_the_others_answers() -> None:
     assert [each["custom_id"] for each in found[5:10]] == ["b", "b", "c", "d", "e"]
 
 
-def test_lines_after_many_bad_ones_are_answered() -> None:
+def test_valid_lines_after_many_invalid_lines_are_answered() -> None:
     bad = [b"nonsense\n"] * 100  # more than wait for an answer at once
     found = answer([*bad, line("a"), *bad, line("b")], concurrency=1)
     assert len(found) == 202

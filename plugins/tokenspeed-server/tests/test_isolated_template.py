@@ -119,7 +119,7 @@ def test_template_is_unavailable_if_its_process_keeps_dying(
         "{% autoescape 'x' | center(10**11) %}{% endautoescape %}",
     ],
 )
-def test_odd_template_is_refused_when_it_is_read(source: str) -> None:
+def test_invalid_template_is_rejected_at_start(source: str) -> None:
     with pytest.raises(TemplateError):
         ChatTemplate(source, {})
 

@@ -44,7 +44,7 @@ def test_each_value_is_in_the_bucket_of_its_bound(values: list[tuple[float, int]
     assert histogram.snapshot().total == pytest.approx(sum(v * n for v, n in values))
 
 
-def test_workers_count_into_one_memory() -> None:
+def test_workers_count_in_shared_memory() -> None:
     memory = MetricsMemory(2)
     other = MetricsMemory(2, memory.fd)  # as in another process
     record = RequestRecord("r", 10, 0, 5, "stop", 0.25, 1.25)
@@ -97,7 +97,7 @@ def test_one_scrape_shows_all_workers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_engine_numbers_come_with_its_heartbeat(tmp_path: Path) -> None:
+def test_heartbeat_carries_engine_statistics(tmp_path: Path) -> None:
     with running(tmp_path, has_metrics=True) as server, server.client() as client:
         wait_until(lambda: "kv_cache" in client.get("/v1/stats").json(), 30, "a heartbeat")
         stats = client.get("/v1/stats").json()
@@ -119,7 +119,7 @@ def test_engine_numbers_come_with_its_heartbeat(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_metrics_that_are_off_are_not_found(tmp_path: Path) -> None:
+def test_disabled_metrics_return_404(tmp_path: Path) -> None:
     with running(tmp_path) as server, server.client() as client:
         response: httpx.Response = client.get("/metrics")
         assert response.status_code == 404

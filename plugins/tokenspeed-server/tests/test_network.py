@@ -234,6 +234,6 @@ def test_open_server_without_a_key_is_warned_about(
 
 
 @pytest.mark.parametrize("host", ["a" * 300, "a..b", "é..", "\0", " "])
-def test_odd_host_is_refused_in_one_line(host: str) -> None:
+def test_invalid_host_is_rejected_with_one_line(host: str) -> None:
     with pytest.raises(ConfigError, match="--host"):
         listen(host, 0)

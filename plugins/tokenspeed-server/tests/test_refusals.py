@@ -181,7 +181,7 @@ def test_non_finite_number_names_its_field(client: httpx.Client, number: bytes) 
     assert error["param"] == "temperature"
 
 
-def test_null_equals_a_missing_field(client: httpx.Client) -> None:
+def test_null_field_is_treated_as_missing(client: httpx.Client) -> None:
     nulls = dict.fromkeys(
         ["temperature", "stop", "echo", "logprobs", "stream_options", "user", "max_tokens"]
     )

@@ -73,7 +73,7 @@ def test_bounds_hold_and_the_newest_response_stays(puts: list[tuple[str, int]]) 
     store.close()
 
 
-def test_least_recently_used_response_goes_first() -> None:
+def test_least_recently_used_response_is_dropped_first() -> None:
     store = ResponseStore(max_responses=2)
     for name in ("1", "2"):
         store.put("a", name, stored())

@@ -239,7 +239,7 @@ def test_forced_calls_without_a_template_are_a_list(
     run(test)
 
 
-def test_strict_tools_hold_optional_calls_to_their_schemas() -> None:
+def test_strict_tools_constrain_optional_calls() -> None:
     tools = [tool("get_weather", strict=True), tool("get_time")]
     grammar, _ = calls_of({"tools": tools})
     assert not grammar.is_required

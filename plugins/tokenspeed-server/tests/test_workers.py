@@ -393,7 +393,7 @@ def test_every_worker_reports_a_dead_engine(tmp_path: Path) -> None:
         assert all_ended(server, others) == 1
 
 
-def test_killed_first_worker_leaves_nothing(tmp_path: Path) -> None:
+def test_killed_first_worker_leaves_no_processes(tmp_path: Path) -> None:
     with running(tmp_path, engine=SLOW, num_workers=2) as server:
         others = workers(server)
         assert len(others) == 1
