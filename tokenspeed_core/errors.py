@@ -8,7 +8,7 @@ from difflib import get_close_matches
 
 
 class TokenSpeedError(Exception):
-    """Base class. The message says what is wrong and what to do."""
+    """Base class of all errors. The message says what is wrong and what to do."""
 
 
 class ConfigError(TokenSpeedError):

@@ -22,7 +22,7 @@ _RULES = {
 
 
 def broken_rule(error: Mapping[str, Any]) -> str:
-    """Return the rule that a value breaks, such as "must be at least 1". `error` is one of pydantic's."""
+    """Return the rule that a value breaks, such as "must be at least 1". `error` is a pydantic error."""
     kind, context = error["type"], error.get("ctx", {})
     return next(
         (rule.format(**context) for rule, kinds in _RULES.items() if kind in kinds),

@@ -95,7 +95,7 @@ def linear_int8(
 def moe_experts_int8(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """Like those of `moe_experts_fp8`, with INT8 weights."""
+    """Like the inputs of `moe_experts_fp8`, with INT8 weights."""
     return quantized_experts(moe_experts(problem, num, at, seed, strided), quantize_rows)
 
 

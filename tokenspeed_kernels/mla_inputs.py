@@ -24,7 +24,7 @@ UNWRITTEN = 440.0  # fills unwritten memory; not NaN, because inputs are compare
 def mla_write(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """Make queries, entries before the norm, a cache of one of two layers, and distinct slots; every fifth is -1."""
+    """Make queries, latents before the norm, the cache of one of two layers, and distinct slots; every fifth slot is -1."""
     latent_size, rope_size = problem["latent_size"], problem["rope_size"]
     width, block_size = latent_size + rope_size, problem["block_size"]
     num_blocks = num // block_size + 3

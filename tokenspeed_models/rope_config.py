@@ -21,7 +21,7 @@ class LinearScaling:
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Low frequencies are divided by `factor`, high ones are kept, those between are interpolated (Llama 3.1)."""
+    """Low frequencies are divided by `factor`, high frequencies are unchanged, frequencies between are interpolated (Llama 3.1)."""
 
     factor: float
     low_freq_factor: float

@@ -100,7 +100,7 @@ class DrafterSpec(AnyDrafterSpec):
 
 @dataclass(frozen=True, slots=True)
 class DraftCheckpoint:
-    """The target's checkpoint or that of a draft model.
+    """The checkpoint of the target or of a draft model.
 
     `spec` and `info` are of its family, None if no installed family supports its architecture.
     """

@@ -323,7 +323,7 @@ class DraftModel(Protocol):
     """
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext, target: Model) -> None:
-        """Allocate parameters, or share those of the target, and bind kernels. Layers are counted from 0."""
+        """Allocate parameters, or share the target's parameters, and bind kernels. Layers are counted from 0."""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy the weights of its folder; names of other models are ignored. Raises ValueError as `Model` does."""

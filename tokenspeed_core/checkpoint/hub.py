@@ -1,4 +1,4 @@
-"""Downloading a checkpoint from the Hugging Face hub, with errors that say what to do."""
+"""Downloads a checkpoint from the Hugging Face hub."""
 
 from __future__ import annotations
 

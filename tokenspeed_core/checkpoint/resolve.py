@@ -157,7 +157,7 @@ def locate(
 
 
 def _local(name: str, catalog: Catalog) -> Path | None:
-    """Return the directory that a name stands for, None if it may be a hub id. Raises CheckpointError, PluginError."""
+    """Return the directory for a name, or None if the name may be a hub id. Raises CheckpointError, PluginError."""
     # Path.expanduser raises for an unknown user.
     folder = Path(os.path.expanduser(name))
     if folder.is_dir():

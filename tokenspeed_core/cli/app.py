@@ -119,7 +119,7 @@ def _add_plugin_commands(app: typer.Typer, wanted: str | None) -> None:
     try:
         catalog = Catalog.discover(check=False)
     except PluginError as error:
-        # A command reports this itself; the default ones are needed to repair it.
+        # Commands report this error themselves; the default commands are needed to fix it.
         if wanted is None:
             typer.echo(f"tokenspeed: {error}", err=True)
         catalog = Catalog.discover(Selection(frozenset()), check=False)

@@ -123,7 +123,7 @@ class Config(ParallelSettings, SpeculationSettings):
     quantization_param_path: str | None = setting(
         None,
         "device",
-        "JSON file with scales of an FP8 KV cache; default: the checkpoint's scales, or 1.",
+        "JSON file with scales of an FP8 KV cache; default: from the checkpoint, or 1.",
         min_length=1,
     )
 

@@ -79,7 +79,7 @@ class SpeculationSettings(Settings):
     speculative_num_draft_tokens: int | None = setting(
         None,
         "speculation",
-        f"Maximum tokens to verify per row, its last token included; default: {1 + DEFAULT_MAX_DRAFTS}.",
+        f"Maximum tokens verified per row, including its last token; default: {1 + DEFAULT_MAX_DRAFTS}.",
         unit="tokens",
         ge=2,
         le=1 + MAX_DRAFTS,

@@ -204,7 +204,7 @@ class Failed(Message, frozen=True, tag="failed"):
 
 
 class Drain(Message, frozen=True, tag="drain"):
-    """Accept no more requests; exit when the running ones are done."""
+    """Accept no more requests; exit when the running requests are finished."""
 
 
 class WorkerReady(Message, frozen=True, tag="worker_ready"):

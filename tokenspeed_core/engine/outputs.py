@@ -108,7 +108,7 @@ class SequenceCollector:
         self._prompt_parts.append(logprobs)
 
     def prompt_logprobs(self, token_ids: Sequence[int]) -> list[dict[int, Logprob] | None] | None:
-        """Return the entries of a prompt's tokens. None unless the request wants them."""
+        """Return the entries of a prompt's tokens, or None if the request did not ask for them."""
         num_top = self._params.prompt_logprobs
         if num_top is not None and self._prompt_logprobs is None:
             read = _read_prompt_logprobs(self._prompt_parts, token_ids, num_top)

@@ -35,7 +35,7 @@ class StartProgress(AbstractContextManager["StartProgress"]):
     def _show(self, text: str) -> None:
         if text != self._shown:
             self._shown = text
-            # The disk of a log may be full, and stderr closed. The start goes on.
+            # The log's disk may be full, or stderr closed. The start continues.
             with suppress(OSError):
                 print(text, end="", file=sys.stderr, flush=True)
 

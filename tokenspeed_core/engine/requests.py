@@ -45,7 +45,7 @@ class Defaults:
 
     @classmethod
     def of(cls, generation: Mapping[str, Any], eos_token_ids: Sequence[int]) -> Defaults:
-        """Read a generation_config.json, and add its end-of-sequence ids to those of the model.
+        """Read a generation_config.json, and add its end-of-sequence ids to the model's ids.
 
         Raises CheckpointError if a value is out of bounds.
         """

@@ -116,7 +116,7 @@ class NodesExecutor:
         self._thread = threading.Thread(target=self._serve, name="nodes", daemon=True)
 
     def start(self, settings: Settings, on_exit: Callable[[WorkerExit], None]) -> None:
-        """Start the ranks of this node, and those of other nodes when they join."""
+        """Start the ranks of this node, and the ranks of other nodes when they join."""
         self._settings, self._on_exit = json.dumps(settings), on_exit
         self._local.start(settings, on_exit)
         log.info(

@@ -1,4 +1,4 @@
-"""Rank 0's view of the other ranks: it starts them, sends them messages, and notices when one fails.
+"""Rank 0's view of the other ranks: it starts them, sends them messages, and detects failures.
 
 Messages to the ranks are encoded once and published. Reports and exits arrive in a separate thread, because a step
 may block for as long as its collectives wait for a rank that died.
@@ -100,7 +100,7 @@ class Ranks:
         self._plans.send(pack(message))
 
     def gather_min(self, value: int) -> int:
-        """Return the smallest of this value and those that the other ranks offered. Raises EngineDeadError."""
+        """Return the minimum of this value and the values of the other ranks. Raises EngineDeadError."""
         self._wait(lambda: len(self._offers) == self.world_size - 1)
         offers, self._offers = self._offers, {}
         return min(value, *offers.values())
@@ -116,7 +116,7 @@ class Ranks:
         remove_folder(self._folder)
 
     def kill(self) -> None:
-        """End the ranks at once, which makes the steps that wait for them fail."""
+        """Kill the ranks, which makes steps that wait for them fail."""
         self._executor.close(0.0)
 
     def close(self) -> None:

@@ -84,7 +84,7 @@ def spec_error(spec: object, name: str, ops: Mapping[str, OpContract]) -> str:
 
 
 def installed_ops(catalog: Catalog) -> Mapping[str, OpContract]:
-    """Return the core's op contracts and those of plugins, by name.
+    """Return the op contracts of the core and of plugins, by name.
 
     An entry that is not an OpContract or a tuple of them, or that takes a used name, is left out. Raises PluginError
     under --strict-plugins.

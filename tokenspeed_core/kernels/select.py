@@ -356,7 +356,7 @@ def _verdicts(
     figures: Mapping[str, str],
     flag: str,
 ) -> Iterator[Verdict]:
-    """Yield a verdict on each candidate; one that fits and was not chosen gets the `flag` that selects it as a hint."""
+    """Yield a verdict on each candidate. If it fits but was not chosen, its hint is the `flag` that selects it."""
     for kernel, reasons in judged:
         spec, fits = kernel.spec, not reasons
         needs_name = fits and kernel.needs_ranking and spec.backend not in figures

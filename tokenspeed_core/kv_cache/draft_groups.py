@@ -12,7 +12,7 @@ from tokenspeed_core.api.cache_groups import CacheGroupSpec
 def join_groups(
     target: Sequence[CacheGroupSpec], draft: Sequence[CacheGroupSpec]
 ) -> tuple[tuple[CacheGroupSpec, ...], Mapping[str, str]]:
-    """Return the groups of both models, and the group that holds each of the draft model's.
+    """Return the groups of both models, and the group for each group of the draft model.
 
     A draft group that equals one of the target's, apart from the number of layers, adds its layers to it: both then
     share block tables. Any other group is kept under its name with a prefix.

@@ -172,7 +172,7 @@ class KVManager:
         return num_pages
 
     def num_promised_pages(self, resumed: I32, capacity: I32, end: I32) -> int:
-        """Return the pages that all these sequences will hold for their tokens up to `end` and do not hold yet.
+        """Return the number of pages that these sequences still need for their tokens up to `end`.
 
         The columns are those of `num_new_pages`.
         """
@@ -233,7 +233,7 @@ class KVManager:
     def _blocks_of(
         self, group: int, pages: list[int], spare: list[int], num: int
     ) -> tuple[int, ...]:
-        """Return the next `num` blocks of a group: the spare ones, then those of new pages."""
+        """Return the next `num` blocks of a group: spare blocks first, then blocks of new pages."""
         per_page = self._blocks_per_page[group]
         blocks = []
         for _ in range(num):
@@ -332,7 +332,7 @@ class KVManager:
         self.index.retire(step_id)
 
     def withdraw(self, step_id: int) -> None:
-        """Remove from the index the blocks that a failed step and later ones should have filled."""
+        """Remove the blocks that a failed step and later steps should have filled from the index."""
         self._discard(self.index.take_unfilled(step_id))
 
     # -- the index ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The prefix index: which block holds the tokens of which digest."""
+"""The prefix index: maps digests to blocks."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class KeptTokens:
 
 
 def collect(columns: SlotColumns, flight: StepInFlight, result: StepResult) -> Collected:
-    """Write a result's tokens into the columns. Rows of sequences that lost their slot are left out."""
+    """Write a result's tokens into the columns. Rows of sequences that lost their slot are skipped."""
     plan, counts = flight.plan, result.num_tokens
     has_slot = columns.sequence_id[plan.slots] == flight.sequence_ids
     plan_rows = np.flatnonzero(has_slot & (flight.max_new_tokens > 0)).astype(np.int32)
@@ -117,7 +117,7 @@ def cut_at_end(num_tokens: I32, token_ids: I32, room: I32, stop_ids: I32) -> Kep
     is_stop = (token_ids[:, None] == stop_ids[rows]).any(axis=1) | (token_ids < 0)
     if is_stop.any():
         position = _offsets(num_tokens, len(rows))
-        # Ascending, so that the first stop of a row comes first; later ones are past the row's end by then.
+        # Ascending, so that the first stop of a row comes first; later stops are then past the row's end.
         for i in np.flatnonzero(is_stop):
             row = rows[i]
             if position[i] < num_kept[row]:
@@ -193,7 +193,7 @@ def make_outputs(
     result: StepResult,
     prompts: tuple[PromptLogprobs, ...] = (),
 ) -> Outputs:
-    """Return the message about one step's new tokens, which are those of its result up to the end of each sequence."""
+    """Return the message with one step's new tokens: the tokens of its result up to the end of each sequence."""
     logprobs = result.logprobs
     first, *others = parts
     tokens = first

@@ -166,7 +166,7 @@ class AdaptiveDepth:
         return self._max_drafts if is_on else 0
 
     def max_seconds(self, num_rows: int) -> float:
-        """Return how long the drafter may take to begin sequences before a step: what the account can lose."""
+        """Return how long the drafter may take to begin sequences before a step, in seconds."""
         return self.account.balance * self.cost.plain(num_rows)
 
     def spend(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Draft tokens of decode rows: where they come from, and how many a row gets."""
+"""Draft tokens of decode rows: their source, and their number per row."""
 
 from __future__ import annotations
 

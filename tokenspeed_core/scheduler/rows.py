@@ -61,7 +61,7 @@ class RowPlanner:
         if scored := sequence.take_scored(start, end):
             builder.score(scored, sequence.request.prompt_logprobs)
         columns.num_planned[slot] = end
-        # Others may use these blocks at once: their steps run after this one.
+        # Other sequences may use these blocks immediately: their steps run after this one.
         kv.cache_full_blocks(state.lease.blocks, sequence.chain, end, sequence.tokens)
         if is_last:
             columns.num_bound[slot] = target + 1

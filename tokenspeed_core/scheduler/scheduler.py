@@ -127,7 +127,7 @@ class Scheduler:
         return None
 
     def abort(self, sequence_ids: Iterable[int]) -> None:
-        """End sequences at once. Ids that are unknown or finished are ignored."""
+        """Abort sequences immediately. Unknown and finished ids are ignored."""
         for sequence_id in sequence_ids:
             state = self.sequences.get(int(sequence_id))
             if state is not None:

@@ -1,4 +1,4 @@
-"""Builds the sampling state that the device gets when a sequence takes a slot."""
+"""Builds the sampling state that is sent to the device when a sequence is assigned to a slot."""
 
 from __future__ import annotations
 

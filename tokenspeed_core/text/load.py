@@ -28,5 +28,5 @@ def load_text(config: Config, checkpoint: Path) -> tuple[Tokenizer | None, ChatT
 
 
 def tokenizer_folder(config: Config, checkpoint: Path) -> Path:
-    """Return the folder of the tokenizer: that of `--tokenizer` or else the checkpoint."""
+    """Return the tokenizer's folder: `--tokenizer`, or else the checkpoint."""
     return checkpoint if config.tokenizer is None else Path(os.path.expanduser(config.tokenizer))

@@ -1,4 +1,4 @@
-"""The sizes of captured steps, and which of them holds a step."""
+"""The sizes of captured steps, and the choice of a size for a step."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class FollowedRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PassGraphs:
-    """Passes over one token of each row. `graphs` are those of greedy choices, then those of draws."""
+    """Passes over one token of each row. `graphs` has the graphs with greedy choice, then the graphs with sampling."""
 
     passes: DraftPasses
     graphs: tuple[tuple[torch.cuda.CUDAGraph, ...], ...]

@@ -32,7 +32,7 @@ class DraftContext:
 
 @dataclass(frozen=True, slots=True)
 class PassBounds:
-    """What the host knows about the passes of a step.
+    """The host's bounds on the passes of a step.
 
     `table_width` is the number of blocks that a row may have. Captured passes know no lengths of rows.
     """
@@ -54,7 +54,7 @@ class DraftPasses:
         """Allocate the buffers. `padding` is the padding block of each cache group."""
         self._context = context
         num_rows, device = bounds.num_rows, context.state.words.device
-        # Separate buffers, since kernels are compiled for aligned ones. `next` are the positions of the next pass without
+        # Separate buffers, since kernels are compiled for aligned addresses. `next` are the positions of the next pass without
         # a limit, and `words` the places of its draft tokens in the state.
         self._slots, self._capacity, self._next, self._positions, self._words, self._token = (
             torch.empty(num_rows, dtype=torch.int64, device=device) for _ in range(6)

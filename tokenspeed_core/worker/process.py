@@ -34,7 +34,7 @@ from tokenspeed_core.executor.messages import (
 )
 
 DEPTH = 2  # steps in flight on rank 0, at most
-# A rank that died ends the collectives of the others. Its own end is reported first.
+# When a rank dies, the collectives of the other ranks fail too. The rank that died is reported first.
 ATTRIBUTION_SECONDS = 1.0
 Socket = zmq.Socket[bytes]
 

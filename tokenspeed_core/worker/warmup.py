@@ -1,4 +1,4 @@
-"""Warm-up steps: the largest one, to measure its memory, and one of each kind, to compile kernels.
+"""Warm-up steps: the largest step, to measure its memory, and a step of each kind, to compile kernels.
 
 These plans allocate no blocks, so all their tokens are written to the padding page.
 """
@@ -76,7 +76,7 @@ def with_next_drafts(plan: StepPlan, num_drafts: int) -> StepPlan:
 
 
 def _largest_with_drafts(limits: SchedulerLimits, num_groups: int) -> WarmupStep:
-    """Return a step in which all rows but one are decodes with draft tokens; the last is a chunk with the rest."""
+    """Return a step in which all rows but the last are decodes with draft tokens; the last is a chunk."""
     num_decodes = limits.max_num_seqs - 1 or 1
     counts = _draft_counts(limits, num_decodes)
     rest = min(limits.max_num_tokens - num_decodes - sum(counts), limits.max_model_len)

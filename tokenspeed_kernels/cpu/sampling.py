@@ -58,7 +58,7 @@ def _from_heads(
     mass = p.cumsum(dim=-1)
     total = ((logits - values[:, :1]) / scale).exp_().sum(dim=-1, keepdim=True, dtype=torch.float64)
 
-    # Tokens equal to the last one of the head may be missing from it.
+    # Tokens whose logit equals the smallest in the head may be missing from the head.
     num_certain = (values > values[:, -1:]).sum(dim=-1, keepdim=True)
     k = top_k.masked_fill(is_greedy, 1).to(torch.int64).unsqueeze(1)
     is_limited = (k > 0) & (k <= num_certain)

@@ -79,7 +79,7 @@ def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 
 def source_length(kernel: JITFunction) -> int:
-    """Return the characters of a kernel's source, with those of a function for each call of it, as Triton inlines it."""
+    """Return the length of a kernel's source in characters, with each called function counted per call, as Triton inlines it."""
     scope = kernel.fn.__globals__
     called = {name: scope.get(name) for name in kernel.fn.__code__.co_names}
     return len(kernel.src) + sum(
@@ -94,7 +94,7 @@ class _Kernel(JITFunction):  # type: ignore[misc]
 
     def __init__(self, function: Callable[..., Any], **options: Any) -> None:
         super().__init__(function, **options)
-        # Compilations by (cache key, device). An entry goes at the first launch.
+        # Compilations by (cache key, device). An entry is removed at the first launch.
         self._pending: dict[tuple[str, int], _Once] = {}
         self._lock = threading.Lock()
 

@@ -14,7 +14,7 @@ from tokenspeed_models.weights import Shard, WeightSlot
 
 
 class VocabShard:
-    """The part of the vocabulary that this process holds: `size` entries, from `first` on."""
+    """The part of the vocabulary on this process: `size` entries, starting at `first`."""
 
     def __init__(self, build: BuildContext, vocab_size: int) -> None:
         group = build.group("attn")
@@ -58,7 +58,7 @@ class Embedding:
         self._scale = float(torch.tensor(scale, dtype=build.dtype))
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return a new tensor [T, hidden] for int64 ids [T], zero for those of other processes."""
+        """Return a new tensor [T, hidden] for int64 ids [T], with zeros for ids of other processes."""
         rows = token_ids if self._row_of is None else self._row_of.index_select(0, token_ids)
         x = functional.embedding(rows, self._rows)
         return x if self._scale == 1.0 else x.mul_(self._scale)
@@ -73,7 +73,7 @@ class Embedding:
 
 
 class OutputHead:
-    """Maps hidden states to logits, with its own weight or that of the embedding.
+    """Maps hidden states to logits, with its own weight or the embedding's.
 
     With a `soft_cap` c, logits are c * tanh(logits / c), which is between -c and c.
     """

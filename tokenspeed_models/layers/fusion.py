@@ -1,4 +1,4 @@
-"""The fusion pass: replaces decoder layers by ones that share a kernel with the next layer.
+"""The fusion pass: replaces decoder layers with layers that share a kernel with the next layer.
 
 Model files do not know about it. `fuse_layers` looks at each pair of adjacent layers for the pattern
 

@@ -236,7 +236,7 @@ class MoE:
         yield from self.experts.slots(prefix)
 
     def sharding(self, prefix: str) -> Iterator[ShardingSpec]:
-        """Routing is replicated; the experts' output is a partial sum, or that of the tokens of this process."""
+        """Routing is replicated; the experts' output is a partial sum, or complete for the tokens of this process."""
         if not self._routes_tokens:
             yield from expert_sharding(prefix, self.experts.num_experts, self.experts.hidden_size)
             return

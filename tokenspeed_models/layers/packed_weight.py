@@ -200,7 +200,7 @@ class PackedWeight:
 
 
 def _shard(stored: StoredTensor, shard: Shard | StackedShard | None) -> Shard | StackedShard | None:
-    """Return the sharding of a stored tensor, given that of the weight [out, in]."""
+    """Return the sharding of a stored tensor, given the sharding of the weight [out, in]."""
     if shard is None:
         return None
     of = "out" if shard.axis == 0 else "in"

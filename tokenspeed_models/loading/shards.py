@@ -12,7 +12,7 @@ _SHARD = re.compile(r"(?P<stem>.+)-(?P<index>\d{5})-of-(?P<count>\d{5})(?P<suffi
 
 @dataclass(frozen=True, slots=True)
 class FileKind:
-    """The file names of a format: that of an unsharded checkpoint, and glob patterns of others."""
+    """The file names of a format: the name for an unsharded checkpoint, and glob patterns for sharded ones."""
 
     single: str
     patterns: tuple[str, ...]

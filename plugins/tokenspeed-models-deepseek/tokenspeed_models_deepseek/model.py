@@ -108,7 +108,7 @@ class DeepseekV2ForCausalLM(DeepseekModel):
 
 
 class DeepseekV3ForCausalLM(DeepseekModel):
-    """DeepSeek-V3, R1 and V3.1 checkpoints, and those of Kimi K2."""
+    """DeepSeek-V3, R1 and V3.1, and Kimi K2 checkpoints."""
 
     def __init__(self, config: Json, build: BuildContext) -> None:
         super().__init__(read_v3(config), build)

@@ -18,7 +18,7 @@ from tokenspeed_models.moe_config import MoeConfig, RoutingConfig
 
 Json = Mapping[str, Any]
 
-# For keys that a config.json lacks, as in transformers. The published ones have no dtype; tensors that are not in MXFP4 are bfloat16.
+# Defaults for missing keys of config.json, as in transformers. Published checkpoints have no dtype; tensors that are not in MXFP4 are bfloat16.
 _DEFAULTS = {
     "head_dim": 64,
     "num_key_value_heads": 8,

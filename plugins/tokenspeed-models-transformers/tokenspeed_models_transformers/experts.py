@@ -45,7 +45,7 @@ class MoEKernel:
 
 
 class QuantizedExperts:
-    """Runs TokenSpeed's quantized experts instead of those of an experts module, which loses its parameters."""
+    """Replaces an experts module with TokenSpeed's quantized experts. The module's parameters are removed."""
 
     def __init__(self, build: BuildContext, module: Any, top_k: int, names: ExpertNames) -> None:
         num_experts, hidden_size, intermediate_size = module.down_proj.shape

@@ -116,7 +116,7 @@ def find_gated_mlp(module: nn.Module) -> list[str] | None:
 
 
 class Replacer:
-    """Replaces modules of a model, and counts the replaced and the remaining ones.
+    """Replaces modules of a model, and counts the replaced and the remaining modules.
 
     `slots` are the weight slots of quantized layers. The modules of these layers lose their parameters.
     """

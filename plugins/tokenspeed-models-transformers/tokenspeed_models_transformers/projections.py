@@ -58,7 +58,7 @@ _LAYOUTS = tuple(
 
 @dataclass(frozen=True, slots=True)
 class UsualAttention:
-    """An attention module that can be replaced. `layout` is None without rotation; `eps` is that of its head norms."""
+    """An attention module that can be replaced. `layout` is None without rotation; `eps` belongs to its head norms."""
 
     module: Any
     recorded: RecordedAttention
@@ -217,7 +217,7 @@ def rotated(x: Tensor, table: Tensor, *, interleaved: bool) -> Tensor:
 
 
 class RotaryTables:
-    """The rows of the current forward for `rope`, made by the first layer that asks for them."""
+    """The rows of the current forward for `rope`, created when the first layer needs them."""
 
     def __init__(self, layout: RotaryLayout) -> None:
         self._layout = layout

@@ -1,4 +1,4 @@
-"""Linear layers that share an input as one GEMM: plain ones of transformers, or TokenSpeed's quantized layers."""
+"""Computes linear layers that share an input in one GEMM: plain layers of transformers, or TokenSpeed's quantized layers."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Reader:
         return self._take_events()
 
     def finish(self) -> Sequence[ReplyEvent]:
-        """Parse the rest at the end of the reply."""
+        """Parse the remaining text at the end of the reply."""
         held, self._held = self._held, ""
         if held and not self._is_cut_marker(held):
             self._state(held, False)

@@ -1,4 +1,4 @@
-"""Reasoning between <think> and </think>. Newlines around a marker belong to it.
+"""Reasoning between <think> and </think>. Newlines around a marker are part of the marker.
 
 A tool call ends a thought that has no closing marker, if the request offers tools.
 """

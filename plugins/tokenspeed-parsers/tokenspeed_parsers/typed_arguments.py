@@ -82,7 +82,7 @@ class TypedArguments:
         self._types = frozenset()
 
     def cut(self) -> None:
-        """Write the rest of a value that the end of the reply cut."""
+        """Write the rest of a value that was truncated at the end of the reply."""
         text = "".join(self._parts)
         if self._is_string and self._may_be_null and text:
             self._write(json.dumps(text, ensure_ascii=False)[:-1])

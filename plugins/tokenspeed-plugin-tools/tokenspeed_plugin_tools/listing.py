@@ -53,7 +53,7 @@ def list_plugins(
 
 
 def table(entries: Sequence[Entry]) -> str:
-    """Return the entries as a table, followed by the reasons of unusable ones."""
+    """Return the entries as a table, followed by the reasons why some are unusable."""
     if not entries:
         return "No plugins are installed. Run `pip install 'tokenspeed-core[default]'`."
     groups = [

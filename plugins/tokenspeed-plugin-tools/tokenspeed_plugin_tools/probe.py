@@ -135,7 +135,7 @@ def main(question: str) -> None:
     asked = json.loads(question)
     entries = Catalog.discover(Selection(), check=False).all()
     by_name = {(entry.distribution, entry.kind, entry.name): entry for entry in entries}
-    # A name conflict may be settled by the selection of the process that asks.
+    # The plugin selection of the calling process may resolve a name conflict.
     mine = [replace(by_name[tuple(name)], status=Status.OK, reason="") for name in asked["names"]]
     stdout = sys.stdout
 

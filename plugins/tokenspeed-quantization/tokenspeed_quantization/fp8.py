@@ -45,7 +45,7 @@ def _read_fp8(settings: Mapping[str, Any]) -> LayerSchemes:
     block = settings.get("weight_block_size")
     is_static = settings.get("activation_scheme") == "static"
     if block is None:
-        # transformers writes weight_block_size in any case, AutoFP8 does not know it.
+        # transformers always writes weight_block_size; AutoFP8 never does.
         is_transformers = "weight_block_size" in settings
         scheme = fp8_stored(
             per_channel=False,

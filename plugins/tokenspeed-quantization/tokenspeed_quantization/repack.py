@@ -10,7 +10,7 @@ from torch import Tensor
 from tokenspeed_kernels.reference.w4a16 import pack_int4
 
 Tensors = Mapping[str, Tensor]
-# The column that each 4 bits of a word of AWQ hold, from the lowest bits.
+# The column of each group of 4 bits in an AWQ word, starting with the lowest bits.
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 _SYMMETRIC_ZERO = 8
 

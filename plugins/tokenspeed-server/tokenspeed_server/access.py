@@ -68,7 +68,7 @@ def split_keys(given: str | None) -> tuple[str, ...]:
 
 
 class AccessMiddleware:
-    """Refuses requests on every route, unknown ones and those of plugins' middleware included."""
+    """Rejects unauthorized requests on every route, including unknown routes and routes of plugin middleware."""
 
     def __init__(
         self, app: ASGIApp, access: Access, public: Iterable[str], respond: Respond

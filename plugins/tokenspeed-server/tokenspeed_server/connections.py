@@ -107,7 +107,7 @@ class Connection(H11Protocol):
         self._update_deadline()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request, or for the rest of a body that was answered early."""
+        """Wait for the next request, or for the rest of a body whose response was sent early."""
         super().on_response_complete()
         self._update_deadline()
 

@@ -74,7 +74,7 @@ def _http_config(app: ASGIApp, config: WorkerConfig) -> uvicorn.Config:
         date_header=False,
         ws="none",
         http=partial(Connection, limits=config.connections),  # type: ignore[arg-type]
-        # asyncio accepts as many connections at once, while streams wait.
+        # asyncio accepts this many connections in one iteration, which delays streams.
         backlog=MAX_ACCEPTS,
         h11_max_incomplete_event_size=config.connections.max_header_bytes,
         timeout_keep_alive=75,

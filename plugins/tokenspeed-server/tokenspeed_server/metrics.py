@@ -56,7 +56,7 @@ HISTOGRAMS = {
     "generation_tokens": LENGTH_BOUNDS,
 }
 _COUNTERS = len(FINISH_REASONS) + len(STATUSES) + 1
-# The first cell of each histogram, and that of its sum, which follows its counts.
+# The first cell of each histogram, and the cell of its sum, which follows its counts.
 _CELLS: dict[str, tuple[int, int]] = {}
 for _name, _bounds in HISTOGRAMS.items():
     _start = max((end + 1 for _, end in _CELLS.values()), default=_COUNTERS)

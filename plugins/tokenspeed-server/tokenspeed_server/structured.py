@@ -65,7 +65,7 @@ class StructuredFields(BaseModel):
     ebnf: GrammarText | None = Field(None, description="structured_outputs.grammar")
 
     def requested_outputs(self) -> StructuredOutputs | None:
-        """Return the requested form. Raises BadRequestError if two fields ask for one."""
+        """Return the requested constraint. Raises BadRequestError if two fields set one."""
         return next(iter(self._by_field().values()), None)
 
     def output_field(self) -> str | None:

@@ -1,4 +1,4 @@
-"""The problems that a kernel declares, and the nearest ones that it must refuse.
+"""The problems that a kernel declares, and the nearest problems that it must reject.
 
 On a CPU every pair of declared values occurs in some problem; on a GPU every combination.
 """

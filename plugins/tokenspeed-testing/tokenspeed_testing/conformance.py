@@ -22,7 +22,7 @@ from tokenspeed_testing.shapes import NUM_ROWS, contract_of, problems
 
 _NUM_CALLS = 5  # compared for bitwise equality, if the kernel claims it
 Arguments = Mapping[str, Any]
-# Dtypes that the reference gets as float32. Quantized tensors keep their dtype.
+# Dtypes that are converted to float32 for the reference. Quantized tensors keep their dtype.
 _RAISED = ("bfloat16", "float16")
 
 

@@ -96,7 +96,7 @@ class ForcedDrafter:
 
 
 def check_forced(options: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the options are those of a `ForcedDrafter`."""
+    """Raise ValueError unless the options are valid for a `ForcedDrafter`."""
     if set(options) != {"answers", "acceptance"}:
         raise ValueError("the forced drafter has the options answers and acceptance")
 

@@ -16,7 +16,7 @@ DOES_NOT_LOAD = "it does not load"  # the start of selection's reason after a fa
 
 
 class SpecUnderTest:
-    """A spec among the installed kernels, replacing those of the same op and name."""
+    """Adds a spec to the installed kernels. It replaces kernels of the same op and name."""
 
     def __init__(self, spec: KernelSpec, contract: OpContract) -> None:
         """Read the installed kernels once."""

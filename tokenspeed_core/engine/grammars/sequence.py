@@ -122,7 +122,7 @@ class SequenceGrammar:
             words[reasoning.begin_id // 32] |= np.uint32(1 << reasoning.begin_id % 32)
 
     def _is_reasoning(self, token_id: int) -> bool:
-        """Return whether a token belongs to the reasoning, its marks included."""
+        """Return whether a token is part of the reasoning, including its markers."""
         reasoning = self._reasoning
         assert reasoning is not None
         if self.phase is Phase.OPENING:

@@ -95,7 +95,7 @@ class Grammars:
     def poll(self, seconds: float = 0.0) -> None:
         """Queue the requests whose grammar is ready; wait up to `seconds` for one if some are pending."""
         for key, result in self._pool.finished(seconds):
-            # An internal failure says nothing about the grammar.
+            # An internal failure does not mean that the grammar is invalid.
             if not (isinstance(result, Refusal) and result.reason == "internal"):
                 self._cache.put(key, result)
             for request in self._held.pop(key):

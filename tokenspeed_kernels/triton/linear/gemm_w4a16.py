@@ -251,7 +251,7 @@ def _multiply(
         fetch(w_row + tl.minimum(first, K // 2 - 1)[None, :])
         tl.extra.cuda.gdc_wait()
     byte = tl.arange(0, HALF)
-    # The column of x for the low bits of each byte; that of the high bits is a run further.
+    # The column of x for the low bits of each byte; the column for the high bits is one run further.
     feature = byte // RUN * (2 * RUN) + byte % RUN
     w_ptrs = w_row + byte[None, :]
     x_ptrs = x_ptr + row[None, :].to(tl.int64) * x_stride + feature[:, None]
@@ -349,7 +349,7 @@ class LinearW4A16Kernel:
     def __init__(
         self, problem: Problem, tiling: Tiling | None = None, *, is_e2m1: bool = False
     ) -> None:
-        """Use a `tiling` for all numbers of rows, or else that of `tiling_of`. Codes are integers, or E2M1 floats."""
+        """Use `tiling` for all numbers of rows, or else the result of `tiling_of`. Codes are integers, or E2M1 floats."""
         self._dtype: torch.dtype = getattr(torch, problem["dtype"])
         self._is_e2m1 = is_e2m1
         self._out_size, self._in_size = problem["out_size"], problem["in_size"]

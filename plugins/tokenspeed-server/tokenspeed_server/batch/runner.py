@@ -1,4 +1,4 @@
-"""Answers the lines of a batch file: many at once, results in the order of the lines."""
+"""Processes the lines of a batch file concurrently, and returns results in the order of the lines."""
 
 from __future__ import annotations
 

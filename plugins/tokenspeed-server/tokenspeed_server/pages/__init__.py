@@ -28,7 +28,7 @@ _HEADERS = {
     "cache-control": "no-cache",
 }
 
-# The pages need no API key and say nothing about the model. What they request does need it.
+# The pages need no API key because they contain no data about the model. Their requests need the key.
 PAGE_PATHS = (*_PAGES, *(f"/static/{name}" for name in _STATIC))
 
 router = APIRouter()

@@ -147,7 +147,7 @@ class EngineReplicas:
             client.close()
 
     def why_unhealthy(self) -> str | None:
-        """Return why a replica that gets requests is unhealthy, or None."""
+        """Return why a replica that receives requests is unhealthy, or None."""
         is_serving = any(client.state is State.READY for client in self.clients)
         reasons = [
             (client.why_unhealthy(), replica)

@@ -1,4 +1,4 @@
-"""Which replica gets a request: a pure function of their loads and of the prefixes that they have cached."""
+"""Choice of the replica for a request: a pure function of the replicas' loads and cached prefixes."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ class ResponsesFormat(ResponseFormat):
         )
 
     def _close(self, status: str) -> bytes:
-        """Finish the open item; return the events that say so."""
+        """Finish the open item; return its final events."""
         item, self._open = self._open, None
         if item is None:
             return b""
