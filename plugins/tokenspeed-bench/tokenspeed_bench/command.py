@@ -23,7 +23,7 @@ In process:
   throughput   256 prompts of 512 tokens, 256 output tokens each: output tokens per second
   prefill      64 prompts of 4096 tokens: prompt tokens per second
   agentic      32 agents of 6 turns with a shared prompt of 4096 tokens
-  agents       coding agents: 10 to 15 turns, the first with 50,000 tokens, each later one with 800 more
+  agents       coding agents: 50,000 tokens in the first turn, 800 more in each of 10 to 15 turns
   all          the first four, in one engine
 
 Over HTTP:

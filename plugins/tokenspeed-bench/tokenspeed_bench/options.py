@@ -43,7 +43,7 @@ TEXTS = {
     "shared_len": "tokens that all agents' prompts share",
     "first_len": "tokens of an agent's first prompt",
     "turn_len": "tokens that a turn adds",
-    "pause_scale": "factor of all pauses between an agent's turns",
+    "pause_scale": "factor for all pauses between the turns of an agent",
 }
 
 
@@ -175,7 +175,7 @@ def _add_serving(parser: Parser) -> None:
         "--request-rate", type=positive, metavar="X", help="arrivals per second instead of users"
     )
     parser.add_argument(
-        "--fixed", action="store_true", help="use equal lengths; by default they vary by half"
+        "--fixed", action="store_true", help="use equal lengths; by default they vary by up to 50 %%"
     )
     parser.add_argument("--procs", type=whole, default=8, help="number of client processes (8)")
     parser.add_argument(

@@ -55,13 +55,13 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     "info": Subcommand("info:info", "Show one distribution in detail."),
     "why": Subcommand(
         "why:why",
-        "Show which kernel runs for an op, and why others do not.",
+        "Show which kernel is selected for an op, and why others are not.",
         "0; 2 if no requested kernel fits",
         has_overview=True,
     ),
     "doctor": Subcommand(
         "doctor:doctor",
-        "Find broken installations and how to repair them.",
+        "Find broken installations and show how to repair them.",
         "0, or 1 if a problem was found",
     ),
     "new": Subcommand(
