@@ -37,7 +37,7 @@ TARGETS_US = {1: 100, 256: 400}
 
 
 class IdleRunner:
-    """Answers each plan at once with the same token for every row."""
+    """Returns the same token for every row, immediately."""
 
     def __init__(self) -> None:
         """Launch nothing yet."""

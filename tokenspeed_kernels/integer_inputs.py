@@ -102,14 +102,14 @@ def moe_experts_int8(
 def moe_experts_int8_static(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """Like those of `moe_experts_int8`, with scales of the activations."""
+    """Like the inputs of `moe_experts_int8`, with scales of the activations."""
     return _with_input_scales(moe_experts_int8(problem, num, at, seed, strided))
 
 
 def moe_experts_fp8_static(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """Like those of `moe_experts_fp8`, with scales of the activations."""
+    """Like the inputs of `moe_experts_fp8`, with scales of the activations."""
     return _with_input_scales(moe_experts_fp8(problem, num, at, seed, strided))
 
 

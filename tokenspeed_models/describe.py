@@ -154,7 +154,7 @@ def cache_groups(decoder: DecoderConfig) -> tuple[CacheGroupSpec, ...]:
 
 
 def count_parameters(decoder: DecoderConfig) -> int:
-    """Return the number of parameters; tied ones count once."""
+    """Return the number of parameters. Tied parameters count once."""
     hidden, head = decoder.hidden_size, decoder.head_size
     q_size, kv_size = decoder.num_heads * head, decoder.num_kv_heads * head
     attention = hidden * (q_size + 2 * kv_size) + q_size * hidden

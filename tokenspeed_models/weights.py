@@ -20,7 +20,7 @@ Groups = Callable[[str], ProcessGroup]
 
 _FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 # Old checkpoints store the rotary table, which models compute. Scales of an FP8 KV cache are read elsewhere, if
-# --kv-cache-dtype asks for that cache.
+# --kv-cache-dtype selects this cache.
 _IGNORED = (
     "rotary_emb.inv_freq",
     "k_scale",

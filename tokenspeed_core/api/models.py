@@ -108,7 +108,7 @@ class LoadFormat:
 
 @dataclass(frozen=True, slots=True)
 class KVScale:
-    """The divisors of a layer's keys and values in the KV cache. A latent cache (MLA) uses that of the keys."""
+    """The divisors of a layer's keys and values in the KV cache. A latent cache (MLA) uses the divisor of the keys."""
 
     key: float = 1.0
     value: float = 1.0

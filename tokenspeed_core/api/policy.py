@@ -29,7 +29,7 @@ class View:
 
     slots: I32
     num_decodes: int
-    # Requested tokens: 1 plus draft tokens for a decode, the rest of the prompt otherwise.
+    # Requested tokens: 1 plus draft tokens for a decode, otherwise the remaining prompt tokens.
     num_query_tokens: I32
     num_new_pages: I32  # needed to run at all; for a prompt, to run one token
     num_held_pages: I32  # that preemption would release

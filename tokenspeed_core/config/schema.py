@@ -350,7 +350,7 @@ class Config(ParallelSettings, SpeculationSettings):
         return merged
 
     def for_engine(self) -> Config:
-        """Return only the settings of the engine, for its processes: without those of a subclass."""
+        """Return only the engine's settings, without the settings of a subclass."""
         names = Config.model_fields
         engine = Config.model_validate(self.model_dump(include=set(names)))
         engine._origins.update({k: v for k, v in self._origins.items() if k in names})

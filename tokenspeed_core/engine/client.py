@@ -254,7 +254,7 @@ class EngineClient:
                     delta.token_ids, delta.finish, delta.num_cached_tokens, delta.logprobs
                 )
             except Exception as error:
-                # Turning tokens into text may fail for one request. The others of the step go on.
+                # Decoding may fail for one request. The other requests of the step continue.
                 log.exception("cannot convert the tokens of a request to text: %s", error)
                 sink.fail(RequestFailedError("internal", "the request failed; see the server log"))
                 is_over = True

@@ -55,7 +55,7 @@ def deferred_interrupts(
 
 @contextmanager
 def _watched(end_stuck_step: Callable[[], None]) -> Iterator[None]:
-    """Call a function from another thread if a block goes on for `STUCK_SECONDS` after SIGINT.
+    """Call a function from another thread if a block is still running `STUCK_SECONDS` after SIGINT.
 
     Python writes the number of each signal to one descriptor only. The thread passes them on to the descriptor that the
     program had set before, such as that of an event loop.

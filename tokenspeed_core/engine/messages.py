@@ -208,7 +208,7 @@ class Drain(Message, frozen=True, tag="drain"):
 
 
 class WorkerReady(Message, frozen=True, tag="worker_ready"):
-    """An API worker can serve. When all workers and the engine can, each worker gets a `Ready`."""
+    """An API worker is ready. When all workers and the engine are ready, each worker receives a `Ready`."""
 
 
 to_engine = Codec(Submit, Abort, Drain, WorkerReady)

@@ -33,7 +33,7 @@ class HistogramCounts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Histogram:
-    """Counts values by bucket. A value belongs to the first bucket with a bound that is not smaller."""
+    """Counts values by bucket. A value is counted in the first bucket with a bound that is not smaller."""
 
     __slots__ = ("_bucket", "_counts", "_total", "_value", "bounds")
 

@@ -73,7 +73,7 @@ def count_replicas(loads: I64, num_slots: int) -> I32:
 
 
 def rank_loads(loads: I64, placement: I32) -> npt.NDArray[np.float64]:
-    """Return the load of each process. Replicas share that of their expert."""
+    """Return the load of each process. Replicas share the load of their expert."""
     used = placement[placement != UNUSED]
     replicas = np.bincount(used, minlength=len(loads))
     each = np.append(loads / np.maximum(replicas, 1), 0.0)  # the last one is that of an unused slot
@@ -139,7 +139,7 @@ def _num_common(pack: Sequence[int], held: I32) -> int:
 
 
 def _keep_slots(pack: Sequence[int], held: I32) -> I32:
-    """Return the slots of a process: experts that it holds keep theirs, and the others fill the rest."""
+    """Return the slots of a process: experts that it already has keep their slots, and others fill the remaining slots."""
     slots = np.full(len(held), UNUSED, np.int32)
     rest = list(pack)
     for slot, expert in enumerate(held.tolist()):

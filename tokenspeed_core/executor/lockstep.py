@@ -58,7 +58,7 @@ class Peers:
 
     @property
     def have_finished(self) -> bool:
-        """Whether no engine, this one included, has or gets requests."""
+        """Whether no engine, including this one, has or accepts requests."""
         return self._has_finished and len(self._finished) == len(self._sockets)
 
     def share(self, make: Callable[[], str]) -> str:
@@ -218,7 +218,7 @@ class LockstepRunner:
             raise EngineDeadError(str(error)) from error
 
     def finish(self) -> bool:
-        """Tell the others that this engine has no requests and gets none. Return whether that holds for all.
+        """Tell the other engines that this one has no requests and accepts none. Return whether this is true for all engines.
 
         Until then, this engine must `join` their steps. Raises EngineDeadError.
         """

@@ -65,7 +65,7 @@ class Override:
         return bool(problem["dtype"] == DTYPE_FORMATS.get(self.format))
 
     def specificity(self, contract: OpContract) -> tuple[bool, bool]:
-        """Return a sort key: an op goes before its family, then a phase or format before none."""
+        """Return a sort key: an op precedes its family, and an override with a phase or format precedes one without."""
         return self.names_op(contract), (self.phase or self.format) is not None
 
 

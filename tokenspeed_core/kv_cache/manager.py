@@ -133,7 +133,7 @@ class KVManager:
         return Match(length, entries, num_idle)
 
     def can_hold(self, match: Match, num_tokens: int) -> bool:
-        """Whether the whole pool is large enough for a hit and the rest of a sequence of `num_tokens`.
+        """Whether the whole pool is large enough for a sequence of `num_tokens` tokens with this hit.
 
         It may not be for a long sequence: blocks of a hit can be spread over partly used pages.
         """

@@ -81,7 +81,7 @@ class PageLayout:
 
     @property
     def max_pages(self) -> tuple[int, ...]:
-        """Maximum number of pages of each group that one sequence holds at once."""
+        """Maximum number of pages of each group that one sequence uses at any time."""
         return tuple(group.max_pages for group in self.groups)
 
     def num_pages(self, num_tokens: int) -> int:
@@ -90,7 +90,7 @@ class PageLayout:
         return sum(-(-num_blocks // each) for each in self.blocks_per_page)
 
     def num_pages_of_sequence(self, num_tokens: int) -> int:
-        """Return the maximum number of pages that a sequence of `num_tokens` tokens holds at once."""
+        """Return the maximum number of pages that a sequence of `num_tokens` tokens uses at any time."""
         num_blocks = -(-num_tokens // self.block_size)
         return pages_of_blocks(num_blocks, self.blocks_per_page, self.max_pages)
 
@@ -121,7 +121,7 @@ def max_pages_held(
 def pages_of_blocks(
     num_blocks: int, blocks_per_page: Sequence[int], max_pages: Sequence[int]
 ) -> int:
-    """Return the maximum number of pages that a sequence of `num_blocks` blocks holds at once."""
+    """Return the maximum number of pages that a sequence of `num_blocks` blocks uses at any time."""
     return sum(
         min(-(-num_blocks // per_page), most)
         for per_page, most in zip(blocks_per_page, max_pages, strict=True)

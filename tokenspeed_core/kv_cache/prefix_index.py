@@ -65,6 +65,6 @@ class PrefixIndex:
             del self._by_step[step]
 
     def take_unfilled(self, step_id: int) -> list[IndexedBlock]:
-        """Return, once, the blocks that a failed step and later ones should have filled."""
+        """Return, once, the blocks that a failed step and later steps should have filled."""
         steps = [step for step in self._by_step if step >= step_id]
         return [block for step in steps for block in self._by_step.pop(step)]

@@ -28,7 +28,7 @@ class _Refused:
 
 
 class Admission:
-    """The queue of sequences without a slot, and the admission of its first ones."""
+    """The queue of sequences without a slot, and the admission of sequences from its front."""
 
     def __init__(
         self, limits: SchedulerLimits, policy: Policy, rows: RowPlanner, counters: EngineCounters

@@ -107,7 +107,7 @@ class SlotColumns:
 
     @property
     def has_decodes(self) -> bool:
-        """Whether any sequence needs another decode step, not counting one whose last token is in flight."""
+        """Whether any sequence needs another decode step, except sequences whose last token is in flight."""
         slots = self.decoding()
         return bool((self.max_len[slots] > self.num_bound[slots]).any())
 

@@ -29,7 +29,7 @@ class Sequence:
     # Follows the output. The engine's late source creates and uses it.
     grammar: object | None = None
     last_step: int = 0  # id of the last step that it was planned in before it lost its slot
-    # Prompt tokens whose successor has log-probabilities, or needs none.
+    # Number of prompt tokens for which no log-probability remains to be computed.
     num_scored: int = 2**31 - 1
     # On the monotonic clock, in seconds; `admitted_at` is 0 unless its first token is awaited.
     arrived_at: float = field(default_factory=monotonic)

@@ -206,7 +206,7 @@ class Tokenizer:
         return len(encoding)
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of all tokens at once, mostly without the GIL (see `encode`)."""
+        """Return the text of all tokens, decoded in one call, mostly without the GIL (see `encode`)."""
         ids = token_ids.tolist() if isinstance(token_ids, np.ndarray) else list(token_ids)
         (text,) = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
         return text

@@ -132,7 +132,7 @@ class BucketFinder:
     """Finds the bucket of a step among those without variants."""
 
     def __init__(self, sizes: Sequence[BucketSize], followed: Collection[BucketSize] = ()) -> None:
-        """Sort the sizes by kind of step. A draft model can follow the `followed` ones."""
+        """Sort the sizes by kind of step. A draft model can run after the steps in `followed`."""
         self._decodes = sorted(
             size.num_decodes for size in sizes if size.num_tokens == size.num_decodes
         )

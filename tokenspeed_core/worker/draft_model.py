@@ -25,7 +25,7 @@ from tokenspeed_core.worker.transfer import HostDeviceTransfer
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TargetStep:
-    """A step of the target model, until the draft model follows it. `states` are those of `DraftModelInfo.hidden`."""
+    """A step of the target model, kept until the draft model runs. `states` are the hidden states of `DraftModelInfo.hidden`."""
 
     plan: StepPlan
     next: NextDrafts
@@ -100,7 +100,7 @@ class DraftRunner:
     def follow(
         self, step: TargetStep, ids: torch.Tensor | None, num_new: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Compute the cache entries of a step, and draft tokens for the next one. Returns those if they are asked for.
+        """Compute the cache entries of a step, and draft tokens for the next step. Return the draft tokens if requested.
 
         `ids` int32 [R] are the chosen tokens and `num_new` int32 [S] the new tokens of each row that samples, as in
         `Sampled`; `ids` is None if no row does. The result is int32 [S, num_drafts].

@@ -282,7 +282,7 @@ def _run(runner: LocalRunner, trial: WarmupStep) -> None:
 
 
 def _wanted_pages(assembly: Assembly) -> int | None:
-    """Return the pages that the user asked for, if they did."""
+    """Return the number of pages that the user requested, or None."""
     config, pool = assembly.resolved.config, assembly.pool
     if config.max_total_tokens is not None:
         return pool.pages_of_tokens(config.max_total_tokens)

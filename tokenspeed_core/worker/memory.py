@@ -29,7 +29,7 @@ class PoolLimits:
         max_model_len: int,
         max_chunk: int | None = None,
     ) -> PoolLimits:
-        """Return the limits of a pool for a model's groups. `max_chunk` is that of `PageLayout.of`."""
+        """Return the limits of a pool for a model's groups. `max_chunk` is the argument of `PageLayout.of`."""
         layout = PageLayout.of(groups, block_size, dtype_bytes, max_chunk)
         return cls(layout, layout.num_pages_of_sequence(max_model_len))
 

@@ -90,14 +90,14 @@ class CudaTransfer:
     """The transfer to a CUDA device over a stream, which must be current at every call."""
 
     def __init__(self, stream: torch.cuda.Stream, num_bytes: int = _SMALLEST) -> None:
-        """Allocate pinned buffers for uploads of `num_bytes`; larger ones make them grow."""
+        """Allocate pinned buffers for uploads of `num_bytes`. They grow for larger uploads."""
         self._stream = stream
         self._device = stream.device
         self._up = PinnedRing(num_bytes)
         self._down = PinnedRing(_SMALLEST, depth=2 * _DEPTH)
 
     def send(self, arrays: Sequence[np.ndarray[Any, Any]]) -> list[torch.Tensor]:
-        """Copy all arrays at once into one new device buffer and return its parts."""
+        """Copy all arrays into one new device buffer in a single transfer, and return its parts."""
         offsets, total = _offsets([array.nbytes for array in arrays])
         pinned, host, event = self._up.take(total)
         for array, offset in zip(arrays, offsets, strict=True):

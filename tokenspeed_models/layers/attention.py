@@ -154,7 +154,7 @@ class Attention:
         return self.out(heads), residual
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
-        """List the weights of the projections, and those of the query and key norms."""
+        """List the weights of the projections and of the query and key norms."""
         yield from self.qkv.slots(prefix)
         yield from self.out.slots(prefix)
         if self._qk_norm is not None:

@@ -23,7 +23,7 @@ from tokenspeed_models.layers.moe import MoE
 from tokenspeed_models.layers.norm import RMSNorm
 from tokenspeed_models.layers.ops import dtype_name
 
-# Up to this many rows, time goes into reading weights and into gaps between kernels. One kernel has no gaps.
+# Up to this many rows, most time is spent reading weights and in gaps between kernels, which one fused kernel avoids.
 # A single row is faster with the separate kernels for it.
 MAX_SMALL_BATCH = 64
 # From this many rows on, GEMMs are compute-bound, and those that add to the residual in place save memory traffic.

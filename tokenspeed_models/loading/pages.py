@@ -17,7 +17,7 @@ import torch
 
 # A smaller gap between two ranges is read: 1 MiB takes a disk less time than two requests in a row.
 MIN_GAP = 1 << 20  # bytes
-# Linux reads at least 128 KiB of a range in answer to one call, and may ignore the rest.
+# For one call, Linux reads at least 128 KiB of a range, and may ignore the remainder.
 _CHUNK = 128 << 10  # bytes
 
 

@@ -32,9 +32,7 @@ RESULT_SECONDS = 10.0  # that a stopped client has to return its answers
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """How requests are sent: by `users` at once, or `rate` sessions per second, from `procs`
-    processes.
-    """
+    """How requests are sent: by `users` concurrent users, or `rate` sessions per second, from `procs` processes."""
 
     users: int
     rate: float | None = None

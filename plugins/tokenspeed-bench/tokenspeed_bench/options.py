@@ -175,7 +175,9 @@ def _add_serving(parser: Parser) -> None:
         "--request-rate", type=positive, metavar="X", help="arrivals per second instead of users"
     )
     parser.add_argument(
-        "--fixed", action="store_true", help="use equal lengths; by default they vary by up to 50 %%"
+        "--fixed",
+        action="store_true",
+        help="use equal lengths; by default they vary by up to 50 %%",
     )
     parser.add_argument("--procs", type=whole, default=8, help="number of client processes (8)")
     parser.add_argument(
@@ -269,9 +271,7 @@ def given_numbers(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def traffics_of(options: argparse.Namespace, kinds: Sequence[str]) -> list[Traffic]:
-    """Return the traffics of an offline measurement. With several kinds, each takes its own
-    options.
-    """
+    """Return the traffics of an offline measurement. If there are several kinds, each uses its own options."""
     given = given_numbers(options)
     for kind in kinds:
         if kind not in OFFLINE:

@@ -21,7 +21,7 @@ STOP_SECONDS = 90.0  # that the command has to stop
 
 
 def start(words: Sequence[str], **more: Any) -> subprocess.Popen[bytes]:
-    """Start a command that ends at the latest with this process. `more` goes to Popen."""
+    """Start a command that is ended when this process ends. `more` are arguments of Popen."""
     command = [sys.executable, "-P", "-m", "tokenspeed_bench.supervised", *words]
     return subprocess.Popen(command, stdin=subprocess.PIPE, **more)
 

@@ -16,7 +16,7 @@ _SPACES = set(" \t\r\n")
 
 
 class ServerError(Exception):
-    """A server that cannot be reached or answers with an error; `status` is that of HTTP, or 0."""
+    """A server is unreachable or returned an error; `status` is the HTTP status, or 0."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)

@@ -64,7 +64,7 @@ class Conversation:
         screen.note("stopped" if is_stopped else statistics.summary())
 
     def run_command(self, line: str, screen: Screen) -> bool:
-        """Run a line that starts with "/". Return whether the conversation goes on."""
+        """Run a line that starts with "/". Return whether the conversation continues."""
         name, _, rest = line.partition(" ")
         match name:
             case "/help":

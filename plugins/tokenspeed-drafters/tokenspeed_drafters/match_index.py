@@ -224,7 +224,7 @@ class MatchIndex:
         self.num_tokens = first + end - start
 
     def _set_recent(self, token_ids: I32) -> None:
-        """Keep the hashes of a text's last tokens, which the hashes of the next ones need."""
+        """Keep the hashes of a text's last tokens, because the hashes of the next tokens depend on them."""
         eight, quad, pair, one = (
             [0] * 4 + row for row in _all_hashes(token_ids[-ORDERS[0] :]).tolist()
         )

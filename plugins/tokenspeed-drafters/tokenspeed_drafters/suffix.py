@@ -257,7 +257,7 @@ class SuffixSequence:
         self._draft = _NO_DRAFT
 
     def _follow(self) -> None:
-        """Advance all matches over the new tokens, and search again if that may find longer ones."""
+        """Advance all matches over the new tokens, and search again if longer matches are possible."""
         new_tokens, own, answers = self._new_tokens, self._own, self._answers
         context = own.index.last(MAX_CONTEXT)
         self._new_tokens = []
@@ -347,6 +347,6 @@ class SuffixDrafter:
         )
 
     def end(self, slot: int) -> None:
-        """Forget a sequence, and keep its answer for later ones of the same tenant."""
+        """Forget a sequence, and keep its answer for later sequences of the same tenant."""
         sequence = self._sequences.pop(slot)
         self._tenants.add(sequence.tenant, sequence.answer())

@@ -203,7 +203,7 @@ def _info(architecture: str, c: DeepseekConfig) -> ModelInfo:
 
 
 def _count_parameters(c: DeepseekConfig) -> int:
-    """Return the number of parameters without draft layers; tied ones count once."""
+    """Return the number of parameters without draft layers. Tied parameters count once."""
     hidden, sizes, moe = c.hidden_size, c.sizes, c.moe
     entry_size, heads = sizes.latent_size + sizes.rope_size, sizes.num_heads
     q_size = heads * (sizes.nope_size + sizes.rope_size)

@@ -16,7 +16,7 @@ HEAD_SIZE = 128  # if the key is missing
 
 
 def read_minimax_m2(config: Mapping[str, Any]) -> DecoderConfig:
-    """Read a configuration. Published ones have `rotary_dim` in place of `partial_rotary_factor`.
+    """Read a configuration. Published checkpoints have `rotary_dim` instead of `partial_rotary_factor`.
 
     Raises ValueError naming the key.
     """

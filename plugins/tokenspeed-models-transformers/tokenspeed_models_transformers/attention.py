@@ -75,7 +75,7 @@ class _SuccessiveCalls:
 
 @dataclass(frozen=True, slots=True)
 class BoundAttention:
-    """The bound calls, those of modules that are replaced as a whole, and float32 copies of sinks.
+    """The bound attention calls, the calls of modules that are replaced as a whole, and float32 copies of sinks.
 
     The sinks have the paths of their parameters.
     """

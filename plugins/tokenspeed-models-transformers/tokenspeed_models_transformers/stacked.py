@@ -57,7 +57,7 @@ def plain_gemm(build: BuildContext, in_size: int, out_size: int) -> Callable[...
 def stack(
     build: BuildContext, layers: Sequence[tuple[str, nn.Linear]]
 ) -> tuple[Stacked, tuple[WeightSlot, ...]]:
-    """Return one GEMM for linear layers with the same input, given with their paths, and the slots of quantized ones.
+    """Return one GEMM for linear layers with the same input, given with their paths, and the slots of quantized layers.
 
     A quantized layer loses its parameters and gets the attribute `QUANTIZED`. All of the layers have a bias, or none
     has. Raises ValueError if they have different schemes.

@@ -55,7 +55,7 @@ class CallObject:
         return self._scanner is not None and self._scanner.in_string
 
     def feed(self, text: str, at: int = 0) -> int:
-        """Read a piece from position `at`; return the position after the part that belongs to the object."""
+        """Read a piece from position `at`. Return the position after the part that is in the object."""
         while at < len(text) and self.status is Status.READING:
             before = at
             at = self._read_value(text, at) if self._scanner else self._read_mark(text, at)

@@ -70,7 +70,7 @@ class PythonValue:
         return at + 1
 
     def _read_escape(self, char: str, out: list[str]) -> int:
-        """Add a character to the escape; return 1 if it belongs to it, else 0."""
+        """Add a character to the escape. Return 1 if the character is part of it, else 0."""
         kind = (self._escape + char)[1]
         digits = self._escape[2:]
         if kind not in _HEX_DIGITS:

@@ -81,7 +81,7 @@ class Reader:
         self._write(self._kind, self._take_newlines())
 
     def _take_newlines(self) -> str:
-        """Return the newlines that belong to the marker just read."""
+        """Return the newlines that are part of the marker just read."""
         num, self._num_newlines = self._num_newlines, 0
         return "\n" * num
 

@@ -87,5 +87,5 @@ def _locked(name: str, table: object) -> Locked:
 
 
 def _quoted(value: str) -> str:
-    """Return a TOML string; its escapes are those of JSON."""
+    """Return a TOML string. It uses the same escapes as JSON."""
     return json.dumps(value, ensure_ascii=False)

@@ -110,7 +110,7 @@ def _scaled(
     if static:
         stored.append(StoredTensor(input_scale, "float32", (ONE,), "scale", typical=0.02))
         input_operands.append(StoredTensor("input_scale", "float32", (ONE,)))
-    # Static checkpoints of some writers are read as dynamic ones only if their configuration says so.
+    # Static checkpoints of some tools are treated as dynamic only if their configuration declares it.
     return Packing(
         tuple(stored),
         (StoredTensor("weight", dtype, (OUT, IN)), StoredTensor("scale", "float32", (OUT, ONE))),

@@ -62,7 +62,7 @@ async def _read_checked(request: Request, service: Service) -> bytes:
 
 
 def is_long(data: bytes) -> bool:
-    """Return whether a body is parsed in a thread, so that other streams go on.
+    """Return whether a body is parsed in a thread, so that other streams continue.
 
     A chat is, whatever its length: a template renders it, which may be slow.
     """

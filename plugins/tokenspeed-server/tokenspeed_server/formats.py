@@ -95,7 +95,7 @@ class ResponseFormat(ABC):
 
     @abstractmethod
     def logprobs(self, found: AnswerLogprobs) -> Any:
-        """Return tokens' log-probabilities as `event` gets them, None if the format has none."""
+        """Return the log-probabilities of tokens for `event`, or None if the format has none."""
 
 
 class OpenAIFormat(ResponseFormat):

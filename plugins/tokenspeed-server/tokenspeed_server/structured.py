@@ -1,4 +1,4 @@
-"""The fields that ask for structured output, in the forms of OpenAI, vLLM and SGLang."""
+"""The request fields for structured output of OpenAI, vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ OutputFormat = Annotated[
 
 
 class StructuredFields(BaseModel):
-    """The fields that ask for structured output. A request uses one of them."""
+    """The request fields for structured output. A request uses one of them."""
 
     response_format: OutputFormat | None = Field(None, description="OpenAI's form")
     guided_json: Schema | None = Field(None, description="structured_outputs.json")
@@ -69,7 +69,7 @@ class StructuredFields(BaseModel):
         return next(iter(self._by_field().values()), None)
 
     def output_field(self) -> str | None:
-        """Return the name of the field that asks for a form, if one does."""
+        """Return the name of the field that sets a constraint, or None."""
         return next(iter(self._by_field()), None)
 
     def _by_field(self) -> dict[str, StructuredOutputs]:

@@ -83,7 +83,7 @@ class TransformersConformance:
     config: ClassVar[Mapping[str, Any] | None] = None
 
     def test_number_of_parameters_equals_transformers(self) -> None:
-        """`describe` counts the parameters of the model that transformers builds, tied ones once."""
+        """`describe` returns the number of parameters of the transformers model. Tied parameters count once."""
         model, config = self._model
         info: ModelInfo = load_target(self.spec.describe)(config)
         expected = sum(parameter.numel() for parameter in model.parameters())

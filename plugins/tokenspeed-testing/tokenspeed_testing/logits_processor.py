@@ -50,7 +50,7 @@ class LogitsProcessorConformance:
         assert done.returncode == 0, f"importing {module} imports torch, or fails"
 
     def test_logits_stay_usable(self) -> None:
-        """No row gets NaN or plus infinity, and each keeps a finite logit. Logits change in place."""
+        """No row contains NaN or plus infinity, and each keeps a finite logit. Logits change in place."""
         processor = self._make()
         history = _tokens(5)
         processor.begin(2, self.spec.example, history, 5)

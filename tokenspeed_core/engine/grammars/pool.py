@@ -34,7 +34,7 @@ class GrammarKey(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """Why a grammar cannot be used. `reason` is that of a `Rejected` message."""
+    """Why a grammar cannot be used. `reason` is the reason of a `Rejected` message."""
 
     reason: str
     message: str

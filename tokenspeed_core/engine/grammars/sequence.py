@@ -13,7 +13,7 @@ from tokenspeed_core.engine.messages import Reasoning
 
 
 class Phase(Enum):
-    """The part of the reply that the next token belongs to."""
+    """The part of the reply that contains the next token."""
 
     OPENING = 0  # the first token: it may start the reasoning
     REASONING = 1

@@ -93,7 +93,7 @@ class Grammars:
             self._held[key] = [request for request in held if not self._is_aborted(request)]
 
     def poll(self, seconds: float = 0.0) -> None:
-        """Queue the requests whose grammar is ready; wait up to `seconds` for one if some are pending."""
+        """Queue the requests whose grammar is ready. If some are pending, wait up to `seconds` for one."""
         for key, result in self._pool.finished(seconds):
             # An internal failure does not mean that the grammar is invalid.
             if not (isinstance(result, Refusal) and result.reason == "internal"):

@@ -29,7 +29,7 @@ SPREAD = 1  # programs per multiprocessor, before splitting, up to which the que
 WANTED = 4  # programs per multiprocessor that splitting aims at
 NUM_SLOTS = {"decode": 65536, "prefill": 16384}  # rows of tiles over all splits, by phase
 SMALL_STEP = 1024  # up to this many tokens, prompts get small tiles, so that there are enough tiles
-# Rows of a decode tile, and of wide ones; a row with more query tokens counts as a prompt.
+# Rows of a decode tile, and of a wide tile; a row with more query tokens counts as a prompt.
 MAX_DECODE_ROWS, MAX_WIDE_ROWS = 128, 64
 FALLBACK_MULTIPROCESSORS = 8  # under the interpreter, which has no device
 
@@ -158,7 +158,7 @@ class TritonAttention:
         if self._first_layer is None:
             self._first_layer = k_cache.data_ptr()
         shared = self._launch.shared
-        # First: if nothing is shared this launch returns at once, and overlaps with the next.
+        # First: if no prefix is shared, this kernel returns immediately and overlaps with the next.
         if shared is not None:
             # Once per forward, in its first layer, so that a captured graph repeats the search.
             if k_cache.data_ptr() == self._first_layer:

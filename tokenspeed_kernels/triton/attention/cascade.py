@@ -32,7 +32,7 @@ MIN_ROWS = 9
 MIN_KEYS = (
     256  # minimum shared keys; at least the number from which `AttentionStep.shares_prefix` is set
 )
-# Partial results that a program merges at once, and so the maximum number of splits of the shared keys.
+# Number of partial results that a program merges together, which is the maximum number of splits of the shared keys.
 MERGED_PARTS = 8
 MAX_SLOTS = 65536  # partial results: one per query head, row and split
 MAX_BLOCK_M = 64  # query heads in a tile, from several rows

@@ -174,7 +174,7 @@ def _launcher(problem: Problem) -> Callable[..., Tensor]:
 @triton.jit
 def _e2m1(code):
     """Return the values, float32, of E2M1 codes from 0 to 15."""
-    # The exponent and mantissa move to those of a float32. Subnormal numbers stay right: code 1 is 0.5.
+    # The exponent and mantissa are moved to their places in a float32. This is correct for subnormal numbers too: code 1 is 0.5.
     code = code.to(tl.uint32)
     bits = ((code & 8) << 28) | ((code & 7) << 22)
     return bits.to(tl.float32, bitcast=True) * _E2M1_BIAS

@@ -1,4 +1,4 @@
-"""Grammar masks on logits: one pass that writes only the forbidden ones."""
+"""Grammar masks on logits: one pass that writes only the logits of forbidden tokens."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class OnlineBatch:
     """One run over HTTP."""
 
     def __init__(self, client: HttpClient, concurrency: int) -> None:
-        """Send at most `concurrency` requests at once."""
+        """Send at most `concurrency` requests concurrently."""
         self.counts = Counts()
         self._client = client
         self._concurrency = concurrency

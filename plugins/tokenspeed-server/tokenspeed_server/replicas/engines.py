@@ -112,7 +112,7 @@ class EngineReplicas:
                 self._publish(replica)
 
     def prefilled(self, replica: int, sequence_id: int, sink: Sink) -> None:
-        """Note that a prompt was computed; `sink` gets the other tokens."""
+        """Record that a prompt was computed; `sink` receives the other tokens."""
         self.clients[replica].replace(sequence_id, sink)
         self._end_prefill(sequence_id)
         self._publish(replica)

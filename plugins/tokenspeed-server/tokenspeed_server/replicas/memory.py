@@ -55,7 +55,7 @@ class ReplicaMemory:
         if not len(digests):
             return [0] * self.num_replicas
         found = self._cells[:, self._places(digests)] == digests
-        # The longest prefix includes the shorter ones, even if other prefixes have taken their cells.
+        # The longest prefix includes the shorter ones, even if other prefixes have overwritten their cells.
         longest = np.where(found, np.arange(1, len(digests) + 1), 0).max(axis=1)
         return (longest * GRANULARITY).tolist()  # type: ignore[no-any-return]
 

@@ -76,7 +76,7 @@ class ResponsesFormat(ResponseFormat):
         usage: Usage,
         on_end: Callable[[bytes], None],
     ) -> None:
-        """Make the format of one response. `on_end` gets the whole response."""
+        """Create the format of one response. `on_end` receives the complete response."""
         self.id = response_id
         self._usage = usage  # grows while the answer is written
         self._is_stream = body.stream

@@ -75,7 +75,7 @@ class ReasoningText(BodyPart):
 
 
 class ReasoningItem(BodyPart):
-    """Reasoning of the model. Encrypted reasoning of other servers is left out of the prompt."""
+    """Reasoning of the model. Encrypted reasoning of other servers is not added to the prompt."""
 
     type: Literal["reasoning"]
     id: _Id | None = None
