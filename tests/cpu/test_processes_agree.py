@@ -57,7 +57,7 @@ def ended(module: str, folder: Path, digest: str) -> tuple[int, str, str]:
 def test_process_with_other_plugins_than_the_launcher_ends(module: str, tmp_path: Path) -> None:
     status, written, failed = ended(module, tmp_path, "another")
     assert status == 1
-    assert "other plugins than its launcher" in (failed or written)
+    assert "different plugins than its parent process" in (failed or written)
     _, written, failed = ended(module, tmp_path, Catalog.discover().digest())
-    assert "other plugins" not in failed + written
+    assert "different plugins" not in failed + written
     assert failed or written, "it starts with the same plugins, and fails for want of a model"

@@ -229,7 +229,7 @@ NAME = "model.layers.1.mlp.down_proj"
         (
             "gptq desc_act",
             lambda t: t.update({f"{NAME}.g_idx": t[f"{NAME}.g_idx"] // 2}),
-            f"{NAME}: g_idx does not give each of 3 groups the same number",
+            f"{NAME}: g_idx does not assign the same number of columns to each of 3 groups",
         ),
         (
             "gptq desc_act",

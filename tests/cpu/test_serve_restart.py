@@ -26,12 +26,12 @@ def test_engine_that_died_answers_again(tmp_path: Path) -> None:
         before = engines_of(server.process.pid)
         victim, survivor = before
         victim.kill()
-        wait_until(lambda: "it starts again" in server.stderr(), 60, "noticed")
+        wait_until(lambda: "it restarts" in server.stderr(), 60, "noticed")
         assert client.completions.create(**request).choices[0].text == expected
         wait_until(lambda: "is ready again" in server.stderr(), 120, "ready again")
         assert len(engines_of(server.process.pid) - before) == 1
         survivor.kill()  # now only the new engine can answer
-        wait_until(lambda: server.stderr().count("it starts again") == 2, 60, "noticed")
+        wait_until(lambda: server.stderr().count("it restarts") == 2, 60, "noticed")
         assert client.completions.create(**request).choices[0].text == expected
         wait_until(lambda: server.stderr().count("is ready again") == 2, 120, "ready again")
         server.process.send_signal(signal.SIGTERM)

@@ -163,7 +163,7 @@ def entry(**more: str) -> dict[str, str]:
         ([entry(kind="commands")], "pip install --force-reinstall --no-deps tokenspeed-bench"),
         (
             [entry(status="disabled", reason="left out by X")],
-            "which record the steps, are disabled: left out by X",
+            "which record the profile, are disabled: left out by X",
         ),
     ],
 )
