@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenspeed_core.api import Capability, KernelSpec
+from tokenspeed_core.api import AxisLimit, Capability, KernelSpec
 from tokenspeed_kernels.contracts.comm import COMM
 
 # Their sizes are numbers of the host, which a captured CUDA graph would keep.
@@ -34,4 +34,18 @@ ALLTOALL_COMM = KernelSpec(
         platforms=("cpu", "cuda"), dtypes=("float32", "bfloat16", "float16"), features=frozenset()
     ),
     load="tokenspeed_kernels.reference.comm:exchange_tokens",
+)
+SYMM_COMM = KernelSpec(
+    op="all_reduce",
+    backend="symm",
+    capability=Capability(
+        platforms=("cuda",),
+        min_compute_capability=(8, 0),
+        dtypes=("float32", "bfloat16"),
+        features=frozenset({"graph_safe"}),
+        # The GPUs of a node. Rows are multiples of four bytes.
+        limits=(AxisLimit("num_processes", 2, 8), AxisLimit("size", 2, multiple_of=2)),
+    ),
+    load="tokenspeed_kernels.symmetric_memory:all_reduce",
+    needs_name=True,
 )

@@ -10,7 +10,7 @@ from tokenspeed_testing.comm import CommConformance
 
 from tokenspeed_core import LLM, SamplingParams
 from tokenspeed_core.api import KernelSpec
-from tokenspeed_kernels.collectives import NCCL_COMM
+from tokenspeed_kernels.collectives import NCCL_COMM, SYMM_COMM
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,7 +18,9 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("spec", NCCL_COMM, ids=lambda spec: spec.op)
+@pytest.mark.parametrize(
+    "spec", [*NCCL_COMM, SYMM_COMM], ids=lambda spec: f"{spec.op}-{spec.backend}"
+)
 def test_nccl_conforms(spec: KernelSpec) -> None:
     suite: CommConformance = type("Suite", (CommConformance,), {"spec": spec})()
     suite.test_two_processes_compute_the_contract()

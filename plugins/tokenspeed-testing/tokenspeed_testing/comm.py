@@ -76,6 +76,8 @@ def _report(reports: Any, rank: int, *arguments: Any) -> None:
 
 def _check(rank: int, spec: KernelSpec, contract: OpContract, platform: str, store: str) -> None:
     device = torch.device(platform, rank) if platform == "cuda" else torch.device(platform)
+    if platform == "cuda":
+        torch.cuda.set_device(device)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     distributed.init_process_group(
         "nccl" if platform == "cuda" else "gloo",

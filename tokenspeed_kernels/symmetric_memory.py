@@ -1,0 +1,83 @@
+"""All-reduce through torch's symmetric memory: buffers of all GPUs of a node that each of them can address.
+
+Small sums are one-shot: each process reads the summands of all others. Larger ones are two-shot: each process adds up
+one part and writes it to all others. NCCL adds up the largest. Multicast is not used.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from itertools import permutations
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed import _symmetric_memory as symmetric_memory
+
+from tokenspeed_core.api import CommGroup, Problem
+from tokenspeed_kernels.reference import comm
+
+MAX_ONE_SHOT_BYTES = 64 << 10
+MAX_TWO_SHOT_BYTES = 16 << 20
+_SUM = "sum"
+
+
+def all_reduce(problem: Problem, group: CommGroup) -> Callable[[Tensor], Tensor]:
+    """Return `reduce(x [T, N]) -> x`, which adds up the x of all processes in place.
+
+    Raises RuntimeError in all processes if two of them cannot address each other's memory.
+    """
+    dtype = getattr(torch, problem["dtype"])
+    max_one_shot, max_two_shot = (
+        limit // dtype.itemsize for limit in (MAX_ONE_SHOT_BYTES, MAX_TWO_SHOT_BYTES)
+    )
+    buffer = allocate(group, max_two_shot, dtype)
+    name, reduce_large = group.handle.group_name, comm.all_reduce(problem, group)
+    one_shot = torch.ops.symm_mem.one_shot_all_reduce_copy_out
+    two_shot = torch.ops.symm_mem.two_shot_all_reduce_
+
+    def reduce(x: Tensor) -> Tensor:
+        num_values = x.numel()
+        if num_values > max_two_shot:
+            return reduce_large(x)
+        x = x.contiguous()
+        if x.storage_offset():  # torch's kernels read 16 bytes at once
+            x = x.clone()
+        flat, part = x.view(-1), buffer[:num_values]
+        if num_values <= max_one_shot:
+            one_shot(part, flat, _SUM, name, flat)
+        else:
+            part.copy_(flat)
+            flat.copy_(two_shot(part, _SUM, name))
+        return x
+
+    return reduce
+
+
+def allocate(group: CommGroup, num_values: int, dtype: torch.dtype) -> Tensor:
+    """Return a buffer [num_values] on this process's GPU that the other processes of the group can address.
+
+    All processes of the group call it. Raises RuntimeError in each of them if two cannot address each other's memory.
+    """
+    device = torch.device("cuda", torch.cuda.current_device())
+    places: list[tuple[str, int]] = [("", 0)] * group.group.size
+    distributed.all_gather_object(places, (socket.gethostname(), device.index), group=group.handle)
+    check_peers(places, torch.cuda.can_device_access_peer)
+    buffer: Tensor = symmetric_memory.empty(num_values, dtype=dtype, device=device)
+    symmetric_memory.rendezvous(buffer, group.handle.group_name)
+    return buffer
+
+
+def check_peers(places: list[tuple[str, int]], can_access: Callable[[int, int], bool]) -> None:
+    """Raise RuntimeError if two processes, each on a GPU of a node, cannot address each other's memory.
+
+    Processes that see one GPU each have equal indices, which say nothing; torch then raises RuntimeError itself.
+    """
+    nodes = sorted({node for node, _ in places})
+    if len(nodes) > 1:
+        raise RuntimeError(
+            f"symmetric memory needs one node, and the group has processes on {', '.join(nodes)}; use nccl"
+        )
+    for first, second in permutations(sorted({index for _, index in places}), 2):
+        if not can_access(first, second):
+            raise RuntimeError(f"GPU {first} has no peer access to GPU {second}; use nccl")
