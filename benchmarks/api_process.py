@@ -28,9 +28,10 @@ from tokenspeed_bench.traffic import Traffic, load
 from tokenspeed_server.lifecycle import WorkerConfig, serve
 from tokenspeed_server.listen import listen, url
 from tokenspeed_server.replicas.memory import ReplicaMemory
-from tokenspeed_server.service import ModelText, Options
+from tokenspeed_server.service import Options
 from tokenspeed_server.supervisor import Supervised, Supervisor
 
+from tokenspeed_core.commands.serving import ModelText
 from tokenspeed_core.engine.messages import (
     Abort,
     Drain,
@@ -42,7 +43,6 @@ from tokenspeed_core.engine.messages import (
     to_engine,
 )
 from tokenspeed_core.engine.parent_death import attach_to_parent
-from tokenspeed_core.engine.requests import Defaults
 from tokenspeed_core.engine.subprocesses import Program
 from tokenspeed_core.engine.transport import bind, send, send_outputs
 from tokenspeed_core.text.tokenizer import load_tokenizer
@@ -96,7 +96,7 @@ def hand_out_tokens(
 
 def worker_config(bound: Socket, folder: Path) -> WorkerConfig:
     """Return the configuration of a worker with the tokenizer of a folder."""
-    text = ModelText(load_tokenizer(folder), None, Defaults())
+    text = ModelText(load_tokenizer(folder), None)
     return WorkerConfig(
         bound,
         Options("canned"),

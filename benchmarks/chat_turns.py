@@ -25,9 +25,10 @@ from tokenspeed_server.api_body import parse_body
 from tokenspeed_server.prompts import chat_ids
 from tokenspeed_server.protocol import ChatRequest
 
+from tokenspeed_core.engine.inputs import InputProcessor, ModelText
 from tokenspeed_core.engine.messages import Ready
-from tokenspeed_core.text.template import load_chat_template
-from tokenspeed_core.text.tokenizer import load_tokenizer
+from tokenspeed_core.text.template import ChatTemplate, load_chat_template
+from tokenspeed_core.text.tokenizer import Tokenizer, load_tokenizer
 
 SEED = 7
 LIMITS = Ready(2**30, 2**30, 2**31 - 1, "")
@@ -54,6 +55,10 @@ def timed(call: Callable[[], T]) -> tuple[float, T]:
     begin = time.perf_counter()
     value = call()
     return 1e3 * (time.perf_counter() - begin), value
+
+
+def _inputs(tokenizer: Tokenizer, template: ChatTemplate | None) -> InputProcessor:
+    return InputProcessor(ModelText(tokenizer, template), LIMITS)
 
 
 def main() -> None:
@@ -83,8 +88,8 @@ def main() -> None:
         json_ms, parsed = timed(partial(parse_body, body, ChatRequest))
         request = parsed.body
         new, other = load_tokenizer(given.folder), load_tokenizer(given.folder)
-        kept_ms, ids = timed(partial(chat_ids, kept, template, request, None, LIMITS))
-        new_ms, same = timed(partial(chat_ids, new, template, request, None, LIMITS))
+        kept_ms, ids = timed(partial(chat_ids, _inputs(kept, template), request, None))
+        new_ms, same = timed(partial(chat_ids, _inputs(new, template), request, None))
         floor_ms, _ = timed(
             partial(other.encode, messages[-1]["content"], add_special_tokens=False)
         )

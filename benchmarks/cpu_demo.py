@@ -125,7 +125,7 @@ class Ours:
         while waiting or engine.has_work:
             while waiting and begin + waiting[0].arrival <= time.perf_counter():
                 request = waiting.pop(0)
-                encoded = self.llm._encoder.encode(prompt(request))
+                encoded = self.llm._inputs.encode(prompt(request))
                 refused = engine.submit(self.llm._build_submit(encoded, params(request)))
                 assert refused is None
             if engine.has_work:

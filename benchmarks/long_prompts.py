@@ -33,10 +33,10 @@ from tokenspeed_server.formats import Answer, ChatFormat, Usage
 from tokenspeed_server.lifecycle import WorkerConfig, serve
 from tokenspeed_server.listen import listen, url
 from tokenspeed_server.logprobs import AnswerLogprobs
-from tokenspeed_server.service import ModelText, Options
+from tokenspeed_server.service import Options
 from tokenspeed_server.supervisor import Supervisor
 
-from tokenspeed_core.engine.requests import Defaults
+from tokenspeed_core.commands.serving import ModelText
 from tokenspeed_core.engine.subprocesses import Program
 from tokenspeed_core.text.template import load_chat_template
 from tokenspeed_core.text.tokenizer import load_tokenizer
@@ -53,7 +53,7 @@ def be_server() -> int:
     print(url(bound), flush=True)
     tokenizer = load_tokenizer(CHECKPOINT)
     template = load_chat_template(CHECKPOINT, tokenizer.special_tokens)
-    text = ModelText(tokenizer, template, Defaults())
+    text = ModelText(tokenizer, template)
     settings = {"step_seconds": STEP_SECONDS, "longest": 2 * NUM_TOKENS, "token": 300}
     engine = Program([sys.executable, str(API_PROCESS), "--engine"], settings)
     config = WorkerConfig(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, aclosing
+from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Any, Self, Unpack
 
 from tokenspeed_core.api.sampling import SamplingParams
@@ -14,20 +14,19 @@ from tokenspeed_core.checkpoint.resolve import ResolvedCheckpoint, resolve_check
 from tokenspeed_core.config import Config
 from tokenspeed_core.config.keywords import EngineKeywords
 from tokenspeed_core.config.schema import read_keywords
+from tokenspeed_core.engine.async_engine import AsyncEngine
 from tokenspeed_core.engine.client import EngineClient
 from tokenspeed_core.engine.engine_process import EngineProcess, engine_programs
 from tokenspeed_core.engine.factory import discover
+from tokenspeed_core.engine.inputs import EncodedPrompt, InputProcessor, ModelText, Prompt
 from tokenspeed_core.engine.logits_processors import LogitsProcessorTable
-from tokenspeed_core.engine.messages import Ready, WorkerReady
 from tokenspeed_core.engine.outputs import RequestOutput
-from tokenspeed_core.engine.prompts import EncodedPrompt, Prompt, PromptEncoder
-from tokenspeed_core.engine.requests import Defaults, build_submit
+from tokenspeed_core.engine.requests import RequestOptions
 from tokenspeed_core.engine.streams import RequestStream
 from tokenspeed_core.engine.subprocesses import Program
 from tokenspeed_core.errors import BadRequestError, EngineDeadError, TokenSpeedError
 from tokenspeed_core.plugins.hooks import Hooks
-from tokenspeed_core.text import Conversation, Tokenizer
-from tokenspeed_core.text.load import load_text
+from tokenspeed_core.text import Conversation, Tokenizer, read_conversation
 
 MAX_INLINE_CHARS = 1024  # longer texts, and all chats, are encoded in a thread
 
@@ -49,10 +48,9 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
     def __init__(self, model: str | None = None, **settings: Unpack[EngineKeywords]) -> None:
         """Check the settings. `start`, or `async with`, loads the model. Raises ConfigError."""
         self._config = read_keywords(model, settings)
-        self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="text")
         self._requests: dict[str, tuple[RequestStream, range]] = {}
         self._process: EngineProcess | None = None
-        self._client: EngineClient | None = None
+        self._engine: AsyncEngine | None = None
         self._watch: asyncio.Task[None] | None = None
         self._is_shut_down = False
 
@@ -72,21 +70,18 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         return self
 
     async def _start(self) -> None:
-        program, config, checkpoint, self._processors = await self._in_thread(
-            _prepare, self._config
-        )
-        self._defaults = Defaults.of(checkpoint.generation, checkpoint.info.eos_token_ids)
-        self._has_priorities = config.schedule_policy != "fcfs"
+        program, config, checkpoint, processors = await asyncio.to_thread(_prepare, self._config)
         self._name = f"{checkpoint.name!r}"
         self._process = EngineProcess(program)
-        self._client = client = EngineClient(self._process.addresses[0])
+        client = EngineClient(self._process.addresses[0])
+        self._engine = AsyncEngine(client)
         await self._process.start(client)
         self._watch = asyncio.create_task(self._process.watch(client))
-        self.tokenizer, template = await self._in_thread(load_text, config, checkpoint.path)
-        client.send(WorkerReady())
-        await asyncio.wait((client.ready, client.dead), return_when=asyncio.FIRST_COMPLETED)
-        self._check_alive(client)
-        self._encoder = PromptEncoder(self.tokenizer, template, client.ready.result())
+        text = await self._engine.start(partial(ModelText.load, config, checkpoint))
+        has_priorities = config.schedule_policy != "fcfs"
+        limits = client.ready.result()
+        self._engine.open(InputProcessor(text, limits, processors, has_priorities))
+        self.tokenizer = text.tokenizer
 
     async def __aenter__(self) -> Self:
         return await self.start()
@@ -94,7 +89,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
     async def __aexit__(self, *error: object) -> None:
         await self.shutdown()
 
-    async def generate(
+    def generate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
@@ -111,15 +106,11 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         Raises BadRequestError for an invalid prompt or parameter or a `request_id` in use, RequestFailedError if
         the engine rejects or cannot finish the request, and EngineDeadError if it died.
         """
-        is_short = not isinstance(prompt, str) or len(prompt) <= MAX_INLINE_CHARS
-        encode = self._encoder_of().encode
-        encoded = encode(prompt) if is_short else await self._in_thread(encode, prompt)
-        run = self._run(encoded, sampling_params, request_id, priority, delta)
-        async with aclosing(run) as outputs:
-            async for output in outputs:
-                yield output
+        is_long = isinstance(prompt, str) and len(prompt) > MAX_INLINE_CHARS
+        encode = partial(InputProcessor.encode, prompt=prompt)
+        return self._run(encode, is_long, sampling_params, request_id, priority, delta)
 
-    async def chat(
+    def chat(
         self,
         messages: Conversation,
         sampling_params: SamplingParams | None = None,
@@ -135,23 +126,24 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         `tools` and `options` (such as `enable_thinking`) go to the chat template. Raises the errors of `generate`, and
         TemplateError if the template rejects the messages.
         """
-        encode = self._encoder_of().encode_chat
-        encoded = await self._in_thread(encode, messages, tools, options)
-        run = self._run(encoded, sampling_params, request_id, priority, delta)
-        async with aclosing(run) as outputs:
-            async for output in outputs:
-                yield output
+
+        def encode(inputs: InputProcessor) -> EncodedPrompt:
+            conversation = read_conversation(messages, inputs.template)
+            return inputs.encode_messages(conversation, tools, options)
+
+        return self._run(encode, True, sampling_params, request_id, priority, delta)
 
     async def abort(self, request_id: str) -> None:
         """End a request: its last output has the finish reason "abort". Unknown ids are ignored."""
         stream, sequence_ids = self._requests.get(request_id, (None, range(0)))
-        if stream is not None and self._client is not None:
-            self._client.abort(sequence_ids)
+        if stream is not None and self._engine is not None:
+            self._engine.abort(sequence_ids)
             stream.abort()
 
     async def check_health(self) -> None:
         """Raise EngineDeadError if the engine died, does not respond, or is not started."""
-        reason = "it is not started" if self._client is None else self._client.why_unhealthy()
+        engine = self._engine
+        reason = "it is not started" if engine is None else engine.connection.why_unhealthy()
         if reason is not None:
             raise EngineDeadError(f"the engine is unhealthy: {reason}")
 
@@ -162,42 +154,36 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
             await self._process.kill()
         if self._watch is not None:
             await self._watch  # fails the running requests
-        if self._client is not None:
-            self._client.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._engine is not None:
+            self._engine.close()
 
     def __repr__(self) -> str:
-        if self._client is None or not self._client.ready.done():
+        if self._engine is None or not self._engine.is_open:
             return "AsyncLLM(not started)"
         state = ", shut down" if self._is_shut_down else f", {len(self._requests)} requests"
-        return f"AsyncLLM({self._name}, {self._client.ready.result().longest} tokens{state})"
+        return f"AsyncLLM({self._name}, {self._engine.inputs.limits.longest} tokens{state})"
 
     async def _run(
         self,
-        prompt: EncodedPrompt,
+        encode: Callable[[InputProcessor], EncodedPrompt],
+        is_slow: bool,
         params: SamplingParams | None,
         request_id: str | None,
         priority: int,
         is_delta: bool,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Send a request and yield its outputs. Aborts it if the caller leaves early."""
-        client, limits = self._started()
+        """Encode and send a request, and yield its outputs. Aborts it if the caller leaves early."""
+        engine = self._started()
+        inputs = engine.inputs
+        prompt = await engine.in_thread(encode, inputs) if is_slow else encode(inputs)
+        self._started()
         params = SamplingParams() if params is None else params
         request_id = uuid.uuid4().hex if request_id is None else request_id
-        self._check(request_id, params, priority)
-        submit = build_submit(
-            client.take_ids(params.n),
-            params,
-            prompt.token_ids,
-            limits,
-            self._defaults,
-            priority=priority,
-            processors=self._processors,
-        )
+        self._check(request_id, params)
+        request = engine.request(params, prompt.token_ids, RequestOptions(priority))
         stream = RequestStream(request_id, prompt, params, self.tokenizer, is_delta=is_delta)
-        sequence_ids = range(submit.request_id, submit.request_id + params.n)
-        client.submit(submit, stream.sequences)
-        self._requests[request_id] = (stream, sequence_ids)
+        engine.submit(request, stream.sequences)
+        self._requests[request_id] = (stream, request.sequence_ids)
         try:
             while True:
                 output = await stream.next()
@@ -205,49 +191,31 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
                 if output.finished:
                     return
         except TokenSpeedError:
-            self._check_alive(client)
+            engine.check_alive()
             raise
         finally:
-            client.abort(sequence_ids)
+            engine.abort(request.sequence_ids)
             del self._requests[request_id]
 
-    def _check(self, request_id: str, params: Any, priority: int) -> None:
-        """Raise BadRequestError for parameters that do not fit this engine."""
+    def _check(self, request_id: str, params: Any) -> None:
+        """Raise BadRequestError for parameters of another type and for a `request_id` in use."""
         if not isinstance(params, SamplingParams):
             raise BadRequestError(
                 f"sampling_params must be a SamplingParams; found {type(params).__name__}"
             )
         if request_id in self._requests:
             raise BadRequestError(f"request_id {request_id!r} is in use", "request_id")
-        if params.stop and self.tokenizer is None:
-            raise BadRequestError(
-                "stop strings need a tokenizer, but none is loaded; use stop_token_ids", "stop"
-            )
-        if priority and not self._has_priorities:
-            raise BadRequestError("priority needs schedule_policy='priority'", "priority")
 
-    def _started(self) -> tuple[EngineClient, Ready]:
-        """Return the client and the engine's limits. Raises TokenSpeedError before start and after shutdown."""
-        client = self._client
+    def _started(self) -> AsyncEngine:
+        """Return the engine. Raises TokenSpeedError before start and after shutdown."""
         if self._is_shut_down:
             raise TokenSpeedError("this AsyncLLM is shut down; create another one")
-        if client is None or not client.ready.done():
+        if self._engine is None or not self._engine.is_open:
             raise TokenSpeedError(
                 "this AsyncLLM is not started; use `async with`, or await start()"
             )
-        self._check_alive(client)
-        return client, client.ready.result()
-
-    def _encoder_of(self) -> PromptEncoder:
-        self._started()
-        return self._encoder
-
-    def _check_alive(self, client: EngineClient) -> None:
-        if client.dead.done():
-            raise EngineDeadError(f"the engine died: {client.dead.result()}")
-
-    async def _in_thread(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, call, *arguments)
+        self._engine.check_alive()
+        return self._engine
 
 
 def _prepare(

@@ -14,19 +14,17 @@ from tokenspeed_core.config.keywords import EngineKeywords
 from tokenspeed_core.config.schema import read_keywords
 from tokenspeed_core.engine.environment import threads_per_rank
 from tokenspeed_core.engine.factory import discover, resolve, start
+from tokenspeed_core.engine.inputs import EncodedPrompt, InputProcessor, ModelText, Prompt
 from tokenspeed_core.engine.interrupts import deferred_interrupts
 from tokenspeed_core.engine.logits_processors import LogitsProcessorTable
 from tokenspeed_core.engine.messages import Submit
-from tokenspeed_core.engine.outputs import RequestOutput, SequenceCollector
+from tokenspeed_core.engine.outputs import RequestOutput, SequenceCollector, make_output
 from tokenspeed_core.engine.progress import BatchProgress, StartProgress
-from tokenspeed_core.engine.prompts import EncodedPrompt, Prompt, PromptEncoder
-from tokenspeed_core.engine.requests import Defaults, build_submit
 from tokenspeed_core.engine.stats import EngineStats
 from tokenspeed_core.errors import BadRequestError, TokenSpeedError
 from tokenspeed_core.kernels.plan import KernelPlan
 from tokenspeed_core.plugins.hooks import Hooks
-from tokenspeed_core.text import Conversation
-from tokenspeed_core.text.load import load_text
+from tokenspeed_core.text import Conversation, read_conversations
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +34,6 @@ class _Request:
     prompt: EncodedPrompt
     submit: Submit
     sequences: list[SequenceCollector]
-
-    def result(self) -> RequestOutput:
-        """Return the outputs. Raises TokenSpeedError if the engine could not finish a sequence."""
-        outputs = [sequence.output(i) for i, sequence in enumerate(self.sequences)]
-        first, token_ids = self.sequences[0], self.submit.prompt.tolist()
-        return RequestOutput(
-            self.prompt.text,
-            token_ids,
-            outputs,
-            first.num_cached_tokens,
-            first.prompt_logprobs(token_ids),
-        )
 
 
 class LLM(AbstractContextManager["LLM"]):
@@ -74,15 +60,14 @@ class LLM(AbstractContextManager["LLM"]):
             num_threads = None if is_alone else threads_per_rank(config, num_reserved=0)
             resolved = resolve(config, catalog, num_threads=num_threads)
             checkpoint = resolved.checkpoint
-            self._defaults = Defaults.of(checkpoint.generation, checkpoint.info.eos_token_ids)
-            self.tokenizer, template = load_text(config, checkpoint.path)
-            self._processors = LogitsProcessorTable.of(config, catalog)
+            text = ModelText.load(config, checkpoint)
+            processors = LogitsProcessorTable.of(config, catalog)
             started = start(resolved, catalog, hooks, progress.report, is_batch=True)
         self._engine, self.kernel_plan = started.engine, started.kernel_plan
         # A step cannot end without the other ranks, of which one may be stopped.
         self._end_stuck_step = None if started.ranks is None else started.ranks.kill
-        self._limits = started.ready
-        self._encoder = PromptEncoder(self.tokenizer, template, self._limits)
+        self.tokenizer = text.tokenizer
+        self._inputs = InputProcessor(text, started.ready, processors)
         self._name = f"{checkpoint.name!r}, {self.kernel_plan.platform}, {resolved.config.dtype}"
         self._next_id = 0
         self._is_shut_down = False
@@ -102,7 +87,7 @@ class LLM(AbstractContextManager["LLM"]):
         """
         given = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         return self._generate(
-            [self._encoder.encode(prompt) for prompt in given], sampling_params, use_tqdm
+            [self._inputs.encode(prompt) for prompt in given], sampling_params, use_tqdm
         )
 
     def _generate(
@@ -123,7 +108,10 @@ class LLM(AbstractContextManager["LLM"]):
             BatchProgress(num_sequences, is_shown=use_tqdm) as progress,
         ):
             self._run(requests, check, progress)
-        return [request.result() for request in requests]
+        return [
+            make_output(each.prompt, each.submit.prompt.tolist(), each.sequences)
+            for each in requests
+        ]
 
     def chat(
         self,
@@ -139,7 +127,11 @@ class LLM(AbstractContextManager["LLM"]):
         `tools` and `options` (such as `enable_thinking`) go to the chat template. Raises BadRequestError for
         a wrong message or if the model has no chat template, TemplateError if the template rejects the messages.
         """
-        encoded = self._encoder.encode_chats(messages, tools, options)
+        inputs = self._inputs
+        encoded = [
+            inputs.encode_messages(each, tools, options)
+            for each in read_conversations(messages, inputs.template)
+        ]
         return self._generate(encoded, sampling_params, use_tqdm)
 
     def reset_prefix_cache(self) -> None:
@@ -160,7 +152,7 @@ class LLM(AbstractContextManager["LLM"]):
 
     def __repr__(self) -> str:
         state = ", shut down" if self._is_shut_down else ""
-        return f"LLM({self._name}, {self._limits.longest} tokens{state})"
+        return f"LLM({self._name}, {self._inputs.limits.longest} tokens{state})"
 
     def _make_request(self, prompt: EncodedPrompt, params: SamplingParams) -> _Request:
         submit = self._build_submit(prompt, params)
@@ -168,20 +160,9 @@ class LLM(AbstractContextManager["LLM"]):
         return _Request(prompt, submit, sequences)
 
     def _build_submit(self, prompt: EncodedPrompt, params: SamplingParams) -> Submit:
-        if params.stop and self.tokenizer is None:
-            raise BadRequestError(
-                "stop strings need a tokenizer, but none is loaded; use stop_token_ids", "stop"
-            )
         request_id = self._next_id
         self._next_id += params.n
-        return build_submit(
-            request_id,
-            params,
-            prompt.token_ids,
-            self._limits,
-            self._defaults,
-            processors=self._processors,
-        )
+        return self._inputs.request(request_id, params, prompt.token_ids)
 
     def _run(
         self,

@@ -18,6 +18,7 @@ import zmq
 from tokenspeed_core.api.sampling import FinishReason, SamplingParams
 from tokenspeed_core.api.step import StepLogprobs
 from tokenspeed_core.engine.client import STALL_SECONDS, EngineClient, State
+from tokenspeed_core.engine.inputs import InputProcessor, ModelText
 from tokenspeed_core.engine.messages import (
     Abort,
     Failed,
@@ -29,7 +30,6 @@ from tokenspeed_core.engine.messages import (
     TokenLogprobs,
     to_engine,
 )
-from tokenspeed_core.engine.requests import Defaults, build_submit
 from tokenspeed_core.engine.wire import pack
 from tokenspeed_core.errors import RequestFailedError
 
@@ -109,9 +109,8 @@ READY = Ready(100, 1000, 50, "{}")
 
 def submit(link: EngineClient, *readers: Reader) -> int:
     params = SamplingParams(n=len(readers))
-    request = build_submit(
-        link.take_ids(len(readers)), params, np.array([1], np.int32), READY, Defaults()
-    )
+    inputs = InputProcessor(ModelText(None, None), READY)
+    request = inputs.request(link.take_ids(len(readers)), params, np.array([1], np.int32))
     link.submit(request, readers)
     return request.request_id
 

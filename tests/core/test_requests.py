@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenspeed_core.api.sampling import SamplingParams
+from tokenspeed_core.engine.inputs import InputProcessor, ModelText
 from tokenspeed_core.engine.messages import Ready, Submit, to_engine
-from tokenspeed_core.engine.requests import Defaults, build_submit, check_text_fits
+from tokenspeed_core.engine.requests import Defaults, RequestOptions, check_text_fits
 from tokenspeed_core.engine.wire import pack
 from tokenspeed_core.errors import BadRequestError, CheckpointError
 from tokenspeed_core.text import Tokenizer
@@ -40,7 +41,8 @@ DEFAULTS = Defaults(
 
 
 def build(prompt: list[int], limits: Ready = LIMITS, **params: Any) -> Submit:
-    return build_submit(4, SamplingParams(**params), np.array(prompt, np.int32), limits, DEFAULTS)
+    inputs = InputProcessor(ModelText(TOKENIZER, None, DEFAULTS), limits)
+    return inputs.request(4, SamplingParams(**params), np.array(prompt, np.int32))
 
 
 def test_omitted_parameters_take_the_models_defaults() -> None:
@@ -113,9 +115,8 @@ def test_generation_config_sets_defaults_and_eos() -> None:
 def test_generation_config_numbers_are_converted(
     generation: dict[str, Any],
 ) -> None:
-    submit = build_submit(
-        4, SamplingParams(), np.array([1], np.int32), LIMITS, Defaults.of(generation, ())
-    )
+    inputs = InputProcessor(ModelText(None, None, Defaults.of(generation, ())), LIMITS)
+    submit = inputs.request(4, SamplingParams(), np.array([1], np.int32))
     received = to_engine.unpack(pack(submit))
     assert (received.temperature, received.top_k, received.stop_token_ids.tolist()) == (
         1.0,
@@ -172,3 +173,24 @@ def test_long_text_is_encoded_only_in_part(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(BadRequestError):
         check_text_fits(TOKENIZER, "a" * 1_000_000, Ready(1000, 1000, 50, ""))
     assert counted == [8000]
+
+
+@pytest.mark.parametrize(
+    ("params", "options", "param"),
+    [
+        ({"stop": ("x",)}, RequestOptions(), "stop"),
+        ({}, RequestOptions(priority=1), "priority"),
+    ],
+)
+def test_request_needs_what_the_engine_has(
+    params: dict[str, Any], options: RequestOptions, param: str
+) -> None:
+    prompt = np.array([1], np.int32)
+    with pytest.raises(BadRequestError) as caught:
+        InputProcessor(ModelText(None, None), LIMITS).request(
+            4, SamplingParams(**params), prompt, options
+        )
+    assert caught.value.param == param
+    inputs = InputProcessor(ModelText(TOKENIZER, None), LIMITS, has_priorities=True)
+    submit = inputs.request(4, SamplingParams(n=2, **params), prompt, options)
+    assert (submit.priority, list(submit.sequence_ids)) == (options.priority, [4, 5])

@@ -16,9 +16,9 @@ from process_pool import RankBuild
 from tokenspeed_core.api.sampling import SamplingParams
 from tokenspeed_core.config.schema import read_keywords
 from tokenspeed_core.engine.factory import discover, resolve, start
-from tokenspeed_core.engine.messages import Abort, Drain, Outputs, Submit, to_api
+from tokenspeed_core.engine.inputs import InputProcessor, ModelText
+from tokenspeed_core.engine.messages import Abort, Drain, Outputs, to_api
 from tokenspeed_core.engine.process import EngineLoop
-from tokenspeed_core.engine.requests import Defaults, build_submit
 from tokenspeed_core.engine.wire import pack
 from tokenspeed_core.executor.lockstep import Peers
 from tokenspeed_core.plugins.hooks import Hooks
@@ -67,11 +67,10 @@ def serve(
     ours, theirs = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
     theirs.bind("inproc://engine")
     ours.connect("inproc://engine")
+    inputs = InputProcessor(ModelText(None, None), started.ready)
     for number, prompt in enumerate(prompts[rank]):
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        submit: Submit = build_submit(
-            number, params, np.asarray(prompt, np.int32), started.ready, Defaults()
-        )
+        submit = inputs.request(number, params, np.asarray(prompt, np.int32))
         ours.send(pack(submit))
     ours.send(pack(Drain()))
     assert started.lockstep is not None

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tokenspeed_core import AsyncLLM, BadRequestError, RequestOutput, SamplingParams
+from tokenspeed_core.engine.client import EngineClient
 from tokenspeed_core.errors import ConfigError, EngineDeadError, TokenSpeedError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=60)
@@ -39,8 +40,8 @@ async def whole(outputs: Any) -> list[RequestOutput]:
 
 async def idle(llm: AsyncLLM) -> None:
     """Wait until the engine has no work."""
-    client = llm._client
-    assert client is not None
+    client = None if llm._engine is None else llm._engine.connection
+    assert isinstance(client, EngineClient)
     while client.num_live or client.has_work:
         await asyncio.sleep(0.05)
 

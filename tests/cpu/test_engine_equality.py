@@ -15,9 +15,9 @@ from transformers import MinNewTokensLengthLogitsProcessor
 
 from tokenspeed_core import LLM, SamplingParams
 from tokenspeed_core.api.sampling import FinishReason
+from tokenspeed_core.engine.inputs import EncodedPrompt
 from tokenspeed_core.engine.messages import Submit
 from tokenspeed_core.engine.outputs import SequenceOutput
-from tokenspeed_core.engine.prompts import EncodedPrompt
 from tokenspeed_core.errors import TokenSpeedError
 
 pytestmark = pytest.mark.slow

@@ -25,7 +25,7 @@ def llm() -> Iterator[LLM]:
         pytest.MonkeyPatch.context() as patched,
         LLM(dtype="float32", chunked_prefill_size=16, max_model_len=128, max_num_seqs=4) as made,
     ):
-        patched.setattr(prompt_scores, "MAX_LOGITS", 7 * made._limits.vocab_size)
+        patched.setattr(prompt_scores, "MAX_LOGITS", 7 * made._inputs.limits.vocab_size)
         yield made
 
 

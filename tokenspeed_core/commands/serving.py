@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.checkpoint.resolve import ResolvedCheckpoint, resolve_checkpoint
+from tokenspeed_core.engine.async_engine import AsyncEngine
 from tokenspeed_core.engine.client import Delivery, EngineClient, Sink, State
 from tokenspeed_core.engine.engine_process import EngineProcess, engine_programs
 from tokenspeed_core.engine.factory import discover, discover_in_subprocess, resolve
+from tokenspeed_core.engine.inputs import InputProcessor, ModelText
 from tokenspeed_core.engine.logits_processors import LogitsProcessorTable
 from tokenspeed_core.engine.messages import (
     Grammar,
@@ -20,12 +22,12 @@ from tokenspeed_core.engine.messages import (
     WorkerReady,
     to_api,
 )
+from tokenspeed_core.engine.outputs import make_assembler
 from tokenspeed_core.engine.parent_death import attach_to_parent
 from tokenspeed_core.engine.requests import (
     Defaults,
-    build_submit,
+    RequestOptions,
     check_ids,
-    check_text_fits,
     read_ids,
 )
 from tokenspeed_core.engine.stats import (
@@ -58,16 +60,15 @@ from tokenspeed_core.plugins.hooks import Hooks
 from tokenspeed_core.text import (
     Assembler,
     ChatTemplate,
-    ReasoningText,
     TemplateError,
     Tokenizer,
 )
-from tokenspeed_core.text.detokenizer import Detokenizer, without_text
 from tokenspeed_core.text.load import load_text, tokenizer_folder
 from tokenspeed_core.text.template import MAX_RENDER_SECONDS, read_chat_templates
 
 __all__ = [
     "Assembler",
+    "AsyncEngine",
     "BadRequestError",
     "CapacityError",
     "ChatTemplate",
@@ -75,7 +76,6 @@ __all__ = [
     "ConfigError",
     "Defaults",
     "Delivery",
-    "Detokenizer",
     "EngineClient",
     "EngineDeadError",
     "EngineProcess",
@@ -83,15 +83,17 @@ __all__ = [
     "Grammar",
     "HashChain",
     "Hooks",
+    "InputProcessor",
     "LogitsProcessorTable",
+    "ModelText",
     "Outputs",
     "PluginError",
     "Program",
     "PromptLogprobs",
     "Ready",
     "Reasoning",
-    "ReasoningText",
     "RequestFailedError",
+    "RequestOptions",
     "ResolvedCheckpoint",
     "Sink",
     "State",
@@ -103,9 +105,7 @@ __all__ = [
     "Tokenizer",
     "WorkerReady",
     "attach_to_parent",
-    "build_submit",
     "check_ids",
-    "check_text_fits",
     "current_request_id",
     "describe_error",
     "discover",
@@ -114,6 +114,7 @@ __all__ = [
     "load_text",
     "log_fields",
     "make",
+    "make_assembler",
     "pack",
     "read_chat_templates",
     "read_ids",
@@ -123,7 +124,6 @@ __all__ = [
     "start_subprocess",
     "to_api",
     "tokenizer_folder",
-    "without_text",
     "Heartbeat",
     "HOST_BOUNDS",
     "MAX_RENDER_SECONDS",

@@ -69,6 +69,11 @@ class Submit(Message, frozen=True, tag="submit"):
     processors: str = ""
 
     @property
+    def sequence_ids(self) -> range:
+        """The ids of the `n` sequences."""
+        return range(self.request_id, self.request_id + self.n)
+
+    @property
     def cache_namespace(self) -> str:
         """The tenant and its salt. Nothing learned from a request may change one in another namespace."""
         return f"{self.tenant}\0{self.cache_salt}" if self.tenant else self.cache_salt

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from itertools import islice
 
 from tokenspeed_core.api.sampling import SamplingParams
-from tokenspeed_core.engine.messages import PromptLogprobs, TokenLogprobs
+from tokenspeed_core.engine.inputs import EncodedPrompt
+from tokenspeed_core.engine.messages import PromptLogprobs, Reasoning, TokenLogprobs
 from tokenspeed_core.errors import RequestFailedError
-from tokenspeed_core.text import Assembler, Tokenizer
+from tokenspeed_core.text import Assembler, ReasoningText, Tokenizer
 from tokenspeed_core.text.detokenizer import without_text
 
 _FAILED = (
@@ -74,7 +75,7 @@ class SequenceCollector:
         self._prompt_parts: list[PromptLogprobs] = []
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         is_decoded_at_once = is_streamed or bool(params.stop)
-        self._assembler = _make_assembler(params, tokenizer) if is_decoded_at_once else None
+        self._assembler = make_assembler(params, tokenizer) if is_decoded_at_once else None
 
     def take(
         self, token_ids: Sequence[int], finish: int, num_cached: int, logprobs: TokenLogprobs | None
@@ -98,7 +99,7 @@ class SequenceCollector:
             read = _read_logprobs(token_ids, logprobs, self._params.logprobs)
             self._logprobs += islice(read, num_kept)
         if assembler is None and finish:
-            assembler = _make_assembler(self._params, self._tokenizer)
+            assembler = make_assembler(self._params, self._tokenizer)
             self._text = assembler.feed(self._token_ids, finish)
             self.finish_reason = assembler.finish_reason
         return self.finish_reason is not None
@@ -137,14 +138,48 @@ class SequenceCollector:
         )
 
 
-def _make_assembler(params: SamplingParams, tokenizer: Tokenizer | None) -> Assembler:
-    """Return the assembler of one sequence's text; without a tokenizer, its text stays empty."""
-    detokenizer = (
-        without_text()
-        if tokenizer is None
-        else tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens)
+def make_assembler(
+    params: SamplingParams,
+    tokenizer: Tokenizer | None,
+    *,
+    skips_special: bool = True,
+    reasoning: Reasoning | None = None,
+) -> Assembler:
+    """Return the assembler of one sequence's text; without a tokenizer, its text stays empty.
+
+    Without `skips_special`, the text has special tokens although `params` skips them. `reasoning` are the marks of the
+    reasoning, in which stop strings do not count.
+    """
+    detokenizer = without_text()
+    if tokenizer is not None:
+        skips_special = skips_special and params.skip_special_tokens
+        detokenizer = tokenizer.detokenizer(skip_special_tokens=skips_special)
+    marks = None
+    if reasoning is not None:
+        marks = ReasoningText(reasoning.begin, reasoning.end, reasoning.is_open)
+    keeps_stop = params.include_stop_str_in_output
+    return Assembler(detokenizer, params.stop, keeps_stop, params.min_tokens, marks)
+
+
+def make_output(
+    prompt: EncodedPrompt,
+    prompt_ids: list[int],
+    sequences: Sequence[SequenceCollector],
+    request_id: str | None = None,
+    *,
+    is_delta: bool = False,
+) -> RequestOutput:
+    """Return the outputs of a request so far. Raises RequestFailedError if the engine could not finish one."""
+    outputs = [each.output(i, is_delta=is_delta) for i, each in enumerate(sequences)]
+    return RequestOutput(
+        prompt.text,
+        prompt_ids,
+        outputs,
+        sequences[0].num_cached_tokens,
+        sequences[0].prompt_logprobs(prompt_ids),
+        request_id,
+        all(output.finish_reason is not None for output in outputs),
     )
-    return Assembler(detokenizer, params.stop, params.include_stop_str_in_output, params.min_tokens)
 
 
 def _read_logprobs(

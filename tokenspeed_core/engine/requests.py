@@ -13,8 +13,7 @@ from pydantic import BeforeValidator, ValidationError
 
 from tokenspeed_core.api.sampling import SamplingParams, TokenId
 from tokenspeed_core.api.step import I32
-from tokenspeed_core.engine.logits_processors import LogitsProcessorTable
-from tokenspeed_core.engine.messages import Grammar, Ready, Submit
+from tokenspeed_core.engine.messages import Grammar, Ready
 from tokenspeed_core.errors import BadRequestError, CheckpointError
 from tokenspeed_core.text import Tokenizer
 
@@ -68,10 +67,6 @@ class Defaults:
         )
 
 
-def _pick(value: float | None, default: float) -> float:
-    return default if value is None else value
-
-
 def num_output_tokens(num_prompt: int, max_tokens: int | None, limits: Ready) -> int:
     """Return the maximum number of output tokens. Raises BadRequestError if they do not fit the context."""
     room = limits.longest - num_prompt
@@ -108,7 +103,7 @@ def check_text_fits(
     """Raise BadRequestError for a text that cannot fit the context.
 
     Of a long text, only the beginning is encoded if that shows that the text does not fit. Without a tokenizer, only
-    the number of characters is checked. A text that passes may still have too many tokens: `build_submit` counts
+    the number of characters is checked. A text that passes may still have too many tokens: `InputProcessor` counts
     them.
     """
     longest, num_chars = limits.longest, len(text)
@@ -163,67 +158,14 @@ def check_ids(ids: I32, limits: Ready, param: str) -> None:
         )
 
 
-def build_submit(
-    request_id: int,
-    params: SamplingParams,
-    prompt: I32,
-    limits: Ready,
-    defaults: Defaults,
-    *,
-    priority: int = 0,
-    cache_salt: str = "",
-    grammar: Grammar | None = None,
-    tenant: str = "",
-    processors: LogitsProcessorTable | None = None,
-) -> Submit:
-    """Return a request with all defaults filled in and all bounds checked. Raises BadRequestError.
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """What a request has besides a prompt and sampling parameters."""
 
-    prompt int32 [T]. `grammar` replaces that of `params.structured_outputs`. `processors` are the logits
-    processors that the request may name.
-    """
-    if grammar is None and params.structured_outputs is not None:
-        grammar = Grammar(*params.structured_outputs.kind_and_text())
-    if grammar is not None and params.ignore_eos:
-        raise BadRequestError(
-            "ignore_eos cannot be combined with structured output, which ends with an end-of-sequence token: "
-            "omit one of them",
-            "ignore_eos",
-        )
-    max_tokens = num_output_tokens(len(prompt), params.max_tokens, limits)
-    if params.min_tokens > max_tokens:
-        raise BadRequestError(
-            f"min_tokens is {params.min_tokens}, but at most {max_tokens} tokens can be generated",
-            "min_tokens",
-        )
-    bias_ids = np.fromiter(params.logit_bias.keys(), np.int32, len(params.logit_bias))
-    stop_ids = np.array(params.stop_token_ids, np.int32)
-    check_ids(prompt, limits, "prompt")
-    check_ids(bias_ids, limits, "logit_bias")
-    check_ids(stop_ids, limits, "stop_token_ids")
-    eos = () if params.ignore_eos else defaults.eos_token_ids
-    top_k = defaults.top_k if params.top_k is None else max(0, params.top_k)
-    return Submit(
-        request_id=request_id,
-        prompt=prompt,
-        n=params.n,
-        max_tokens=max_tokens,
-        temperature=float(_pick(params.temperature, defaults.temperature)),
-        top_k=top_k,
-        top_p=float(_pick(params.top_p, defaults.top_p)),
-        min_p=float(_pick(params.min_p, defaults.min_p)),
-        presence_penalty=float(params.presence_penalty),
-        frequency_penalty=float(params.frequency_penalty),
-        repetition_penalty=float(_pick(params.repetition_penalty, defaults.repetition_penalty)),
-        seed=params.seed,
-        logprobs=-1 if params.logprobs is None else params.logprobs,
-        bias_ids=bias_ids,
-        bias_values=np.fromiter(params.logit_bias.values(), np.float32, len(params.logit_bias)),
-        stop_token_ids=np.array(sorted({*params.stop_token_ids, *eos}), np.int32),
-        priority=priority,
-        cache_salt=cache_salt,
-        min_tokens=params.min_tokens,
-        prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
-        grammar=grammar,
-        tenant=tenant,
-        processors=(processors or LogitsProcessorTable()).encode(params.logits_processors),
-    )
+    priority: int = 0
+    cache_salt: str = ""
+    grammar: Grammar | None = None  # instead of that of the sampling parameters
+    tenant: str = ""
+
+
+NO_OPTIONS = RequestOptions()

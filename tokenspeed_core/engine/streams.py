@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Sequence
 
 from tokenspeed_core.api.sampling import SamplingParams
+from tokenspeed_core.engine.inputs import EncodedPrompt
 from tokenspeed_core.engine.messages import TokenLogprobs
-from tokenspeed_core.engine.outputs import RequestOutput, SequenceCollector
-from tokenspeed_core.engine.prompts import EncodedPrompt
+from tokenspeed_core.engine.outputs import RequestOutput, SequenceCollector, make_output
 from tokenspeed_core.errors import RequestFailedError
 from tokenspeed_core.text import Tokenizer
 
@@ -43,16 +43,12 @@ class RequestStream:
         self._has_news.clear()
         if self._error is not None:
             raise self._error
-        outputs = [each.output(i, is_delta=self._is_delta) for i, each in enumerate(self.sequences)]
-        first = self.sequences[0]
-        return RequestOutput(
-            self._prompt.text,
+        return make_output(
+            self._prompt,
             self._prompt_ids,
-            outputs,
-            first.num_cached_tokens,
-            first.prompt_logprobs(self._prompt_ids),
+            self.sequences,
             self._request_id,
-            all(output.finish_reason is not None for output in outputs),
+            is_delta=self._is_delta,
         )
 
     def notify(self) -> None:

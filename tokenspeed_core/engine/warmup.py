@@ -6,8 +6,8 @@ import numpy as np
 
 from tokenspeed_core.api.sampling import FinishReason, SamplingParams
 from tokenspeed_core.engine.engine import Engine
+from tokenspeed_core.engine.inputs import InputProcessor, ModelText
 from tokenspeed_core.engine.messages import Ready
-from tokenspeed_core.engine.requests import Defaults, build_submit
 
 MAX_OUTPUT_TOKENS = 2
 PROMPTS = ((256, 0.0), (16, 1.0))  # maximum prompt tokens, and temperature
@@ -22,12 +22,12 @@ def warm_up(engine: Engine) -> bool:
     max_tokens = min(MAX_OUTPUT_TOKENS, max_model_len - 1)
     if max_tokens < 1:
         return True  # a prompt would leave no room for a token
-    limits = Ready(max_model_len, max_model_len, 1, "")
+    inputs = InputProcessor(ModelText(None, None), Ready(max_model_len, max_model_len, 1, ""))
     num_failed = 0
     for request_id, (num_tokens, temperature) in enumerate(PROMPTS):
         prompt = np.zeros(min(num_tokens, max_model_len - max_tokens), np.int32)
         params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0)
-        rejected = engine.submit(build_submit(request_id, params, prompt, limits, Defaults()))
+        rejected = engine.submit(inputs.request(request_id, params, prompt))
         assert rejected is None, rejected
         while engine.has_work:
             for outputs in engine.step():

@@ -98,7 +98,7 @@ class Scheduler:
     def submit(
         self, request: Submit, make_grammar: Callable[[], object] | None = None
     ) -> Rejected | None:
-        """Queue the sequences of a request, or return why not. `build_submit` has checked its values.
+        """Queue the sequences of a request, or return why not. `InputProcessor` has checked its values.
 
         `make_grammar` returns what the late source keeps for each sequence; see `Sequence.grammar`.
         """

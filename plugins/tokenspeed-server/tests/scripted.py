@@ -14,13 +14,14 @@ import openai
 from server_support import make_tokenizer
 from tokenspeed_server.app import App, create_app
 from tokenspeed_server.reply_parsers import Parsers, find_parsers
-from tokenspeed_server.service import ModelText, Options, Service
+from tokenspeed_server.service import Options, Service
 from tokenspeed_server.settings import ServerConfig
 
 from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.commands.serving import Delivery, RequestFailedError, State
 from tokenspeed_core.config.sources import load
 from tokenspeed_core.engine.factory import discover
+from tokenspeed_core.engine.inputs import ModelText
 from tokenspeed_core.engine.messages import Ready, Submit, TokenLogprobs
 from tokenspeed_core.engine.requests import Defaults
 from tokenspeed_core.text import ChatTemplate
@@ -73,6 +74,9 @@ class ScriptedEngine:
 
     def why_unhealthy(self) -> None:
         return None
+
+    def close(self) -> None:
+        pass
 
     async def _answer(self, request: Submit, sequence_id: int, reply: str, sink: Any) -> None:
         ids = TOKENIZER.encode(reply, add_special_tokens=False).tolist()

@@ -27,12 +27,12 @@ from tokenspeed_server.listen import listen, url
 from tokenspeed_server.metrics import MetricsMemory
 from tokenspeed_server.observability import Observability
 from tokenspeed_server.replicas.memory import ReplicaMemory
-from tokenspeed_server.service import ModelText, Options
+from tokenspeed_server.service import Options
 from tokenspeed_server.supervisor import Supervised, Supervisor
 from tokenspeed_server.unix_socket import listen_unix
 
+from tokenspeed_core.commands.serving import Defaults, ModelText
 from tokenspeed_core.engine.parent_death import attach_to_parent
-from tokenspeed_core.engine.requests import Defaults
 from tokenspeed_core.engine.subprocesses import Program
 from tokenspeed_core.errors import CheckpointError, EngineDeadError
 from tokenspeed_core.text import ChatTemplate, Tokenizer

@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 from tokenspeed_server.app import create_app
-from tokenspeed_server.service import ModelText, Options, Service
+from tokenspeed_server.service import Options, Service
 
-from tokenspeed_core.commands.serving import Defaults, FinishReason, Ready, State
+from tokenspeed_core.commands.serving import FinishReason, ModelText, Ready, State
 
 
 class Engine:
@@ -28,6 +28,9 @@ class Engine:
         call_soon(call_soon, sinks[0].take, [6], FinishReason.LENGTH, 0, None)
 
     def abort(self, sequence_ids: Any) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
 
@@ -115,7 +118,7 @@ def test_middleware_of_plugins_sees_every_event(service: Service) -> None:
         return wrapped
 
     async def ask() -> bytes:
-        service.open(ModelText(None, None, Defaults()), Ready(64, 64, 64, "{}"))
+        service.open(ModelText(None, None), Ready(64, 64, 64, "{}"))
         app = create_app(service, wrap)
         async with httpx.AsyncClient(
             transport=httpx.ASGITransport(app=app), base_url="http://test"

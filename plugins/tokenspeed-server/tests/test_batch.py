@@ -22,12 +22,13 @@ from tokenspeed_server.batch.files import readable_write_errors
 from tokenspeed_server.batch.lines import LineError, parse_line, read_lines
 from tokenspeed_server.batch.offline import Batch
 from tokenspeed_server.batch.runner import BatchRunner
-from tokenspeed_server.service import ModelText, Options
+from tokenspeed_server.service import Options
 from tokenspeed_server.settings import ServerConfig
 
 from tokenspeed_core.cli import main
 from tokenspeed_core.commands.serving import ConfigError, Defaults, EngineDeadError, Hooks, Program
 from tokenspeed_core.engine.factory import discover
+from tokenspeed_core.engine.inputs import ModelText
 from tokenspeed_core.text import ChatTemplate
 
 MESSAGES = [{"role": "user", "content": "hello"}]

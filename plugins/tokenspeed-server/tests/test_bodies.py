@@ -14,15 +14,18 @@ from server_support import make_tokenizer
 from tokenspeed_server import admission, routes
 from tokenspeed_server.app import create_app
 from tokenspeed_server.errors import ApiError
-from tokenspeed_server.service import ModelText, Options, Service
+from tokenspeed_server.service import Options, Service
 
-from tokenspeed_core.commands.serving import Defaults, Ready, State
+from tokenspeed_core.commands.serving import ModelText, Ready, State
 
 
 class Engine:
     """The client of an engine that is ready and gets no request."""
 
     state = State.READY
+
+    def close(self) -> None:
+        pass
 
 
 @contextmanager
@@ -31,7 +34,7 @@ def serving(*, is_open: bool = True) -> Iterator[Service]:
     engine: Any = Engine()
     service = Service(Options("m", max_body_bytes=5000), engine)
     if is_open:
-        text = ModelText(make_tokenizer(), None, Defaults())
+        text = ModelText(make_tokenizer(), None)
         service.open(text, Ready(2**30, 2**30, 400, ""))
     try:
         yield service

@@ -14,7 +14,7 @@ from tokenspeed_server.prompts import chat_ids
 from tokenspeed_server.protocol import ChatRequest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from tokenspeed_core.commands.serving import BadRequestError, Ready
+from tokenspeed_core.commands.serving import BadRequestError, InputProcessor, ModelText, Ready
 from tokenspeed_core.text import ChatTemplate
 
 CHATML = (
@@ -31,7 +31,8 @@ LIMITS = Ready(4096, 4096, 400, "")
 
 def prompt(template: str, messages: list[dict[str, Any]], **fields: Any) -> str:
     body = parse_body(json.dumps({"messages": messages, **fields}).encode(), ChatRequest).body
-    ids = chat_ids(TOKENIZER, ChatTemplate(template, {}), body, None, LIMITS)
+    text = ModelText(TOKENIZER, ChatTemplate(template, {}))
+    ids = chat_ids(InputProcessor(text, LIMITS), body, None)
     return TOKENIZER.decode(ids, skip_special_tokens=False)
 
 

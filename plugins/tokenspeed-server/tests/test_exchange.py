@@ -14,9 +14,9 @@ import pytest
 from server_support import TEMPLATE, make_tokenizer
 from tokenspeed_server.app import create_app
 from tokenspeed_server.echo_client import EchoClient
-from tokenspeed_server.service import ModelText, Options, Service
+from tokenspeed_server.service import Options, Service
 
-from tokenspeed_core.engine.requests import Defaults
+from tokenspeed_core.commands.serving import ModelText
 from tokenspeed_core.logs import JsonFormatter
 from tokenspeed_core.text import ChatTemplate
 
@@ -35,7 +35,7 @@ def ask(
         engine = EchoClient()
         service = Service(Options("fake", **options), engine)
         template = ChatTemplate(TEMPLATE, tokenizer.special_tokens)
-        service.open(ModelText(tokenizer, template, Defaults()), engine.ready.result())
+        service.open(ModelText(tokenizer, template), engine.ready.result())
         try:
             transport = httpx.ASGITransport(create_app(service), raise_app_exceptions=False)
             async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:

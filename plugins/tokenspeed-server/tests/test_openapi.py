@@ -11,9 +11,9 @@ import pytest
 from server_support import TEMPLATE, make_tokenizer
 from tokenspeed_server.app import App, create_app
 from tokenspeed_server.echo_client import EchoClient
-from tokenspeed_server.service import ModelText, Options, Service
+from tokenspeed_server.service import Options, Service
 
-from tokenspeed_core.engine.requests import Defaults
+from tokenspeed_core.commands.serving import ModelText
 from tokenspeed_core.text import ChatTemplate
 
 USER = [{"role": "user", "content": "hello"}]
@@ -54,7 +54,7 @@ async def exchange() -> tuple[dict[str, Any], list[httpx.Response]]:
     tokenizer, engine = make_tokenizer(), EchoClient()
     service = Service(Options("fake"), engine)
     template = ChatTemplate(TEMPLATE, tokenizer.special_tokens)
-    service.open(ModelText(tokenizer, template, Defaults()), engine.ready.result())
+    service.open(ModelText(tokenizer, template), engine.ready.result())
     app = create_app(service)
     try:
         return app.openapi(), await answers(app)

@@ -17,7 +17,7 @@ from tokenspeed_server.prompts import chat_ids, known_parts
 from tokenspeed_server.protocol import ChatRequest, CompletionRequest
 from tokenspeed_server.unknown_fields import IgnoredFieldsLog, Policy, header
 
-from tokenspeed_core.commands.serving import BadRequestError, Ready
+from tokenspeed_core.commands.serving import BadRequestError, InputProcessor, ModelText, Ready
 from tokenspeed_core.text import ChatTemplate
 
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -40,7 +40,8 @@ def text_of(template: str, body: bytes) -> str:
     tokenizer = make_tokenizer()
     parsed = parse_body(body, ChatRequest)
     tools = known_parts(parsed.raw.get("tools") or ()) or None
-    ids = chat_ids(tokenizer, ChatTemplate(template, {}), parsed.body, tools, LIMITS)
+    text = ModelText(tokenizer, ChatTemplate(template, {}))
+    ids = chat_ids(InputProcessor(text, LIMITS), parsed.body, tools)
     return tokenizer.decode(ids, skip_special_tokens=False)
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from tokenspeed_server import asgi, warmup
-from tokenspeed_server.service import ModelText, Options
+from tokenspeed_server.service import Options
 
-from tokenspeed_core.commands.serving import Defaults
+from tokenspeed_core.commands.serving import ModelText
 
 
 def test_warm_up_answers_without_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,7 +30,7 @@ def test_warm_up_answers_without_an_engine(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(asgi, "post", recording)
     records: list[Any] = []
     options = Options("demo", observers=(records.append,), api_key="secret")
-    text = ModelText(None, None, Defaults.of({}, ()))
+    text = ModelText(None, None)
     asyncio.run(asyncio.wait_for(warmup.warm_up(options, text), 30))
     assert statuses == [200, 200]
     assert records == []

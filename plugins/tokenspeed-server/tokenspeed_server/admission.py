@@ -57,7 +57,7 @@ async def _read_checked(request: Request, service: Service) -> bytes:
     if len(data) <= MAX_INLINE_BYTES:
         check_cost(data, limit)
     else:
-        await asyncio.get_running_loop().run_in_executor(service.pool, check_cost, data, limit)
+        await service.engine.in_thread(check_cost, data, limit)
     return data
 
 
@@ -75,9 +75,7 @@ async def _parsed(
     if not in_thread:
         return parse(service, data, headers)
     run = copy_context().run  # the tenant is in the context
-    return await asyncio.get_running_loop().run_in_executor(
-        service.pool, run, parse, service, data, headers
-    )
+    return await service.engine.in_thread(run, parse, service, data, headers)
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:

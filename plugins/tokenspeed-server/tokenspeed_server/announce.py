@@ -7,8 +7,8 @@ import shlex
 import socket
 from contextlib import suppress
 
+from tokenspeed_core.commands.serving import ModelText
 from tokenspeed_server.listen import url
-from tokenspeed_server.service import ModelText
 from tokenspeed_server.settings import ServerConfig
 
 

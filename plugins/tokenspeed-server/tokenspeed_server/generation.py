@@ -13,14 +13,11 @@ from tokenspeed_core.api.parsers import ParserContext, ReplyParser
 from tokenspeed_core.api.sampling import SamplingParams
 from tokenspeed_core.api.step import I32
 from tokenspeed_core.commands.serving import (
-    Assembler,
     BadRequestError,
-    Detokenizer,
-    Reasoning,
-    ReasoningText,
+    InputProcessor,
+    RequestOptions,
     Tokenizer,
-    build_submit,
-    without_text,
+    make_assembler,
 )
 from tokenspeed_server.access import current_tenant
 from tokenspeed_server.api_body import parse_body
@@ -37,7 +34,6 @@ from tokenspeed_server.parser_chain import ParserChain
 from tokenspeed_server.prompts import (
     chat_ids,
     effort_options,
-    encode,
     known_parts,
     read_prompts,
 )
@@ -52,7 +48,7 @@ from tokenspeed_server.reply_grammar import (
     reply_reasoning,
 )
 from tokenspeed_server.reply_parsers import NamedParser, Parsers
-from tokenspeed_server.service import Options, Service, Serving
+from tokenspeed_server.service import Options, Service
 from tokenspeed_server.tool_choice import tool_use
 
 RECORDING_LEVEL = 2  # of --log-requests-level, from which on outputs are logged
@@ -101,8 +97,8 @@ def prepare(
     """
     _check(body, service.options)
     params = body.sampling_params()
-    prompts = _token_ids(body, tools or None, service.serving)
-    echoes = _echoes(body, prompts, service.serving.text.tokenizer)
+    prompts = _token_ids(body, tools or None, service.inputs)
+    echoes = _echoes(body, prompts, service.inputs.text.tokenizer)
     ignored = [*ignored, *_fields_without_effect(service, body)]
     service.ignored_fields.note(ignored)
     return ParsedRequest(body, params, prompts, make_format, ignored, echoes, renamed or {})
@@ -122,8 +118,8 @@ def _openai_format(body: Body) -> MakeFormat:
 
 def start(service: Service, request: ParsedRequest) -> tuple[Reply, list[int]]:
     """Send a request to the engine; return its reply and its sequence ids. Raises BadRequestError."""
-    serving, params, body = service.serving, request.params, request.body
-    tokenizer = serving.text.tokenizer
+    engine, params, body = service.engine, request.params, request.body
+    tokenizer, limits = engine.inputs.text.tokenizer, engine.inputs.limits
     max_sequences = service.options.max_sequences
     if params.n * len(request.prompts) > max_sequences:
         raise BadRequestError(
@@ -131,27 +127,14 @@ def start(service: Service, request: ParsedRequest) -> tuple[Reply, list[int]]:
             f"{max_sequences} sequences: see --max-sequences-per-request",
             "n",
         )
-    if params.stop and tokenizer is None:
-        raise BadRequestError(
-            "stop strings need a tokenizer: this server runs with --skip-tokenizer-init", "stop"
-        )
     submits = []
     for position, prompt in enumerate(request.prompts):
+        bounded = _with_default_length(params, body, limits.longest - len(prompt))
+        prompt_end = partial(_prompt_end, tokenizer, prompt)
         try:
-            submit = build_submit(
-                service.engine.take_ids(params.n),
-                _with_default_length(params, body, serving.limits.longest - len(prompt)),
-                prompt,
-                serving.limits,
-                serving.text.defaults,
-                priority=body.priority,
-                cache_salt=body.cache_salt,
-                grammar=reply_grammar(
-                    body, service.options.parsers, partial(_prompt_end, tokenizer, prompt)
-                ),
-                tenant=current_tenant(),
-                processors=service.options.processors,
-            )
+            grammar = reply_grammar(body, service.options.parsers, prompt_end)
+            options = RequestOptions(body.priority, body.cache_salt, grammar, current_tenant())
+            submit = engine.request(bounded, prompt, options)
         except BadRequestError as error:
             if len(request.prompts) == 1 or error.param not in ("prompt", "max_tokens"):
                 raise
@@ -167,9 +150,8 @@ def start(service: Service, request: ParsedRequest) -> tuple[Reply, list[int]]:
         _add_choices(service, reply, request, position) for position in range(len(request.prompts))
     ]
     for submit, sinks in zip(submits, choices, strict=True):
-        service.engine.submit(submit, sinks)
-    ids = [submit.request_id + index for submit in submits for index in range(params.n)]
-    return reply, ids
+        engine.submit(submit, sinks)
+    return reply, [sequence_id for submit in submits for sequence_id in submit.sequence_ids]
 
 
 def _check(body: Body, options: Options) -> None:
@@ -177,17 +159,13 @@ def _check(body: Body, options: Options) -> None:
         raise model_not_found(body.model, options.model_name)
     if body.stream_options is not None and not body.stream:
         raise BadRequestError("stream_options needs stream to be true", "stream_options")
-    if body.priority and not options.has_priorities:
-        raise BadRequestError(
-            "priority needs a server started with --schedule-policy priority", "priority"
-        )
 
 
 def _fields_without_effect(service: Service, body: Body) -> list[str]:
     """Return the fields that this model or the server's settings give no effect."""
     if not isinstance(body, ChatRequest):
         return []
-    template, (_, tool_parser) = service.serving.text.template, service.options.parsers
+    template, (_, tool_parser) = service.inputs.text.template, service.options.parsers
     use, parsers = tool_use(body), service.options.parsers
     has_no_parser = bool(use.tools) and not use.is_forced and tool_parser is None
     names = ["tools"] if has_no_parser else []
@@ -200,15 +178,14 @@ def _fields_without_effect(service: Service, body: Body) -> list[str]:
 
 
 def _token_ids(
-    body: Body, tools: Sequence[Mapping[str, Any]] | None, serving: Serving
+    body: Body, tools: Sequence[Mapping[str, Any]] | None, inputs: InputProcessor
 ) -> list[I32]:
-    tokenizer, limits = serving.text.tokenizer, serving.limits
     if isinstance(body, ChatRequest):
-        return [chat_ids(tokenizer, serving.text.template, body, tools, limits)]
+        return [chat_ids(inputs, body, tools)]
     return [
         prompt
         if isinstance(prompt, np.ndarray)
-        else encode(tokenizer, prompt, limits, add_special_tokens=True)
+        else inputs.encode_text(prompt, add_special_tokens=True).token_ids
         for prompt in read_prompts(body.prompt)
     ]
 
@@ -242,24 +219,22 @@ def _make_reply(options: Options, request: ParsedRequest, tokenizer: Tokenizer |
 def _add_choices(
     service: Service, reply: Reply, request: ParsedRequest, position: int
 ) -> list[Choice]:
-    params, tokenizer = request.params, service.serving.text.tokenizer
+    params, tokenizer = request.params, service.inputs.text.tokenizer
     prompt = request.prompts[position]
     scored = _scored_prompt(request, prompt)
     parsers = _parsers(service.options.parsers, request.body, tokenizer, prompt)
     is_single = isinstance(request.body, ChatRequest) and not request.body.parallel_tool_calls
     max_calls = 1 if is_single else None
-    skips_special = params.skip_special_tokens and not parsers.read_special_tokens
     reasoning = None
     if params.stop and parsers.chosen:
         reasoning = reply_reasoning(service.options.parsers, parsers.context.prompt_end)
     return [
         reply.add_choice(
-            Assembler(
-                _detokenizer(tokenizer, skips_special),
-                params.stop,
-                params.include_stop_str_in_output,
-                params.min_tokens,
-                _reasoning_text(reasoning),
+            make_assembler(
+                params,
+                tokenizer,
+                skips_special=not parsers.read_special_tokens,
+                reasoning=reasoning,
             ),
             ParserChain(parsers.make(), max_calls=max_calls),
             is_first_of_prompt=index == 0,
@@ -268,10 +243,6 @@ def _add_choices(
         )
         for index in range(params.n)
     ]
-
-
-def _reasoning_text(marks: Reasoning | None) -> ReasoningText | None:
-    return None if marks is None else ReasoningText(marks.begin, marks.end, marks.is_open)
 
 
 def _scored_prompt(request: ParsedRequest, prompt: I32) -> ScoredPrompt | None:
@@ -344,9 +315,3 @@ def _prompt_end(tokenizer: Tokenizer | None, prompt: I32) -> str:
     if tokenizer is None:
         return ""
     return tokenizer.decode(prompt[-PROMPT_END_TOKENS:], skip_special_tokens=False)
-
-
-def _detokenizer(tokenizer: Tokenizer | None, skips_special: bool) -> Detokenizer:
-    if tokenizer is None:
-        return without_text()
-    return tokenizer.detokenizer(skip_special_tokens=skips_special)

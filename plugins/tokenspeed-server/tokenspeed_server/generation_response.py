@@ -55,7 +55,7 @@ class GenerationResponse(Response):
             reply.timing = Timing(
                 metrics.time_to_first_token,
                 metrics.inter_token_latency,
-                self._service.engine.delivery,
+                self._service.engine.connection.delivery,
                 self._started_at,
             )
         headers: Headers = []
@@ -91,7 +91,7 @@ class GenerationResponse(Response):
             metrics.observe_request(record)
         level = options.request_log_level
         if level is not None:
-            tokenizer = self._service.serving.text.tokenizer
+            tokenizer = self._service.inputs.text.tokenizer
             log_request(record, level, self._request, reply, tokenizer)
         for observe in options.observers:
             observe(record)
@@ -139,7 +139,7 @@ async def _send_whole(service: Service, reply: Reply, headers: Headers, send: Se
     ):
         # Log-probabilities take about 10 us per token to write.
         written: Iterator[bytes] = reply.format.pieces(*arguments)
-        pieces = await asyncio.get_running_loop().run_in_executor(service.pool, list, written)
+        pieces = await service.engine.in_thread(list, written)
     else:
         pieces = [reply.format.body(*arguments)]
     length = (b"content-length", str(sum(map(len, pieces))).encode())

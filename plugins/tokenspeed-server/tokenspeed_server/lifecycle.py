@@ -16,16 +16,12 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from tokenspeed_core.commands.serving import (
-    EngineDeadError,
-    RequestFailedError,
-    WorkerReady,
-)
+from tokenspeed_core.commands.serving import EngineDeadError, ModelText, RequestFailedError
 from tokenspeed_server.app import Wrap, create_app
 from tokenspeed_server.connections import Connection, ConnectionLimits
 from tokenspeed_server.observability import Observability
 from tokenspeed_server.replicas.engines import EngineReplicas
-from tokenspeed_server.service import ModelText, Options, Service
+from tokenspeed_server.service import Options, Service
 from tokenspeed_server.supervisor import Supervised
 from tokenspeed_server.warmup import check_vocabulary, warm_up
 
@@ -125,7 +121,6 @@ class ApiWorker:
                 http.force_exit = self._interrupted_again.is_set()
                 await http.shutdown(sockets)
             service.close()
-            engine.close()
 
     async def _live(self, service: Service, engine: EngineReplicas) -> int:
         other_workers = self._processes.watches
@@ -157,11 +152,13 @@ class ApiWorker:
 
     async def _open(self, service: Service, engine: EngineReplicas) -> None:
         """Load the tokenizer while the engine loads, then admit requests."""
-        text = await asyncio.to_thread(self._config.load_text)
-        await warm_up(self._config.options, text)
-        engine.send(WorkerReady())
-        ready = await asyncio.shield(engine.ready)
-        await asyncio.to_thread(check_vocabulary, text, ready)
+        warm = partial(warm_up, self._config.options)
+        try:
+            text = await service.engine.start(self._config.load_text, warm)
+        except EngineDeadError:
+            return  # `_live` reports it
+        ready = engine.ready.result()
+        await service.engine.in_thread(check_vocabulary, text, ready)
         gc.collect()
         gc.freeze()  # collections need not look at the objects that exist now
         service.open(text, ready)
@@ -198,7 +195,7 @@ class ApiWorker:
                 "%d clients stopped reading their responses; closing their connections",
                 service.num_active,
             )
-        if not service.is_open:
+        if not service.engine.is_open:
             return True
         await _first(processes.retire(engine), engine.dead, self._interrupted_again.wait())
         # If another worker still runs, the engine died while that worker needed it.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
@@ -22,8 +20,7 @@ async def metrics(request: Request) -> Response:
     prometheus = service.observability.prometheus
     if prometheus is None:
         raise ApiError(404, "metrics are off: see --enable-metrics and --metrics-reporters")
-    loop = asyncio.get_running_loop()
-    body, content_type = await loop.run_in_executor(service.pool, prometheus.page)
+    body, content_type = await service.engine.in_thread(prometheus.page)
     return Response(body, headers={"content-type": content_type})
 
 
@@ -44,5 +41,5 @@ async def stats(request: Request) -> JSONResponse:
     Until the engine's first heartbeat, only `model` and `engine` are present.
     """
     service = get_service(request)
-    head = {"model": service.options.model_name, "engine": service.engine.state.value}
+    head = {"model": service.options.model_name, "engine": service.engine.connection.state.value}
     return JSONResponse({**head, **service.observability.monitor.as_json()})

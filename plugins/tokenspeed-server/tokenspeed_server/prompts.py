@@ -11,10 +11,8 @@ from tokenspeed_core.api.step import I32
 from tokenspeed_core.commands.serving import (
     BadRequestError,
     ChatTemplate,
-    Ready,
+    InputProcessor,
     TemplateError,
-    Tokenizer,
-    check_text_fits,
     read_ids,
 )
 from tokenspeed_server.access import current_tenant
@@ -49,35 +47,10 @@ def read_prompts(prompt: Any) -> list[str | I32]:
     ]
 
 
-def encode(
-    tokenizer: Tokenizer | None,
-    text: str,
-    limits: Ready,
-    *,
-    add_special_tokens: bool,
-    must_fit: bool = True,
-    param: str = "prompt",
-    salt: str = "",
-) -> I32:
-    """Return the token ids of a prompt, or of rendered messages, which `param` names in errors.
-
-    Raises BadRequestError for text that cannot fit the context, without tokenizing all of it. Without
-    `must_fit`, it refuses only a text that no tokenizer could make short enough.
-    """
-    if tokenizer is None:
-        raise BadRequestError(
-            "this server runs with --skip-tokenizer-init: send token ids to /v1/completions", param
-        )
-    check_text_fits(tokenizer if must_fit else None, text, limits, param)
-    return tokenizer.encode_rendered(text, add_special_tokens=add_special_tokens, salt=salt)
-
-
 def chat_ids(
-    tokenizer: Tokenizer | None,
-    template: ChatTemplate | None,
+    inputs: InputProcessor,
     request: ChatRequest,
     tools: Sequence[Mapping[str, Any]] | None,
-    limits: Ready,
     *,
     add_special_tokens: bool = False,
     must_fit: bool = True,
@@ -86,13 +59,7 @@ def chat_ids(
 
     Raises BadRequestError for messages that the template rejects.
     """
-    if template is None:
-        why = (
-            "has no tokenizer"
-            if tokenizer is None
-            else "has no chat template: give one with --chat-template"
-        )
-        raise BadRequestError(f"this model {why}; use /v1/completions", "messages")
+    template = inputs.template
     if request.continue_final_message and request.add_generation_prompt:
         raise BadRequestError(
             "continue_final_message needs add_generation_prompt to be false",
@@ -106,28 +73,19 @@ def chat_ids(
     if request.continue_final_message:
         mark_end(messages)
     used_tools = tools if request.tool_choice != "none" else None
-    if tokenizer is not None:
-        # Control tokens in the texts of users are text.
-        protect = template.guard(tokenizer).protect
-        messages, used_tools, options = map(protect, (messages, used_tools, options))
     try:
-        text = template.render(
-            messages,
-            used_tools,
-            options,
-            add_generation_prompt=request.add_generation_prompt,
+        text = inputs.render(
+            messages, used_tools, options, add_generation_prompt=request.add_generation_prompt
         )
     except TemplateError as error:
         raise BadRequestError(str(error), "messages") from error
-    return encode(
-        tokenizer,
+    return inputs.encode_text(
         cut_at_mark(text) if request.continue_final_message else text,
-        limits,
         param="messages",
         must_fit=must_fit,
         add_special_tokens=add_special_tokens,
         salt=f"{current_tenant()}\0{request.cache_salt}",
-    )
+    ).token_ids
 
 
 def effort_options(effort: str | None, template: ChatTemplate) -> dict[str, Any]:

@@ -96,7 +96,7 @@ async def get_model(request: Request, model_id: str) -> JSONResponse:
 async def list_plugins(request: Request) -> Response:
     """Return the plugins and kernels in use, with the reasons."""
     service = get_service(request)
-    report = json.loads(service.serving.limits.report)
+    report = json.loads(service.inputs.limits.report)
     return JSONResponse({"model": service.options.model_name, **report})
 
 
@@ -113,7 +113,7 @@ def _model(service: Service) -> dict[str, Any]:
         "object": "model",
         "created": service.options.created,
         "owned_by": "tokenspeed",
-        "max_model_len": service.serving.limits.longest if service.is_open else None,
+        "max_model_len": service.inputs.limits.longest if service.engine.is_open else None,
         "type": "model",
         "display_name": service.options.model_name,
         "created_at": datetime.fromtimestamp(service.options.created, UTC).isoformat(),

@@ -17,10 +17,10 @@ from typing import Any
 from tokenspeed_core import __version__
 from tokenspeed_core.commands import Catalog
 from tokenspeed_core.commands.serving import (
-    Defaults,
     EngineDeadError,
     Hooks,
     LogitsProcessorTable,
+    ModelText,
     Program,
     ResolvedCheckpoint,
     TokenSpeedError,
@@ -28,7 +28,6 @@ from tokenspeed_core.commands.serving import (
     discover,
     discover_in_subprocess,
     engine_programs,
-    load_text,
     resolve,
     resolve_checkpoint,
     run_node,
@@ -44,7 +43,7 @@ from tokenspeed_server.observability import Observability
 from tokenspeed_server.replicas.memory import ReplicaMemory
 from tokenspeed_server.reply_parsers import describe_parsers, find_parsers, model_traits
 from tokenspeed_server.responses_api.store import forget_path, shared_file
-from tokenspeed_server.service import ModelText, Options
+from tokenspeed_server.service import Options
 from tokenspeed_server.settings import ServerConfig
 from tokenspeed_server.statistics import EngineMonitors
 from tokenspeed_server.supervisor import Supervised, Supervisor
@@ -305,11 +304,11 @@ def _allowed_hosts(config: ServerConfig) -> tuple[str, ...]:
 
 
 def load_model_text(config: ServerConfig, checkpoint: ResolvedCheckpoint) -> ModelText:
-    """Load the tokenizer, the chat template and the default sampling. Raises CheckpointError."""
-    defaults = Defaults.of(checkpoint.generation, checkpoint.info.eos_token_ids)
-    tokenizer, template = load_text(config, checkpoint.path)
-    isolated = None if template is None else IsolatedTemplate(template)
-    return ModelText(tokenizer, isolated, defaults)
+    """Load the tokenizer, the chat template in its own process, and the default sampling. Raises CheckpointError."""
+    text = ModelText.load(config, checkpoint)
+    if text.template is None:
+        return text
+    return replace(text, template=IsolatedTemplate(text.template))
 
 
 if __name__ == "__main__":

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tokenspeed_core.api.hooks import RequestRecord
 from tokenspeed_core.commands.serving import (
-    ChatTemplate,
-    Defaults,
+    AsyncEngine,
+    InputProcessor,
     LogitsProcessorTable,
+    ModelText,
     Ready,
     State,
-    Tokenizer,
 )
 from tokenspeed_server import body_limits
 from tokenspeed_server.access import Access, split_keys
@@ -65,86 +64,63 @@ class Options:
         return Access(split_keys(self.api_key), self.allowed_hosts, self.allowed_origins)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelText:
-    """The model's tokenizer, chat template and default sampling. Without a tokenizer, only ids pass."""
-
-    tokenizer: Tokenizer | None
-    template: ChatTemplate | None
-    defaults: Defaults
-
-
-@dataclass(frozen=True, slots=True)
-class Serving:
-    """The tokenizer and the engine's limits, once both are ready."""
-
-    text: ModelText
-    limits: Ready
-
-
 class Service:
     """Admits requests while the engine is ready and the server is not draining."""
 
     def __init__(
         self,
         options: Options,
-        engine: EngineReplicas | EchoClient,
+        connection: EngineReplicas | EchoClient,
         observability: Observability | None = None,
     ) -> None:
         self.options = options
-        self.engine = engine
+        self.engine = AsyncEngine(connection)
         self.observability = observability or Observability()
-        if isinstance(engine, EngineReplicas):
+        if isinstance(connection, EngineReplicas):
             if observability is None:
-                self.observability.monitor = EngineMonitors(len(engine.clients))
-            engine.on_heartbeat = self.observability.note_heartbeat
+                self.observability.monitor = EngineMonitors(len(connection.clients))
+            connection.on_heartbeat = self.observability.note_heartbeat
         self.is_draining = False
         self.num_active = 0
         self.ignored_fields = IgnoredFieldsLog()
-        self.pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="text")
         self.response_store = ResponseStore(options.response_store)
-        self._serving: Serving | None = None
         self._num_failures = 0  # requests in a row that failed within the server
         self._idle = asyncio.Event()
         self._idle.set()
 
     @property
-    def is_open(self) -> bool:
-        """Whether the tokenizer and the engine became ready."""
-        return self._serving is not None
-
-    @property
-    def serving(self) -> Serving:
+    def inputs(self) -> InputProcessor:
         """The tokenizer and the engine's limits. Raises ApiError (503) while the server starts."""
-        if self._serving is None:
+        if not self.engine.is_open:
             raise ApiError(
                 503, "the server is starting", code="starting", headers={"retry-after": "1"}
             )
-        return self._serving
+        return self.engine.inputs
 
     @property
     def max_body_bytes(self) -> int:
         """The limit of a body's size. Raises ApiError (503) while the server starts."""
         given = self.options.max_body_bytes
-        return body_limits.max_bytes(self.serving.limits.longest) if given is None else given
+        return body_limits.max_bytes(self.inputs.limits.longest) if given is None else given
 
     @property
     def max_body_values(self) -> int:
         """The limit of a body's values. Raises ApiError (503) while the server starts."""
         given = self.options.max_body_values
-        return body_limits.max_cost(self.serving.limits.longest) if given is None else given
+        return body_limits.max_cost(self.inputs.limits.longest) if given is None else given
 
     def open(self, text: ModelText, ready: Ready) -> None:
         """Start to admit requests."""
-        self._serving = Serving(text, ready)
+        options = self.options
+        self.engine.open(InputProcessor(text, ready, options.processors, options.has_priorities))
 
     def why_not_alive(self) -> str | None:
         """Return why the process should be restarted, or None."""
-        if self.engine.state is State.STARTING:
+        if self.engine.connection.state is State.STARTING:
             return None
         if self._num_failures >= MAX_FAILURES:
             return f"the last {self._num_failures} requests failed within the server; see its log"
-        return self.engine.why_unhealthy()
+        return self.engine.connection.why_unhealthy()
 
     def note_end(self, *, has_failed: bool) -> None:
         """Count a request that was answered, or that failed within the server."""
@@ -154,20 +130,20 @@ class Service:
         """Return why requests should go elsewhere, or None."""
         if self.is_draining:
             return "the server is shutting down"
-        reason = self.why_not_alive() or self.engine.why_unhealthy()
-        if reason is None and self._serving is None:
+        reason = self.why_not_alive() or self.engine.connection.why_unhealthy()
+        if reason is None and not self.engine.is_open:
             return "the server is starting"
         return reason
 
     def check_open(self) -> None:
         """Raise ApiError (503) unless requests are admitted."""
-        if self.engine.state is State.DEAD:
+        if self.engine.connection.state is State.DEAD:
             raise ApiError(503, "the engine is dead and the server is exiting", code="engine_dead")
         if self.is_draining:
             raise ApiError(
                 503, "the server is shutting down", code="draining", headers={"retry-after": "5"}
             )
-        _ = self.serving
+        _ = self.inputs
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
@@ -196,6 +172,6 @@ class Service:
         await self._idle.wait()
 
     def close(self) -> None:
-        """Stop the threads that parse and tokenize, and forget the stored responses."""
-        self.pool.shutdown(wait=False, cancel_futures=True)
+        """Stop the threads, close the connection, and forget the stored responses."""
+        self.engine.close()
         self.response_store.close()

@@ -15,7 +15,7 @@ from tokenspeed_server.answers import DetokenizeAnswer, TokenizeAnswer
 from tokenspeed_server.api_body import ApiBody, parse_body
 from tokenspeed_server.errors import model_not_found
 from tokenspeed_server.openapi import describe_answer, describe_body
-from tokenspeed_server.prompts import chat_ids, encode, known_parts
+from tokenspeed_server.prompts import chat_ids, known_parts
 from tokenspeed_server.protocol import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -70,13 +70,11 @@ def _tokenize(service: Service, data: bytes, headers: Headers) -> JSONResponse:
     _check_model(body.model, service)
     if (body.prompt is None) == (body.messages is None):
         raise BadRequestError("send either prompt or messages", "prompt")
-    limits, text = service.serving.limits, service.serving.text
+    inputs = service.inputs
     if body.prompt is not None:
         specials = body.add_special_tokens is not False
         # Clients count the tokens of texts that are longer than the context, too.
-        ids = encode(
-            text.tokenizer, body.prompt, limits, add_special_tokens=specials, must_fit=False
-        )
+        ids = inputs.encode_text(body.prompt, add_special_tokens=specials, must_fit=False).token_ids
     else:
         chat = ChatRequest.model_construct(
             messages=body.messages or [],
@@ -85,16 +83,14 @@ def _tokenize(service: Service, data: bytes, headers: Headers) -> JSONResponse:
             continue_final_message=body.continue_final_message,
         )
         ids = chat_ids(
-            text.tokenizer,
-            text.template,
+            inputs,
             chat,
             known_parts(parsed.raw.get("tools") or ()) or None,
-            limits,
             add_special_tokens=body.add_special_tokens is True,
             must_fit=False,
         )
     tokens = ids.tolist()
-    answer = {"count": len(tokens), "max_model_len": limits.longest, "tokens": tokens}
+    answer = {"count": len(tokens), "max_model_len": inputs.limits.longest, "tokens": tokens}
     if body.return_token_strs:
         tokenizer = _tokenizer(service)
         answer["token_strs"] = [
@@ -109,7 +105,7 @@ def _detokenize(service: Service, data: bytes, headers: Headers) -> JSONResponse
     _check_model(body.model, service)
     tokenizer = _tokenizer(service)
     ids = read_ids(body.tokens, "tokens")
-    check_ids(ids, service.serving.limits, "tokens")
+    check_ids(ids, service.inputs.limits, "tokens")
     text = tokenizer.decode(ids, skip_special_tokens=False)
     return computed_answer(service, {"prompt": text}, parsed.ignored)
 
@@ -120,7 +116,7 @@ def _check_model(model: str | None, service: Service) -> None:
 
 
 def _tokenizer(service: Service) -> Tokenizer:
-    tokenizer = service.serving.text.tokenizer
+    tokenizer = service.inputs.text.tokenizer
     if tokenizer is None:
         raise BadRequestError("this server runs with --skip-tokenizer-init: it has no tokenizer")
     return tokenizer

@@ -8,11 +8,11 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from tokenspeed_core.commands.serving import CheckpointError, Ready, TemplateError
+from tokenspeed_core.commands.serving import CheckpointError, ModelText, Ready, TemplateError
 from tokenspeed_server import asgi
 from tokenspeed_server.app import create_app
 from tokenspeed_server.echo_client import EchoClient
-from tokenspeed_server.service import ModelText, Options, Service
+from tokenspeed_server.service import Options, Service
 
 GREETING = "Hello!"
 
@@ -47,7 +47,6 @@ async def warm_up(options: Options, text: ModelText) -> None:
                     log.debug("warm-up request to %s failed", path, exc_info=True)
     finally:
         service.close()
-        engine.close()
 
 
 def check_vocabulary(text: ModelText, ready: Ready) -> None:

@@ -33,7 +33,7 @@ def _parse(service: Service, data: bytes, headers: Headers) -> ParsedRequest:
     def make_format(model: str, tokenizer: Tokenizer | None, usage: Usage) -> MessagesFormat:
         return MessagesFormat(model, hides_thinking=hides_thinking)
 
-    chat = to_chat(body, service.serving.text.template)
+    chat = to_chat(body, service.inputs.text.template)
     return prepare(
         service, chat, known_parts(tools_of(body.tools)), make_format, ignored=parsed.ignored
     )
@@ -42,7 +42,7 @@ def _parse(service: Service, data: bytes, headers: Headers) -> ParsedRequest:
 def _count(service: Service, data: bytes, headers: Headers) -> JSONResponse:
     parsed = parse_body(data, CountTokensRequest, service.options.unknown_fields)
     body = parsed.body
-    chat = to_chat(body, service.serving.text.template)
+    chat = to_chat(body, service.inputs.text.template)
     request = prepare(service, chat, known_parts(tools_of(body.tools)), _no_format)
     count = sum(map(len, request.prompts))
     return computed_answer(service, {"input_tokens": count}, parsed.ignored)

@@ -12,8 +12,8 @@ from typing import IO, Any
 from tokenspeed_core.commands.serving import (
     EngineDeadError,
     Hooks,
+    ModelText,
     Program,
-    WorkerReady,
     discover,
     engine_programs,
     resolve_checkpoint,
@@ -31,7 +31,7 @@ from tokenspeed_server.batch.runner import Counts
 from tokenspeed_server.replicas.engines import EngineReplicas
 from tokenspeed_server.reply_parsers import find_parsers
 from tokenspeed_server.serve import load_model_text, make_options
-from tokenspeed_server.service import ModelText, Options, Service
+from tokenspeed_server.service import Options, Service
 from tokenspeed_server.settings import ServerConfig
 from tokenspeed_server.supervisor import Supervisor
 
@@ -111,7 +111,6 @@ class Batch:
                 watch.cancel()
             await processes.stop()
             service.close()
-            client.close()
 
     async def _open(
         self,
@@ -121,13 +120,14 @@ class Batch:
         stopped: asyncio.Future[None],
     ) -> bool:
         """Load the tokenizer while the engine loads; return whether requests can be answered."""
-        text = await asyncio.to_thread(load_text)
-        engine.send(WorkerReady())
-        events: list[asyncio.Future[Any]] = [engine.ready, stopped]
+        opening = asyncio.ensure_future(service.engine.start(load_text))
+        events: list[asyncio.Future[Any]] = [opening, stopped]
         await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
         if stopped.done():
+            opening.cancel()
+            await asyncio.gather(opening, return_exceptions=True)
             return False
-        service.open(text, engine.ready.result())
+        service.open(opening.result(), engine.ready.result())
         return True
 
     async def _answer(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import uuid
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request
@@ -95,9 +93,8 @@ async def delete_response(request: Request, response_id: str) -> JSONResponse:
     """Delete a stored response. Later responses that continue it can no longer be continued."""
     service = get_service(request)
     owner = current_tenant()
-    loop = asyncio.get_running_loop()
-    delete = partial(service.response_store.delete, owner, response_id)
-    if not await loop.run_in_executor(service.pool, delete):
+    delete = service.response_store.delete
+    if not await service.engine.in_thread(delete, owner, response_id):
         raise _not_found(response_id)
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
@@ -180,9 +177,7 @@ async def _find(request: Request, response_id: str) -> StoredResponse:
     """Return a stored response. Raises ApiError (404)."""
     service = get_service(request)
     owner = current_tenant()
-    loop = asyncio.get_running_loop()
-    find = partial(service.response_store.get, owner, response_id)
-    stored = await loop.run_in_executor(service.pool, find)
+    stored = await service.engine.in_thread(service.response_store.get, owner, response_id)
     if stored is None:
         raise _not_found(response_id)
     return stored
