@@ -136,3 +136,10 @@ def test_times_of_a_chat_turn_are_reported() -> None:
     report = json.loads(done.stdout)
     assert report["tokens"] > 10_000
     assert min(report[name] for name in ("json_ms", "kept_ms", "new_ms", "floor_ms")) > 0
+
+
+def test_times_of_delivery_are_reported() -> None:
+    done = script("async_delivery.py", "4", "8", "--rounds", "1")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert min(report["iterators_us"], report["sinks_us"]) > 0
