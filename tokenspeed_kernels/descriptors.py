@@ -168,6 +168,7 @@ TORCH_CACHE = (
     _torch("map_tokens", "cache:map_tokens"),
     _torch("gather_tokens", "cache:gather_tokens"),
     _cpu("advance_rows", "step:advance_rows", _GRAPH_SAFE),
+    _cpu("gather_tokens", "step:gather_tokens", _GRAPH_SAFE),
     _cpu("map_tokens", "step:map_tokens", _GRAPH_SAFE),
     _torch("mla_write", "mla:mla_write", frozenset()),
 )

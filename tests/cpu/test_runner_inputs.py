@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from tokenspeed_testing.plans import PlanMaker
 
+from tokenspeed_core.api.step import StepPlan
 from tokenspeed_core.worker.inputs import EagerInputs, StepBuffers, begin_step
 from tokenspeed_core.worker.sampler import RunnerKernels
 from tokenspeed_core.worker.slots import SlotLayout, SlotState
 from tokenspeed_core.worker.staged import BucketSize, StagedLayout
 from tokenspeed_core.worker.transfer import HostTransfer
-from tokenspeed_kernels.reference.cache import advance_rows, map_tokens
+from tokenspeed_kernels.reference.cache import advance_rows, gather_tokens, map_tokens
 
 BLOCK, GROUPS = 4, 2
 NUM_BLOCKS = 8
 KERNELS = RunnerKernels(
-    print, {}, {}, {}, advance_rows({}), map_tokens({"block_size": BLOCK}), print, print
+    print,
+    {},
+    {},
+    {},
+    advance_rows({}),
+    map_tokens({"block_size": BLOCK}),
+    gather_tokens({}),
+    print,
 )
 STEPS: tuple[tuple[tuple[str, ...], dict[str, int]], ...] = (
     ((), {"a": 3, "c": 1}),
@@ -29,7 +39,7 @@ STEPS: tuple[tuple[tuple[str, ...], dict[str, int]], ...] = (
 
 
 def make_state() -> SlotState:
-    layout = SlotLayout(num_slots=6, num_blocks=NUM_BLOCKS, num_groups=GROUPS)
+    layout = SlotLayout(num_slots=6, num_blocks=NUM_BLOCKS, num_groups=GROUPS, max_drafts=3)
     state = SlotState(layout, torch.device("cpu"))
     state.reset((99,) * GROUPS)
     state.last_token[:] = torch.arange(50, 56, dtype=torch.int32)
@@ -54,10 +64,24 @@ def make_buffers(size: BucketSize, columns: dict[str, torch.Tensor]) -> StepBuff
         token_ids=columns.get("ids", empty[0]),
         positions=columns.get("positions", empty[1]),
         seq_lens=torch.zeros(size.num_rows, dtype=torch.int32),
-        new_positions=torch.zeros(size.num_rows, dtype=torch.int64),
+        new_positions=torch.zeros(size.num_sampled, dtype=torch.int64),
         tables=[torch.zeros((size.num_rows, NUM_BLOCKS), dtype=torch.int32) for _ in range(GROUPS)],
         kv_slots=[torch.zeros(size.num_tokens, dtype=torch.int64) for _ in range(GROUPS)],
     )
+
+
+def begin_padded(
+    state: SlotState, plan: StepPlan, size: BucketSize
+) -> tuple[dict[str, torch.Tensor], StepBuffers]:
+    """Begin a step in the layout of a bucket. Returns its columns and buffers."""
+    words, values = state.layout.writes(plan)
+    layout = StagedLayout(size, len(words) + 2)
+    host = np.zeros(layout.num_int64, np.int64)
+    layout.fill(host, plan, words, values, state.layout)
+    columns = dict(layout.columns(torch.from_numpy(host)))
+    buffers = make_buffers(size, columns)
+    begin_step(state, KERNELS, columns, size, buffers)
+    return columns, buffers
 
 
 def test_eager_step_equals_a_padded_bucket() -> None:
@@ -68,14 +92,7 @@ def test_eager_step_equals_a_padded_bucket() -> None:
         plan = plans.plan(decodes, chunks)
         found = eager.make(plan)
         size = BucketSize(4, 3, 12) if chunks else BucketSize(4, 0, 0)
-        words, values = state.layout.writes(plan)
-        layout = StagedLayout(size, len(words) + 2)
-        host = np.zeros(layout.num_int64, np.int64)
-        layout.fill(host, plan, words, values, state.layout)
-        columns = dict(layout.columns(torch.from_numpy(host)))
-        buffers = make_buffers(size, columns)
-        begin_step(state, KERNELS, columns, size.num_decodes, buffers)
-
+        columns, buffers = begin_padded(state, plan, size)
         num_chunk_rows, num_chunk_tokens = plan.num_rows - plan.num_decodes, len(plan.token_ids)
         rows = [*range(plan.num_decodes), *range(4, 4 + num_chunk_rows)]
         tokens = [*range(plan.num_decodes), *range(4, 4 + num_chunk_tokens)]
@@ -102,11 +119,80 @@ def test_eager_step_equals_a_padded_bucket() -> None:
     assert state.top_k[1] == 5
 
 
-def test_logit_index_selects_each_last_token() -> None:
+def with_drafts(plan: StepPlan, num_drafts: tuple[int, ...], *, on_device: bool) -> StepPlan:
+    """Add draft tokens to the decodes of a plan. Their blocks exist."""
+    counts, total = plan.num_query_tokens.copy(), sum(num_drafts)
+    counts[: len(num_drafts)] += np.array(num_drafts, np.int32)
+    ids = None if on_device else np.arange(700, 700 + total, dtype=np.int32)
+    return replace(plan, num_query_tokens=counts, num_draft_tokens=total, draft_token_ids=ids)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("chunks", [{}, {"b": 3}, {"b": 7}, {"b": 3, "d": 2}])
+def test_eager_drafts_equal_those_of_a_padded_bucket(
+    chunks: dict[str, int], on_device: bool
+) -> None:
+    states, plans = (make_state(), make_state()), make_plans()
+    plans.add("d", [40, 41], 3)
+    prompts = plans.plan((), {"a": 10, "c": 1})
+    for state in states:
+        state.drafts[:] = torch.arange(800, 818, dtype=torch.int32).view(6, 3)
+        make_eager(state).make(prompts)
+    plan = with_drafts(plans.plan(("c", "a"), chunks), (1, 2), on_device=on_device)
+    size = BucketSize(4, 3, 12, num_draft_tokens=5)
+    eager = make_eager(states[0]).make(plan)
+    columns, padded = begin_padded(states[1], plan, size)
+
+    rows = [0, 1, 4, 5][: plan.num_rows]
+    tokens = [*range(5), *range(9, 9 + len(plan.token_ids))]
+    assert torch.equal(eager.token_ids, padded.token_ids[tokens])
+    assert torch.equal(eager.positions, padded.positions[tokens])
+    for group, table, kv_slots in zip(eager.groups, padded.tables, padded.kv_slots, strict=True):
+        assert group.num_decodes == 0  # all rows are served as chunks
+        assert torch.equal(group.kv_slots, kv_slots[tokens])
+        assert torch.equal(group.step.seq_lens, padded.seq_lens[rows])
+        width = group.step.block_table.shape[1]
+        assert torch.equal(group.step.block_table, table[rows][:, :width])
+    assert torch.equal(states[0].words, states[1].words)
+    # The last token of slot 0 and its draft, then those of slot 4.
+    drafts = [800, 812, 813] if on_device else [700, 701, 702]
+    assert eager.token_ids[:5].tolist() == [50, drafts[0], 54, *drafts[1:]]
+    assert eager.positions[:5].tolist() == [1, 2, 10, 11, 12]
+
+    sampled = np.flatnonzero(plan.wants_logits)
+    logits = [*range(5), *(9 + row - 2 for row in sampled[2:])]
+    assert torch.equal(eager.rows.new_positions, padded.new_positions[logits])
+    assert eager.rows.device_slots.tolist() == eager.rows.slots.tolist()
+    assert eager.rows.last is not None
+    assert (
+        eager.token_ids[eager.rows.last].tolist()
+        == padded.token_ids[columns["last"][logits]].tolist()
+    )
+    found = eager.rows.drafts
+    assert found is not None
+    assert found.slots.tolist() == plan.slots[sampled].tolist()
+    assert (
+        found.ends.tolist() == (plan.num_computed_tokens + plan.num_query_tokens)[sampled].tolist()
+    )
+    assert (
+        found.offsets.tolist()
+        == found.host.offsets.tolist()
+        == [0, 1, 0, 1, 2, *[0] * len(sampled[2:])]
+    )
+    assert (
+        found.num_drafts.tolist()
+        == found.host.num_drafts.tolist()
+        == [1, 2, *[0] * len(sampled[2:])]
+    )
+    assert found.first.tolist() == [0, 2, 5, 6][: len(sampled)]
+    assert eager.rows.plan_rows.tolist() == [0, 0, 1, 1, 1, *sampled[2:]]
+
+
+def test_each_last_token_has_logits() -> None:
     eager, plans = make_eager(make_state()), make_plans()
     found = []
     for decodes, chunks in STEPS:
-        index = eager.make(plans.plan(decodes, chunks)).logit_index
+        index = eager.make(plans.plan(decodes, chunks)).rows.last
         found.append(None if index is None else index.tolist())
     assert found == [[3], [0, 7], [0, 1, 6], None, None]
 

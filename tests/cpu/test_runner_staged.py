@@ -54,7 +54,7 @@ def test_chunks_follow_the_padded_decodes() -> None:
     assert columns["token_slots"] == [4, 9, 0, 0, 6, 6, 6, 9, 9]
     assert columns["positions"] == [0, 0, 0, 1, 0, 1, 2, 0, 0]
     assert columns["ids"] == [0, 0, 0, 1, 600, 601, 602, 0, 0]
-    assert columns["query_start"] == [0, 2, 5, 5]
+    assert columns["chunk_start"] == [0, 2, 5, 5]
     assert columns["last"] == [0, 0, 3, 6, 0]
 
 
@@ -65,7 +65,7 @@ def test_full_bucket_has_no_padding(decodes: int) -> None:
     assert 9 not in columns["slots"] + columns["token_slots"]
     assert columns["slots"] == plan.slots.tolist()
     assert columns["advance"] == plan.num_query_tokens.tolist()
-    assert columns["query_start"] == [0, 4, 7]
+    assert columns["chunk_start"] == [0, 4, 7]
     assert columns["last"] == [*range(decodes), decodes + 3, decodes + 6]
 
 
@@ -100,8 +100,31 @@ def test_tokens_of_a_row_with_drafts_follow_each_other() -> None:
         "until_end": [3, 2, 1, 1, 2, 1, 0, 0, 0],
         "values": [50, 60, 0],
         "advance": [3, 1, 2, 0],
-        "query_start": [0, 3, 4, 6, 6],
+        "decode_start": [0, 3, 4, 6, 6],
     }
+
+
+def test_chunks_follow_the_tokens_of_decodes_with_drafts() -> None:
+    plan = make_plan([4, 1], {0: 2, 6: 3})
+    plan = replace(
+        plan,
+        num_query_tokens=np.array([3, 1, 2, 3], np.int32),
+        num_draft_tokens=2,
+        draft_token_ids=np.array([1000, 1001], np.int32),
+    )
+    columns = fill(StagedLayout(BucketSize(3, 3, 6, num_draft_tokens=3), num_words=2), plan)
+    assert columns["slots"] == [4, 1, 9, 0, 6, 9]
+    assert columns["advance"] == [3, 1, 0, 2, 3, 0]
+    assert columns["token_slots"] == [4, 4, 4, 1, 9, 9, 0, 0, 6, 6, 6, 9]
+    assert columns["positions"][6:] == [0, 1, 0, 1, 2, 0]
+    assert columns["ids"][6:] == [0, 1, 600, 601, 602, 0]
+    assert columns["chunk_start"] == [0, 2, 5, 5]
+    assert columns["decode_start"] == [0, 3, 4, 4]
+    assert columns["num_drafts"] == [2, 0, 0, 0, 0, 0]
+    assert columns["first"] == [0, 3, 0, 6, 7, 8]
+    assert columns["offsets"] == [0, 1, 2, 0, 0, 0, 0, 0, 0]
+    assert columns["until_end"] == [3, 2, 1, 1, 0, 0]
+    assert columns["last"] == [0, 1, 2, 3, 0, 0, 7, 10, 0]
 
 
 @given(
@@ -112,7 +135,7 @@ def test_tokens_of_a_row_with_drafts_follow_each_other() -> None:
 def test_state_gives_each_draft_token_once(
     rows: list[tuple[int, int]], more_rows: int, more_tokens: int
 ) -> None:
-    """Reads draft tokens from the state through the columns, as `draft_writes` wrote them."""
+    """Reads draft tokens from the state through the columns, as `writes` wrote them."""
     plan = with_drafts([slot for slot, _ in rows], [count for _, count in rows])
     size = BucketSize(len(rows) + more_rows, 0, 0, num_draft_tokens=plan.num_draft_tokens + 1)
     size = replace(size, num_draft_tokens=size.num_draft_tokens + more_tokens)
@@ -122,13 +145,13 @@ def test_state_gives_each_draft_token_once(
     words = np.arange(STATE.num_words)
     for slot in range(STATE.num_slots):
         words[STATE.column("last_token") + slot] = -1 - slot
-    places, ids = STATE.draft_writes(plan)
+    places, ids = STATE.writes(replace(plan, slot_inits=None, block_deltas=()))
     assert len(set(places.tolist())) == len(ids) == plan.num_draft_tokens
     words[places] = ids
     found = words[columns["token_words"]].tolist()
     number = 1000
     for row, (slot, count) in enumerate(rows):
-        tokens = slice(columns["query_start"][row], columns["query_start"][row + 1])
+        tokens = slice(columns["decode_start"][row], columns["decode_start"][row + 1])
         assert found[tokens] == [-1 - slot, *range(number, number + count)]
         number += count
         positions = 100 + columns["advance"][row] - columns["until_end"][tokens]
@@ -137,17 +160,24 @@ def test_state_gives_each_draft_token_once(
     assert is_padding.sum() == size.num_tokens - plan.num_tokens
     assert set(columns["until_end"][is_padding].tolist()) <= {0}  # position 0 of the padding block
     assert set(columns["advance"][len(rows) :].tolist()) <= {0}
-    assert columns["query_start"][len(rows) :].tolist() == [plan.num_tokens] * (more_rows + 1)
+    assert columns["decode_start"][len(rows) :].tolist() == [plan.num_tokens] * (more_rows + 1)
 
 
 def test_device_drafts_do_not_change_the_text() -> None:
     plan = replace(with_drafts([3, 1], [2, 1]), draft_token_ids=None)
-    words, values = STATE.draft_writes(plan)
+    words, values = STATE.writes(replace(plan, slot_inits=None, block_deltas=()))
     assert len(words) == len(values) == 0
 
 
+def test_more_draft_tokens_than_a_slot_holds_are_refused() -> None:
+    STATE.writes(with_drafts([3, 1], [0, 4]))
+    with pytest.raises(ValueError, match="5 draft tokens"):
+        STATE.writes(with_drafts([3, 1], [0, 5]))
+
+
 def test_padding_fills_all_columns() -> None:
-    for size in (BucketSize(2, 0, 0), BucketSize(2, 0, 0, num_draft_tokens=3), BucketSize(1, 2, 5)):
+    draft_sizes = [BucketSize(2, 0, 0, num_draft_tokens=3), BucketSize(2, 1, 4, num_draft_tokens=3)]
+    for size in (BucketSize(2, 0, 0), BucketSize(1, 2, 5), *draft_sizes):
         layout = StagedLayout(size, num_words=3)
         host = layout.padding(STATE)
         narrow = host[layout.middle :].view(np.int32)

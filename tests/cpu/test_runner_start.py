@@ -38,8 +38,13 @@ def bounded(max_num_seqs: int, chunk_size: int) -> SchedulerLimits:
 
 
 @pytest.mark.parametrize("max_drafts", [0, 3])
-def test_warmup_steps_leave_slots_unchanged(runner: LocalRunner, max_drafts: int) -> None:
-    limits = replace(runner.resolved.limits, max_drafts=max_drafts)
+def test_warmup_steps_leave_slots_unchanged(
+    make_runner: Callable[..., LocalRunner], max_drafts: int
+) -> None:
+    drafter = {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": 1 + max_drafts}
+    runner = make_runner(**drafter) if max_drafts else make_runner()
+    limits = runner.resolved.limits
+    assert limits.max_drafts == max_drafts
     before = runner._state.words.clone()
     for step in (largest_step(limits, 1), *warmup_steps(limits, 1)):
         runner.forward(step.plan)

@@ -21,7 +21,7 @@ from tokenspeed_core.worker.local import LocalRunner
 
 @pytest.fixture(scope="module")
 def runner(make_runner: Callable[..., LocalRunner]) -> LocalRunner:
-    return make_runner()
+    return make_runner(speculative_algorithm="ngram", speculative_num_draft_tokens=6)
 
 
 @pytest.fixture(scope="module")

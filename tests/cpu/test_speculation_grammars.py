@@ -12,7 +12,7 @@ import pytest
 from drafted import Guesser, make_engine
 from tokenspeed_testing.grammar import SCHEMA, TOKENS, VOCABULARY
 
-from tokenspeed_core import LLM, SamplingParams
+from tokenspeed_core import LLM, RequestOutput, SamplingParams
 from tokenspeed_core.api.grammars import GrammarSpec
 from tokenspeed_core.engine.engine import Engine
 from tokenspeed_core.engine.grammars import Grammars
@@ -96,7 +96,13 @@ def test_masks_of_drafts_equal_those_of_output(name: str, has_reasoning: bool) -
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(dtype="float32", max_num_seqs=4, max_total_tokens=4096) as made:
+    with LLM(
+        dtype="float32",
+        max_num_seqs=4,
+        max_total_tokens=4096,
+        speculative_algorithm="ngram",
+        speculative_num_draft_tokens=5,
+    ) as made:
         yield made
 
 
@@ -109,25 +115,31 @@ def test_drafts_change_no_structured_output(llm: LLM) -> None:
         SamplingParams(temperature=1.0, seed=4, max_tokens=40),
     ]
     prompts = ["Describe Ann, who is 32, as JSON.", "A word and a digit: ", "Repeat: red green"]
-    expected = [each.outputs[0].token_ids for each in llm.generate(prompts, asked)]
     before = llm._engine
     runner: Any = before.runner
-    drafter = Guesser(runner.resolved.limits.vocab_size, wrong=0.1)
-    drafter.known = [
-        [*output.prompt_token_ids, *output.outputs[0].token_ids]
-        for output in llm.generate(prompts, asked)
-    ]
-    made = make_engine(runner, drafter, max_drafts=4)
     grammars = before._grammars
     assert grammars is not None
-    llm._engine = Engine(
-        made.scheduler, runner, depth=1, grammars=Grammars(made.scheduler, grammars._backend)
-    )
-    try:
-        found = llm.generate(prompts, asked)
-    finally:
-        llm._engine = before
-    assert [each.outputs[0].token_ids for each in found] == expected
+
+    def generate(drafter: Guesser | None) -> tuple[list[RequestOutput], Engine]:
+        made = make_engine(runner, drafter, max_drafts=4 if drafter else 0)
+        llm._engine = Engine(
+            made.scheduler, runner, depth=1, grammars=Grammars(made.scheduler, grammars._backend)
+        )
+        try:
+            return llm.generate(prompts, asked), made
+        finally:
+            llm._engine = before
+
+    expected, plain = generate(None)
+    assert not plain.scheduler.counters.snapshot(plain.scheduler.kv, 0).num_draft_tokens
+    drafter = Guesser(runner.resolved.limits.vocab_size, wrong=0.1)
+    drafter.known = [
+        [*output.prompt_token_ids, *output.outputs[0].token_ids] for output in expected
+    ]
+    found, made = generate(drafter)
+    assert [each.outputs[0].token_ids for each in found] == [
+        each.outputs[0].token_ids for each in expected
+    ]
     assert re.fullmatch("[a-z]{2,9}=[0-9]", found[1].outputs[0].text or "")
     stats = made.scheduler.counters.snapshot(made.scheduler.kv, 0)
     assert stats.num_saved_steps > 20

@@ -8,7 +8,6 @@ import torch
 
 from tokenspeed_core.api.attention import AttentionStep
 from tokenspeed_core.worker.inputs import Columns, GroupInputs, StepBuffers
-from tokenspeed_core.worker.sampler import RunnerKernels
 from tokenspeed_core.worker.slots import SHORT, SlotState
 from tokenspeed_core.worker.staged import BucketSize
 
@@ -51,41 +50,6 @@ class SharedBuffers:
             tables=[table[: size.num_rows] for table in self.tables],
             kv_slots=[kv_slots[: size.num_tokens] for kv_slots in self.kv_slots],
         )
-
-
-def begin_with_drafts(
-    state: SlotState, kernels: RunnerKernels, columns: Columns, buffers: StepBuffers
-) -> None:
-    """Like `begin_step`, for decode rows with draft tokens, which are in the slots' state.
-
-    Lengths advance as if all draft tokens were accepted.
-    """
-    slots, token_slots = columns["slots"], columns["token_slots"]
-    nothing = buffers.token_ids[:0]
-    kernels.advance(
-        state.words,
-        columns["words"],
-        columns["values"],
-        slots,
-        columns["advance"],
-        nothing,
-        nothing,
-        buffers.seq_lens,
-        buffers.new_positions[: len(slots)],
-        *state.layout.heads,
-    )
-    kernels.gather(
-        state.words,
-        columns["token_words"],
-        token_slots,
-        columns["until_end"],
-        buffers.token_ids,
-        buffers.positions,
-        buffers.new_positions,
-        *state.layout.heads,
-    )
-    for table, rows, kv_slots in zip(state.tables, buffers.tables, buffers.kv_slots, strict=True):
-        kernels.map(table, slots, token_slots, buffers.positions, rows, kv_slots)
 
 
 def captured_group_inputs(

@@ -151,10 +151,10 @@ class DraftRunner:
             following.index_copy_(0, places, tokens)
         if ids is not None:
             chosen = ids.to(torch.int64).clamp_(min=0)
-            if inputs.logit_index is None:
+            if inputs.rows.last is None:
                 following[: len(chosen)] = chosen
             else:
-                following.index_copy_(0, inputs.logit_index, chosen)
+                following.index_copy_(0, inputs.rows.last, chosen)
         return following
 
 

@@ -17,69 +17,24 @@ from tokenspeed_core.worker.slots import SlotState
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DraftTokens:
-    """The T query tokens of a step, D of them in decode rows, as int64 columns.
-
-    `slots` [T]. `ids` and `positions` [T]; those of decode rows are the plan's draft tokens, and the place in the row.
-    `rows` [D] of the decode rows' tokens. `first` are the indices of the decode rows' first tokens.
-    """
-
-    slots: I64
-    ids: I64
-    positions: I64
-    rows: I64
-    first: I64
-
-    @classmethod
-    def of(cls, plan: StepPlan) -> DraftTokens:
-        """Return the columns of a plan."""
-        counts, middle = plan.num_query_tokens, plan.num_decodes
-        positions = _offsets(counts)
-        num = len(positions) - len(plan.token_ids)
-        ids = np.zeros(len(positions), np.int64)
-        is_draft = positions[:num] > 0
-        if plan.draft_token_ids is not None:
-            ids[:num][is_draft] = plan.draft_token_ids
-        ids[num:] = plan.token_ids
-        positions[num:] += np.repeat(plan.num_computed_tokens[middle:], counts[middle:])
-        return cls(
-            np.repeat(plan.slots, counts).astype(np.int64),
-            ids,
-            positions,
-            np.repeat(np.arange(middle), counts[:middle]),
-            np.flatnonzero(~is_draft),
-        )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class SampledTokens:
     """The R query tokens after which a token is chosen, in S rows: all of a decode row, the last of a chunk row.
 
-    `rows` [S] are those rows of the plan, and `num_drafts` [S] their draft tokens. `tokens` [R] are the places of the
-    query tokens in the step, and `offsets` [R] in their rows.
+    `rows` [S] are those rows of the plan, and `num_drafts` [S] their draft tokens. `offsets` [R] are the places of the
+    query tokens in their rows.
     """
 
     rows: I64
     num_drafts: I64
-    tokens: I64
     offsets: I64
 
     @classmethod
     def of(cls, plan: StepPlan) -> SampledTokens:
         """Return the columns of a plan."""
-        rows = np.flatnonzero(plan.wants_logits)
-        num_drafts = np.where(rows < plan.num_decodes, plan.num_query_tokens[rows] - 1, 0)
-        counts = num_drafts + 1
-        offsets = _offsets(counts)
-        ends = np.cumsum(plan.num_query_tokens)[rows]
-        tokens = np.repeat(ends - counts, counts) + offsets
-        return cls(rows, num_drafts.astype(np.int64), tokens, offsets)
-
-    @property
-    def first(self) -> I64:
-        """The index of each row's first token among the R."""
-        first: I64 = np.cumsum(self.num_drafts + 1) - self.num_drafts - 1
-        return first
+        rows, middle = plan.wants_logits.nonzero()[0], plan.num_decodes
+        num_drafts = np.zeros(len(rows), np.int64)
+        np.subtract(plan.num_query_tokens[:middle], 1, out=num_drafts[:middle])
+        return cls(rows, num_drafts, _offsets(num_drafts + 1))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,13 +54,13 @@ class DraftRows:
     max_drafts: int
 
     @classmethod
-    def captured(
+    def staged(
         cls, columns: Mapping[str, torch.Tensor], ends: torch.Tensor, max_drafts: int
     ) -> DraftRows:
-        """Return the rows of a captured step, padding included. `columns` are those of a StagedLayout."""
+        """Return all rows of a step, padding included. `columns` are those of its StagedLayout."""
         nothing = np.zeros(0, np.int64)
         return cls(
-            SampledTokens(nothing, nothing, nothing, nothing),
+            SampledTokens(nothing, nothing, nothing),
             columns["num_drafts"],
             columns["first"],
             columns["slots"],
@@ -114,16 +69,17 @@ class DraftRows:
             max_drafts,
         )
 
-    def of_step(self, host: SampledTokens) -> DraftRows:
-        """Return the rows without padding. All rows of the step sample."""
+    def of_step(self, host: SampledTokens, rows: torch.Tensor | None = None) -> DraftRows:
+        """Return the rows of a step that sample: `rows` int64 [S], or the first S."""
         num_rows = len(host.rows)
         return DraftRows(
             host,
+            # Chunks, which may not sample, have no draft tokens and one row of logits each.
             self.num_drafts[:num_rows],
             self.first[:num_rows],
-            self.slots[:num_rows],
-            self.offsets[: len(host.tokens)],
-            self.ends[:num_rows],
+            self.slots[:num_rows] if rows is None else self.slots[rows],
+            self.offsets[: len(host.offsets)],
+            self.ends[:num_rows] if rows is None else self.ends[rows],
             self.max_drafts,
         )
 
@@ -158,7 +114,7 @@ class DraftRows:
 
     def is_new(self, num_new: torch.Tensor) -> torch.Tensor:
         """Return for each of the R tokens whether it is one of its row's new tokens, bool [R]."""
-        num_tokens = len(self.host.tokens)
+        num_tokens = len(self.host.offsets)
         counts = torch.repeat_interleave(num_new, self.num_drafts + 1, output_size=num_tokens)
         return self.offsets < counts
 
@@ -173,7 +129,7 @@ class DraftRows:
         The first result indexes `rows`, the second the query tokens of the step.
         """
         counts = self.host.offsets[rows]
-        first = self.host.tokens[rows] - counts + 1
+        first = rows - counts + 1  # tokens of decodes come first, as their rows of logits do
         return (
             np.repeat(np.arange(len(rows)), counts),
             np.repeat(first, counts) + _offsets(counts),
@@ -182,5 +138,6 @@ class DraftRows:
 
 def _offsets(counts: I32 | I64) -> I64:
     """Return 0, 1, … within each row of `counts` tokens."""
-    ends = np.cumsum(counts, dtype=np.int64)
-    return np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - counts, counts)
+    ends = counts.cumsum(dtype=np.int64)
+    first: I64 = (ends - counts).repeat(counts)
+    return np.arange(len(first)) - first

@@ -322,7 +322,7 @@ class LocalRunner:
         for group, group_inputs in zip(self._groups, inputs.groups, strict=True):
             group.begin(group_inputs)
         rows, targets = inputs.rows, plan.prompt_targets
-        wanted, place, token_ids = inputs.logit_index, self._nothing, self._nothing
+        wanted, place, token_ids = inputs.rows.last, self._nothing, self._nothing
         if targets is not None:
             assert wanted is not None, "a scored token is not the last of its row"
             place, token_ids = self._transfer.send(

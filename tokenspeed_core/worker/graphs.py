@@ -22,7 +22,6 @@ from tokenspeed_core.worker.attention import AttentionGroup
 from tokenspeed_core.worker.buckets import BucketFinder, followed_sizes
 from tokenspeed_core.worker.captured_inputs import (
     SharedBuffers,
-    begin_with_drafts,
     captured_group_inputs,
 )
 from tokenspeed_core.worker.captured_step import Bucket, Follow, GraphLaunch
@@ -198,10 +197,6 @@ class StepGraphs:
         """Copy a plan to the device. Copy nothing if the device has exactly these decodes already."""
         layout, state = bucket.layout, self._context.state
         words, values = state.layout.writes(plan)
-        if plan.draft_token_ids is not None:
-            draft_words, draft_ids = state.layout.draft_writes(plan)
-            words = np.concatenate((words, draft_words))
-            values = np.concatenate((values, draft_ids))
         if len(words) > layout.num_words:
             device_words, device_values = self._context.transfer.send((words, values))
             state.words.index_copy_(0, device_words, device_values)
@@ -299,17 +294,14 @@ class StepGraphs:
         columns = layout.columns(staged)
         buffers = self._buffers.of(size, columns)
         has_drafts = size.num_draft_tokens > 0
-        query_start = columns.get("query_start")
         inputs = tuple(
             captured_group_inputs(
                 size,
                 kv_slots,
                 table,
                 buffers.seq_lens,
-                self._buffers.decode_start
-                if query_start is None or size.num_chunks
-                else query_start,
-                query_start if size.num_chunks else None,
+                columns.get("decode_start", self._buffers.decode_start),
+                columns.get("chunk_start"),
                 self._context.max_model_len,
                 self._context.max_drafts,
                 takes_drafts=group.takes_drafts,
@@ -322,16 +314,14 @@ class StepGraphs:
         ids, num_new = self._buffers.ids[: size.num_sampled], self._buffers.num_new[: size.num_rows]
         drafts = None
         if has_drafts:
-            drafts = DraftRows.captured(columns, buffers.seq_lens, self._context.max_drafts)
+            drafts = DraftRows.staged(columns, buffers.seq_lens, self._context.max_drafts)
         return Bucket(layout, staged, columns, buffers, inputs, slots, ids, num_new, drafts)
 
     def _begin(self, bucket: Bucket) -> None:
-        context, size = self._context, bucket.layout.size
-        columns, buffers = bucket.columns, bucket.buffers
-        if bucket.drafts is not None:
-            begin_with_drafts(context.state, context.kernels, columns, buffers)
-        else:
-            begin_step(context.state, context.kernels, columns, size.num_decodes, buffers)
+        context = self._context
+        begin_step(
+            context.state, context.kernels, bucket.columns, bucket.layout.size, bucket.buffers
+        )
 
     def _forward(self, bucket: Bucket) -> None:
         model, buffers = self._context.model, bucket.buffers

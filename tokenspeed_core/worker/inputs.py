@@ -3,7 +3,6 @@
 There is one path: `StagedLayout.fill` writes a plan into a host buffer, one copy moves it to the device, and
 `begin_step` updates the slots' state there and derives positions, block tables and KV slots. A captured step uses the
 layout of its bucket and buffers that it keeps; an eager step uses a layout of exactly its size and new buffers.
-Only eager steps with draft tokens send columns of their own, since a layout with draft tokens has no rows of prompts.
 Nothing here waits for the device.
 """
 
@@ -16,8 +15,8 @@ import numpy as np
 import torch
 
 from tokenspeed_core.api.attention import AttentionStep
-from tokenspeed_core.api.step import I32, StepPlan
-from tokenspeed_core.worker.drafts import DraftRows, DraftTokens, SampledTokens
+from tokenspeed_core.api.step import I32, I64, StepPlan
+from tokenspeed_core.worker.drafts import DraftRows, SampledTokens
 from tokenspeed_core.worker.sampler import RunnerKernels, SamplingRows
 from tokenspeed_core.worker.slots import SlotState
 from tokenspeed_core.worker.staged import BucketSize, StagedLayout
@@ -46,23 +45,21 @@ class GroupInputs:
 class StepInputs:
     """The inputs of a forward, and the rows that sample after it.
 
-    `token_ids`, `positions` int64 [T]. `logit_index` int64 [R] is the query token that each of the R
-    sampling rows takes its hidden state from (None: token i for row i).
+    `token_ids`, `positions` int64 [T].
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     groups: tuple[GroupInputs, ...]
     rows: SamplingRows
-    logit_index: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepBuffers:
-    """The outputs of `begin_step`, for S rows and T tokens.
+    """The outputs of `begin_step`, for S rows, T tokens and R rows of logits.
 
-    `token_ids`, `positions` int64 [T], in which a step with chunks has its chunks' values already; `seq_lens` int32 [S]
-    and `new_positions` int64 [S], the same lengths; of each cache group `tables` int32 [S, B] and `kv_slots` int64 [T].
+    `token_ids`, `positions` int64 [T], in which a step with chunks has its chunks' values already; `seq_lens` int32 [S];
+    `new_positions` int64 [R]; of each cache group `tables` int32 [S, B] and `kv_slots` int64 [T].
     """
 
     token_ids: torch.Tensor
@@ -77,24 +74,42 @@ def begin_step(
     state: SlotState,
     kernels: RunnerKernels,
     columns: Columns,
-    num_decodes: int,
+    size: BucketSize,
     buffers: StepBuffers,
 ) -> None:
-    """Write the changed words of the state, advance the lengths, and fill the buffers. Padding stays at length 0."""
-    slots = columns["slots"]
+    """Write the changed words of the state, advance the lengths, and fill the buffers. Padding stays at length 0.
+
+    Lengths advance as if all draft tokens were accepted.
+    """
+    slots, heads = columns["slots"], state.layout.heads
+    token_slots = columns.get("token_slots", slots)
+    read, ends = size.num_decodes, buffers.new_positions
+    if size.num_draft_tokens:  # `gather` reads the decodes, and writes over their ends
+        read, ends = 0, ends[size.num_draft_tokens :]
     kernels.advance(
         state.words,
         columns["words"],
         columns["values"],
         slots,
         columns["advance"],
-        buffers.token_ids[:num_decodes],
-        buffers.positions[:num_decodes],
+        buffers.token_ids[:read],
+        buffers.positions[:read],
         buffers.seq_lens,
-        buffers.new_positions,
-        *state.layout.heads,
+        ends,
+        *heads,
     )
-    token_slots = columns.get("token_slots", slots)
+    if size.num_draft_tokens:
+        read = size.num_decode_tokens
+        kernels.gather(
+            state.words,
+            columns["token_words"],
+            token_slots[:read],
+            columns["until_end"],
+            buffers.token_ids[:read],
+            buffers.positions[:read],
+            buffers.new_positions[:read],
+            *heads,
+        )
     for table, rows, kv_slots in zip(state.tables, buffers.tables, buffers.kv_slots, strict=True):
         used = table[:, : rows.shape[1]]
         kernels.map(used, slots, token_slots, buffers.positions, rows, kv_slots)
@@ -120,22 +135,24 @@ class EagerInputs:
 
     def make(self, plan: StepPlan) -> StepInputs:
         """Apply a plan to the slots' state and return the inputs. The plan has at least one row."""
-        if plan.num_draft_tokens:
-            return self._make_with_drafts(plan)
         words, values = self._state.layout.writes(plan)
-        size = BucketSize(plan.num_decodes, plan.num_rows - plan.num_decodes, len(plan.token_ids))
+        num_drafts = plan.num_draft_tokens
+        num_chunks = plan.num_rows - plan.num_decodes
+        size = BucketSize(
+            plan.num_decodes, num_chunks, len(plan.token_ids), num_draft_tokens=num_drafts
+        )
         layout = StagedLayout(size, len(words))
         host = np.empty(layout.num_int64, np.int64)
         layout.fill(host, plan, words, values, self._state.layout)
         query_start = np.zeros(plan.num_rows + 1, np.int32)
         np.cumsum(plan.num_query_tokens, out=query_start[1:])
-        sampled = np.flatnonzero(plan.wants_logits)
-        staged, device_query_start, device_sampled = self._transfer.send(
-            (host, query_start, sampled)
-        )
+        rows = at = np.flatnonzero(plan.wants_logits)
+        if num_drafts:  # every token of a decode has a row of logits
+            at = np.concatenate((np.arange(num_drafts), rows + num_drafts))
+        staged, device_query_start, device_at = self._transfer.send((host, query_start, at))
         columns = layout.columns(staged)
         buffers = self._buffers(plan, size, columns)
-        begin_step(self._state, self._kernels, columns, size.num_decodes, buffers)
+        begin_step(self._state, self._kernels, columns, size, buffers)
         bounds = _Bounds(plan, query_start, device_query_start, buffers.seq_lens)
         groups = tuple(
             bounds.group(kv_slots, table, split=split)
@@ -143,122 +160,8 @@ class EagerInputs:
                 buffers.kv_slots, buffers.tables, self._split, strict=True
             )
         )
-        slots, new_positions = columns["slots"], buffers.new_positions
-        if len(sampled) < plan.num_rows:
-            slots, new_positions = slots[device_sampled], new_positions[device_sampled]
-        last = None
-        if len(sampled) < size.num_tokens:
-            last = columns["last"][device_sampled] if size.num_chunks else device_sampled
-        return StepInputs(
-            token_ids=buffers.token_ids,
-            positions=buffers.positions,
-            groups=groups,
-            rows=SamplingRows(
-                sampled.astype(np.int32),
-                plan.slots[sampled],
-                slots,
-                new_positions,
-                buffers.token_ids,
-                last,
-            ),
-            logit_index=last,
-        )
-
-    def _make_with_drafts(self, plan: StepPlan) -> StepInputs:
-        """Return the inputs of a step with draft tokens; see `make`. Attention treats all rows as chunks."""
-        state, kernels = self._state, self._kernels
-        tokens, sampled = DraftTokens.of(plan), SampledTokens.of(plan)
-        query_start = np.zeros(plan.num_rows + 1, np.int32)
-        np.cumsum(plan.num_query_tokens, out=query_start[1:])
-        sampled_slots = plan.slots[sampled.rows]
-        num_sampled = sampled.num_drafts + 1
-        (
-            slots,
-            words,
-            values,
-            advance,
-            device_query_start,
-            token_slots,
-            token_ids,
-            positions,
-            rows,
-            first,
-            last,
-            num_drafts,
-            first_sampled,
-            device_slots,
-            offsets,
-            row_slots,
-        ) = self._transfer.send(
-            (
-                plan.slots.astype(np.int64),
-                *state.layout.writes(plan),
-                plan.num_query_tokens,
-                query_start,
-                tokens.slots,
-                tokens.ids,
-                tokens.positions,
-                tokens.rows,
-                tokens.first,
-                sampled.tokens,
-                sampled.num_drafts,
-                sampled.first,
-                sampled_slots.astype(np.int64),
-                sampled.offsets,
-                np.repeat(sampled_slots, num_sampled).astype(np.int64),
-            )
-        )
-        seq_lens, ends = advance.new_empty(plan.num_rows), slots.new_empty(plan.num_rows)
-        row_ids, row_positions = slots.new_empty((2, plan.num_decodes))
-        kernels.advance(
-            state.words,
-            words,
-            values,
-            slots,
-            advance,
-            row_ids,
-            row_positions,
-            seq_lens,
-            ends,
-            *state.layout.heads,
-        )
-        if plan.draft_token_ids is None:
-            place = (positions[: len(rows)] - 1).clamp_(min=0)
-            token_ids[: len(rows)] = state.drafts[token_slots[: len(rows)], place]
-        positions[: len(rows)] += row_positions[rows]
-        token_ids.index_copy_(0, first, row_ids)
-        bounds = _Bounds(plan, query_start, device_query_start, seq_lens)
-        width, groups = self._table_width(plan), []
-        for table in state.tables:
-            block_table = state.words.new_empty((plan.num_rows, width))
-            kv_slots = slots.new_empty(len(token_slots))
-            kernels.map(table[:, :width], slots, token_slots, positions, block_table, kv_slots)
-            groups.append(bounds.chunks(kv_slots, block_table))
-        new_positions = positions[last] + 1
-        drafts = DraftRows(
-            sampled,
-            num_drafts,
-            first_sampled,
-            device_slots,
-            offsets,
-            new_positions[first_sampled + num_drafts].to(torch.int32),
-            int(sampled.num_drafts.max()),
-        )
-        return StepInputs(
-            token_ids=token_ids,
-            positions=positions,
-            groups=tuple(groups),
-            rows=SamplingRows(
-                np.repeat(sampled.rows, num_sampled).astype(np.int32),
-                np.repeat(sampled_slots, num_sampled),
-                row_slots,
-                new_positions,
-                token_ids,
-                last,
-                drafts,
-            ),
-            logit_index=last,
-        )
+        sampling = _sampling_rows(plan, size, columns, buffers, rows, device_at)
+        return StepInputs(buffers.token_ids, buffers.positions, groups, sampling)
 
     def _table_width(self, plan: StepPlan) -> int:
         # Kernels on the CPU read whole tables, so keep them short.
@@ -279,10 +182,47 @@ class EagerInputs:
             token_ids=token_ids,
             positions=positions,
             seq_lens=columns["advance"].new_empty(size.num_rows),
-            new_positions=slots.new_empty(size.num_rows),
+            new_positions=slots.new_empty(size.num_sampled),
             tables=[self._state.words.new_empty((size.num_rows, width)) for _ in range(num_groups)],
             kv_slots=[slots.new_empty(size.num_tokens) for _ in range(num_groups)],
         )
+
+
+def _sampling_rows(
+    plan: StepPlan,
+    size: BucketSize,
+    columns: Columns,
+    buffers: StepBuffers,
+    rows: I64,
+    at: torch.Tensor,
+) -> SamplingRows:
+    """Return the rows that sample. `rows` int64 [S] are those of the plan, `at` int64 [R] those of the layout's logits."""
+    is_partial = len(rows) < plan.num_rows
+    new_positions = buffers.new_positions[at] if is_partial else buffers.new_positions
+    last = columns["last"][at] if size.num_chunks else at
+    if not size.num_draft_tokens:
+        slots = columns["slots"]
+        return SamplingRows(
+            rows.astype(np.int32),
+            plan.slots[rows],
+            slots[at] if is_partial else slots,
+            new_positions,
+            buffers.token_ids,
+            last if len(at) < size.num_tokens else None,
+        )
+    sampled, slots = SampledTokens.of(plan), columns["token_slots"]
+    drafts = DraftRows.staged(columns, buffers.seq_lens, int(sampled.num_drafts.max()))
+    device_rows = at[size.num_draft_tokens :] - size.num_draft_tokens if is_partial else None
+    plan_rows = rows.repeat(sampled.num_drafts + 1).astype(np.int32)
+    return SamplingRows(
+        plan_rows,
+        plan.slots[plan_rows],
+        slots[last] if size.num_chunks else slots,
+        new_positions,
+        buffers.token_ids,
+        last,
+        drafts.of_step(sampled, device_rows),
+    )
 
 
 class _Bounds:
@@ -304,16 +244,14 @@ class _Bounds:
 
     def group(self, kv_slots: torch.Tensor, table: torch.Tensor, *, split: bool) -> GroupInputs:
         """Return the inputs of a cache group, with both parts of a mixed step if `split`."""
-        middle, end = self._plan.num_decodes, self._plan.num_rows
+        end = self._plan.num_rows
+        # Eager decodes with draft tokens are served as chunks.
+        middle = 0 if self._plan.num_draft_tokens else self._plan.num_decodes
         decodes = prefills = None
         if split and 0 < middle < end:
             decodes = self._part(table, 0, middle)
             prefills = self._part(table, middle, end)
         return GroupInputs(kv_slots, self._part(table, 0, end), middle, decodes, prefills)
-
-    def chunks(self, kv_slots: torch.Tensor, table: torch.Tensor) -> GroupInputs:
-        """Return the inputs of a cache group whose rows are all chunks."""
-        return GroupInputs(kv_slots, self._part(table, 0, self._plan.num_rows), 0, None, None)
 
     def _part(self, table: torch.Tensor, start: int, end: int) -> AttentionStep:
         host_start = self._host_query_start[start : end + 1]

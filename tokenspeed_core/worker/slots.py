@@ -75,7 +75,7 @@ class SlotLayout:
     def writes(self, plan: StepPlan) -> tuple[I64, I32]:
         """Return the words that a plan changes and their new values, in the plan's order.
 
-        Chunk rows set their exact length; decode rows keep the device's.
+        Chunk rows set their exact length; decode rows keep the device's. Raises ValueError for too many draft tokens.
         """
         words: list[I64] = []
         values: list[I32] = []
@@ -92,23 +92,25 @@ class SlotLayout:
             values.append(plan.num_computed_tokens[plan.num_decodes :])
         if plan.slot_inits is not None:
             self._init_writes(plan.slot_inits, words, values)
+        if plan.draft_token_ids is not None:
+            words.append(self._draft_words(plan))
+            values.append(plan.draft_token_ids)
         if not words:
             return _NO_WORDS, _NO_VALUES
         return np.concatenate(words), np.concatenate(values)
 
-    def draft_writes(self, plan: StepPlan) -> tuple[I64, I32]:
-        """Return the words of the slot state for a plan's draft tokens, and the tokens.
-
-        Both are empty if the device has the tokens already.
-        """
-        if plan.draft_token_ids is None:
-            return _NO_WORDS, _NO_VALUES
+    def _draft_words(self, plan: StepPlan) -> I64:
+        """Return the words of a plan's draft tokens. Raises ValueError if a row has more than `max_drafts`."""
         counts = plan.num_query_tokens[: plan.num_decodes] - 1
+        if len(counts) and counts.max() > self.max_drafts:
+            raise ValueError(
+                f"a row has {counts.max()} draft tokens, and slots hold {self.max_drafts}"
+            )
         first = self.drafts + plan.slots[: plan.num_decodes].astype(np.int64) * self.max_drafts
         # Token i of the plan is token i - before of its row.
-        before = np.cumsum(counts) - counts
-        words = np.arange(len(plan.draft_token_ids)) + np.repeat(first - before, counts)
-        return words, plan.draft_token_ids
+        before = counts.cumsum() - counts
+        words: I64 = np.arange(plan.num_draft_tokens) + (first - before).repeat(counts)
+        return words
 
     def _init_writes(self, inits: SlotInits, words: list[I64], values: list[I32]) -> None:
         slots = inits.slots.astype(np.int64)

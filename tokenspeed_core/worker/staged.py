@@ -1,8 +1,8 @@
 """The host's upload for a step: one buffer, laid out for the size of the step or of its bucket.
 
-Rows and tokens are in the order `[decodes, padding, chunks, padding]`; padding names the padding slot. A size without
-chunk and draft tokens has decodes only, one token each. With draft tokens it has decodes only, and the tokens of a row
-follow each other: `[tokens of decodes, padding]`.
+Rows and tokens are in the order `[decodes, padding, chunks, padding]`; padding names the padding slot. A decode has one
+token, or with draft tokens several, which follow each other. Every token of a decode is sampled, and the last one of a
+chunk: `[tokens of decodes, padding, chunks, padding]`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class BucketSize:
     """The decode rows, chunk rows, and tokens of all chunks that a step has, or that a bucket holds at most.
 
     With `no_shared_prefix`, its decodes are short and share no prefix, so attention skips the search for one.
-    `num_draft_tokens` are those of all decode rows together; a size with draft tokens has no chunks.
+    `num_draft_tokens` are those of all decode rows together.
     """
 
     num_decodes: int
@@ -45,22 +45,28 @@ class BucketSize:
         return self.num_decodes + self.num_draft_tokens + self.num_chunk_tokens
 
     @property
+    def num_decode_tokens(self) -> int:
+        """Query tokens of decodes, padding included."""
+        return self.num_decodes + self.num_draft_tokens
+
+    @property
     def num_sampled(self) -> int:
-        """Rows of logits, padding included: one of each row, or with draft tokens of each token."""
-        return self.num_tokens if self.num_draft_tokens else self.num_rows
+        """Rows of logits, padding included: one of each token of a decode, and one of each chunk."""
+        return self.num_decodes + self.num_draft_tokens + self.num_chunks
 
 
 class StagedLayout:
     """The place of each column in the buffer: int64 columns first, then int32 columns.
 
-    int64: `slots` [rows]; `words` of the slots' state to change; with chunks also `token_slots`, `positions` and
-    `ids` [tokens] (the last two of chunks only: decodes' come from the state), and `last` [rows], the last token of
-    each row. int32: `values` of the words; `advance` [rows], by which lengths grow; with chunks `query_start`
-    [chunks + 1], from the first chunk token.
+    int64: `slots` [rows]; `words` of the slots' state to change. int32: `values` of the words; `advance` [rows], by which
+    lengths grow. With chunks or draft tokens, int64: `token_slots` [tokens].
 
-    With draft tokens, int64: `num_drafts` and `first` [rows], the draft tokens and the first token of each row;
-    `token_slots` [tokens]; `token_words` [tokens], where the state has the token; `offsets` [tokens] in the row; and
-    `until_end` [tokens], by which the position precedes the row's new length. int32: `query_start` [rows + 1].
+    With chunks, int64: `positions` and `ids` [tokens] (of chunks only: those of decodes come from the state), and `last`
+    [sampled], the token that each row of logits follows. int32: `chunk_start` [chunks + 1], from the first chunk token.
+
+    With draft tokens, int64: `num_drafts` and `first` [rows], the draft tokens of each row, and its first row of logits;
+    `token_words` [tokens of decodes], where the state has the token; `until_end` [tokens of decodes], by which the
+    position precedes the row's new length; and `offsets` [sampled] in the row. int32: `decode_start` [decodes + 1].
 
     If a draft model may follow, int64: `capacity` [rows], that of `NextDrafts`, 0 for rows that do not sample; and with
     chunks `follows` [tokens], the token after each, or -1 - row for the token that is chosen for a row.
@@ -71,24 +77,22 @@ class StagedLayout:
         self.size = size
         self.num_words = num_words
         self.has_draft_model = has_draft_model
-        wide = {"slots": size.num_rows, "words": num_words}
-        narrow = {"values": num_words, "advance": size.num_rows}
+        num_rows, num_tokens = size.num_rows, size.num_tokens
+        wide = {"slots": num_rows, "words": num_words}
+        narrow = {"values": num_words, "advance": num_rows}
+        if size.num_chunks or size.num_draft_tokens:
+            wide["token_slots"] = num_tokens
         if size.num_chunks:
-            wide |= {
-                "token_slots": size.num_tokens,
-                "positions": size.num_tokens,
-                "ids": size.num_tokens,
-            }
-            wide |= {"last": size.num_rows}
-            narrow |= {"query_start": size.num_chunks + 1}
+            wide["positions"] = wide["ids"] = num_tokens
+            wide["last"] = size.num_sampled
+            narrow["chunk_start"] = size.num_chunks + 1
         if size.num_draft_tokens:
-            wide |= dict.fromkeys(("num_drafts", "first"), size.num_rows)
-            wide |= dict.fromkeys(
-                ("token_slots", "token_words", "offsets", "until_end"), size.num_tokens
-            )
-            narrow |= {"query_start": size.num_rows + 1}
+            wide["num_drafts"] = wide["first"] = num_rows
+            wide["token_words"] = wide["until_end"] = size.num_decode_tokens
+            wide["offsets"] = size.num_sampled
+            narrow["decode_start"] = size.num_decodes + 1
         if has_draft_model:
-            wide |= {"capacity": size.num_rows, "follows": size.num_tokens * (size.num_chunks > 0)}
+            wide |= {"capacity": num_rows, "follows": num_tokens * (size.num_chunks > 0)}
         self.wide, self.middle = _place(wide)
         self.narrow, length = _place(narrow)
         self.num_int64 = self.middle + -(-length // 2)
@@ -111,12 +115,12 @@ class StagedLayout:
         slots, advance = host[self.wide["slots"]], narrow[self.narrow["advance"]]
         slots[:middle], slots[middle:] = plan.slots[:middle], padding[0]
         advance[:middle] = plan.num_query_tokens[:middle]
-        if size.num_draft_tokens:
-            self._fill_drafts(host, narrow[self.narrow["query_start"]], plan, state)
         if size.num_chunks:
             chunks = slice(size.num_decodes, size.num_decodes + plan.num_rows - middle)
             slots[chunks], advance[chunks] = plan.slots[middle:], plan.num_query_tokens[middle:]
-            self._fill_tokens(host, narrow[self.narrow["query_start"]], plan, padding[0])
+            self._fill_chunks(host, narrow[self.narrow["chunk_start"]], plan, padding[0])
+        if size.num_draft_tokens:
+            self._fill_drafts(host, narrow[self.narrow["decode_start"]], plan, state)
         if self.has_draft_model:
             self._fill_next(host, plan)
 
@@ -126,22 +130,23 @@ class StagedLayout:
         self.fill(host, _NO_ROWS, _NONE.astype(np.int64), _NONE, state)
         return host
 
-    def _fill_tokens(self, host: I64, query_start: I32, plan: StepPlan, padding_slot: int) -> None:
-        decodes, middle, count = self.size.num_decodes, plan.num_decodes, len(plan.token_ids)
+    def _fill_chunks(self, host: I64, start: I32, plan: StepPlan, padding_slot: int) -> None:
+        before, middle, count = self.size.num_decode_tokens, plan.num_decodes, len(plan.token_ids)
         counts, num_chunks = plan.num_query_tokens[middle:], plan.num_rows - middle
-        np.cumsum(counts, out=query_start[1 : num_chunks + 1])
-        query_start[num_chunks + 1 :] = count
+        np.cumsum(counts, out=start[1 : num_chunks + 1])
+        start[num_chunks + 1 :] = count
         token_slots, positions = host[self.wide["token_slots"]], host[self.wide["positions"]]
         ids, last = host[self.wide["ids"]], host[self.wide["last"]]
-        inside = slice(decodes, decodes + count)
+        inside = slice(before, before + count)
         token_slots[:], positions[:], ids[:], last[:] = padding_slot, 0, 0, 0
         token_slots[:middle] = plan.slots[:middle]
         token_slots[inside] = np.repeat(plan.slots[middle:], counts)
-        before = query_start[:num_chunks] - plan.num_computed_tokens[middle:]
-        positions[inside] = np.arange(count) - np.repeat(before, counts)
+        offset = start[:num_chunks] - plan.num_computed_tokens[middle:]
+        positions[inside] = np.arange(count) - np.repeat(offset, counts)
         ids[inside] = plan.token_ids
-        last[:middle] = np.arange(middle)
-        last[decodes : decodes + num_chunks] = decodes - 1 + query_start[1 : num_chunks + 1]
+        num_decode_tokens = middle + plan.num_draft_tokens
+        last[:num_decode_tokens] = np.arange(num_decode_tokens)
+        last[before : before + num_chunks] = before - 1 + start[1 : num_chunks + 1]
 
     def _fill_next(self, host: I64, plan: StepPlan) -> None:
         capacity, follows = host[self.wide["capacity"]], host[self.wide["follows"]]
@@ -162,25 +167,28 @@ class StagedLayout:
             last = np.cumsum(plan.num_query_tokens[middle:]) - 1
             of_chunks[last] = np.where(samples, chosen[decodes:], plan.next_drafts.following)
 
-    def _fill_drafts(self, host: I64, query_start: I32, plan: StepPlan, state: SlotLayout) -> None:
-        counts, num_rows, count = plan.num_query_tokens, plan.num_rows, plan.num_tokens
-        np.cumsum(counts, out=query_start[1 : num_rows + 1])
-        query_start[num_rows + 1 :] = count
+    def _fill_drafts(self, host: I64, start: I32, plan: StepPlan, state: SlotLayout) -> None:
+        """Fill the columns of draft tokens, and the slots of decodes' tokens. Chunks have no draft tokens."""
+        num_rows, end = plan.num_decodes, self.size.num_decode_tokens
+        counts, count = plan.num_query_tokens[:num_rows], num_rows + plan.num_draft_tokens
+        counts.cumsum(out=start[1 : num_rows + 1])
+        start[num_rows + 1 :] = count
         num_drafts, first = host[self.wide["num_drafts"]], host[self.wide["first"]]
         num_drafts[:num_rows], num_drafts[num_rows:] = counts - 1, 0
-        first[:num_rows], first[num_rows:] = query_start[:num_rows], 0
-        token_slots, token_words = host[self.wide["token_slots"]], host[self.wide["token_words"]]
+        first[:num_rows], first[num_rows : self.size.num_decodes] = start[:num_rows], 0
+        first[self.size.num_decodes :] = np.arange(end, self.size.num_sampled)
+        token_slots, words = host[self.wide["token_slots"]], host[self.wide["token_words"]]
         offsets, until_end = host[self.wide["offsets"]], host[self.wide["until_end"]]
         last_token = state.column("last_token")
-        token_slots[count:] = state.padding_slot
-        token_words[count:] = last_token + state.padding_slot
+        token_slots[count:end] = state.padding_slot
+        words[count:] = last_token + state.padding_slot
         offsets[count:] = until_end[count:] = 0
-        token_slots[:count] = np.repeat(plan.slots, counts)
-        offsets[:count] = np.arange(count) - np.repeat(first[:num_rows], counts)
-        until_end[:count] = np.repeat(counts, counts) - offsets[:count]
-        drafts = state.drafts - 1 + token_slots[:count] * state.max_drafts + offsets[:count]
-        is_first = offsets[:count] == 0
-        token_words[:count] = np.where(is_first, last_token + token_slots[:count], drafts)
+        slots, place = plan.slots[:num_rows].repeat(counts), offsets[:count]
+        token_slots[:count] = slots
+        np.subtract(np.arange(count), start[:num_rows].repeat(counts), out=place)
+        np.subtract(counts.repeat(counts), place, out=until_end[:count])
+        drafts = state.drafts - 1 + token_slots[:count] * state.max_drafts + place
+        words[:count] = np.where(place == 0, last_token + slots, drafts)
 
 
 def _place(lengths: Mapping[str, int]) -> tuple[dict[str, slice], int]:

@@ -68,3 +68,30 @@ def map_tokens(
         )
 
     return apply
+
+
+def gather_tokens(problem: Problem) -> Callable[..., None]:
+    """Return `gather(state, words, slots, until_end, token_ids, positions, new_positions, first, num_slots)`.
+
+    See the op's contract for shapes and meaning.
+    """
+    del problem
+    return _gather
+
+
+def _gather(
+    state: Tensor,
+    words: Tensor,
+    slots: Tensor,
+    until_end: Tensor,
+    token_ids: Tensor,
+    positions: Tensor,
+    new_positions: Tensor,
+    first: int,
+    num_slots: int,
+) -> None:
+    host_state, host_positions = state.numpy(), positions.numpy()
+    token_ids.numpy()[:] = host_state[words.numpy()]
+    lengths = host_state[first + num_slots : first + 2 * num_slots]
+    np.subtract(lengths[slots.numpy()], until_end.numpy(), out=host_positions)
+    np.add(host_positions, 1, out=new_positions.numpy())

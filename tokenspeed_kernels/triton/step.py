@@ -28,6 +28,7 @@ BLOCK = 1024  # entries that a program handles at once
         "advance_ptr",
         "token_ids_ptr",
         "positions_ptr",
+        "ends_ptr",
     ],
 )
 def _advance_rows(
