@@ -16,7 +16,8 @@ from tokenspeed_kernels.options import DEFAULTS, MAX_SPLITS, AttentionOptions
 from tokenspeed_kernels.triton import precompile
 from tokenspeed_kernels.triton.attention.cascade import BLOCK_N as SHARED_BLOCK_N
 from tokenspeed_kernels.triton.attention.cascade import MERGED_PARTS, SharedLaunch, SharedPrefix
-from tokenspeed_kernels.triton.attention.kernel import LOG2_E, attend, soft_cap
+from tokenspeed_kernels.triton.attention.kernel import attend
+from tokenspeed_kernels.triton.attention.keys import LOG2_E, soft_cap
 from tokenspeed_kernels.triton.attention.write_kv import blank_caches
 from tokenspeed_kernels.triton.pdl import supports_pdl
 

@@ -18,11 +18,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenspeed_core.api import AttentionLimits, AttentionProblem, AttentionStep
 from tokenspeed_kernels.triton import precompile
-from tokenspeed_kernels.triton.attention.kernel import (
+from tokenspeed_kernels.triton.attention.keys import (
     LOG2_E,
-    _attend_keys,
-    _fit_keys,
-    _share,
+    attend_keys,
+    fit_keys,
+    keys_per_split,
     soft_cap,
 )
 from tokenspeed_kernels.triton.pdl import supports_pdl
@@ -276,7 +276,7 @@ def attend_shared(
         inside = (member < BLOCK_M // G * G) & (row < num_rows)
         used = inside & (tl.load(seq_lens_ptr + row, mask=inside, other=0) > 0)
         slot = (row * (G * K) + head).to(tl.int64) * num_shared_splits + split
-        share = _share(shared, num_shared_splits, 0, BLOCK_N)
+        share = keys_per_split(shared, num_shared_splits, 0, BLOCK_N)
         start = split * share
         stop = tl.minimum(shared, start + share)
         is_needed = tl.max(used.to(tl.int32), axis=0) > 0  # skip tiles of padding rows
@@ -289,11 +289,11 @@ def attend_shared(
                 mask=inside[:, None] & (column < D)[None, :],
                 other=0.0,
             )
-            q = _fit_keys(q, k_ptr.dtype.element_ty)
+            q = fit_keys(q, k_ptr.dtype.element_ty)
             acc = tl.zeros([BLOCK_M, BLOCK_V], dtype=tl.float32)
             highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
             total = tl.zeros([BLOCK_M], dtype=tl.float32)
-            acc, highest, total = _attend_keys(
+            acc, highest, total = attend_keys(
                 acc,
                 highest,
                 total,

@@ -1,279 +1,23 @@
 """The paged attention kernel: tiles of queries against blocks of keys, with split keys merged if needed.
 
-The query heads that share a KV head form the rows of one tile, so each key is loaded once for all of them. Softmax is
-online (Milakov and Gimelshein, 2018). Partial results of split keys are merged by their log-sum-exps, as in
-FlashDecoding (Dao et al., 2023), by the program that finishes last. Scores are in base 2.
+The query heads that share a KV head form the rows of one tile, so each key is loaded once for all of them. The program
+that finishes last merges the partial results of split keys.
 """
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tokenspeed_core.api import AttentionProblem
 from tokenspeed_kernels.triton import precompile
-
-LOG2_E = 1.4426950408889634
-_LOG2_E = tl.constexpr(LOG2_E)
-
-
-@triton.jit
-def _cap_scores(scores, bound: tl.constexpr):
-    """Return bound * tanh(scores / bound)."""
-    return bound - 2.0 * bound / (1.0 + tl.exp2(scores * (2.0 * _LOG2_E / bound)))
-
-
-@triton.jit
-def _fit_keys(q, key_dtype: tl.constexpr):
-    """Cast queries for an FP8 cache to float16, which holds e4m3 exactly; one instruction converts two keys."""
-    if key_dtype == tl.float8e4nv:
-        q = tl.minimum(tl.maximum(q.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
-    return q
-
-
-@triton.jit
-def _first_seen(position, window, IS_CHUNKED: tl.constexpr):
-    """Return the first position that query positions see in their window or chunk. It may be negative."""
-    if IS_CHUNKED:
-        return position // window * window
-    return position - window + 1
-
-
-@triton.jit
-def _attend_keys(
-    acc,
-    highest,
-    total,
-    q,
-    position,
-    start,
-    stop,
-    k_base,
-    v_base,
-    table,
-    stride_b,
-    stride_s,
-    v_stride_s,
-    window,
-    log2_scale,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    IS_CHUNKED: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Attend to keys [start, stop) and return the updated softmax state. `position` [BLOCK_M] is used only if MASKED.
-
-    SOFT_CAP is the bound of scores in base 2, or None.
-    """
-    column = tl.arange(0, BLOCK_D)
-    v_column = tl.arange(0, BLOCK_V)
-    factor = log2_scale
-    if SOFT_CAP is not None:
-        factor = 1.0
-    for first in tl.range(start, stop, BLOCK_N):
-        key = first + tl.arange(0, BLOCK_N)
-        if MASKED:
-            inside = key < stop
-            block = tl.load(table + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-            mask = inside[:, None] & (column < D)[None, :]
-            v_mask = inside[:, None] & (v_column < V)[None, :]
-        else:
-            block = tl.load(table + key // BLOCK_SIZE).to(tl.int64)
-            mask = (column < D)[None, :] & (key >= 0)[:, None]
-            v_mask = (v_column < V)[None, :] & (key >= 0)[:, None]
-        offset = block * stride_b + (key % BLOCK_SIZE) * stride_s
-        v_offset = offset
-        if V != D:
-            v_offset = block * stride_b + (key % BLOCK_SIZE) * v_stride_s
-        k_ptrs = k_base + offset
-        v_ptrs = v_base + v_offset
-        if MASKED or D < BLOCK_D:
-            k = tl.load(k_ptrs[:, None] + column[None, :], mask=mask, other=0.0)
-        else:
-            k = tl.load(k_ptrs[:, None] + column[None, :])
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
-        if SOFT_CAP is not None:
-            scores = _cap_scores(scores * log2_scale, SOFT_CAP)
-        if MASKED:
-            seen = (key[None, :] <= position[:, None]) & inside[None, :]
-            if HAS_WINDOW:
-                seen = seen & (key[None, :] >= _first_seen(position, window, IS_CHUNKED)[:, None])
-            scores = tl.where(seen, scores, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, axis=1) * factor)
-        if MASKED:
-            base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-        else:
-            base = new_highest
-        p = tl.exp2(scores * factor - base[:, None])
-        keep = tl.exp2(highest - base)
-        total = total * keep + tl.sum(p, axis=1)
-        if MASKED or V < BLOCK_V:
-            v = tl.load(v_ptrs[:, None] + v_column[None, :], mask=v_mask, other=0.0)
-        else:
-            v = tl.load(v_ptrs[:, None] + v_column[None, :])
-        acc = acc * keep[:, None]
-        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
-        highest = new_highest
-    return acc, highest, total
-
-
-def soft_cap(problem: AttentionProblem) -> float | None:
-    """Return the bound of scores in base 2, for the kernels' SOFT_CAP."""
-    return None if problem.soft_cap is None else problem.soft_cap * LOG2_E
-
-
-@triton.jit
-def _first_key(
-    first_query,
-    window,
-    BLOCK_N: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    IS_CHUNKED: tl.constexpr,
-):
-    """Return the first key that a query position sees, rounded down to BLOCK_N."""
-    if HAS_WINDOW:
-        first = _first_seen(first_query, window, IS_CHUNKED)
-        return tl.maximum(first, 0) // BLOCK_N * BLOCK_N
-    return tl.zeros([], dtype=tl.int32)
-
-
-@triton.jit
-def _share(num_keys, num_splits, min_split, BLOCK_N: tl.constexpr):
-    """Return the number of keys per split: a multiple of BLOCK_N, at least `min_split`."""
-    return tl.maximum(tl.cdiv(tl.cdiv(num_keys, BLOCK_N), num_splits) * BLOCK_N, min_split)
-
-
-@triton.jit
-def _merge_parts(
-    partial_ptr,
-    lse_ptr,
-    origin,
-    stride,
-    num_parts,
-    place,
-    BLOCK_V: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """Merge up to PARTS partial results of some query heads, stored at origin + place + part * stride.
-
-    Returns the merged values [heads, BLOCK_V] and their log-sum-exps [heads]. A thread has the same elements of all
-    parts, so it merges them without the others.
-    """
-    column = tl.arange(0, BLOCK_V)
-    highest = tl.full(place.shape, float("-inf"), dtype=tl.float32)
-    total = tl.zeros(place.shape, dtype=tl.float32)
-    acc = tl.zeros([place.shape[0], BLOCK_V], dtype=tl.float32)
-    # Not unrolled: it is as fast so, and the kernels that split keys compile in a third of the time.
-    for part in range(PARTS):
-        cell = origin + part * stride + place
-        is_one = tl.full(place.shape, part, dtype=tl.int32) < num_parts
-        # `.cg` bypasses the L1 cache, which may not have the writes of other multiprocessors.
-        lse = tl.load(lse_ptr + cell, mask=is_one, other=float("-inf"), cache_modifier=".cg")
-        cells = partial_ptr + cell[:, None] * BLOCK_V + column[None, :]
-        partial = tl.load(cells, mask=is_one[:, None], other=0.0, cache_modifier=".cg")
-        new_highest = tl.maximum(highest, lse)
-        base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-        keep = tl.exp2(highest - base)
-        weight = tl.exp2(lse - base)
-        total = total * keep + weight
-        acc = acc * keep[:, None] + partial * weight[:, None]
-        highest = new_highest
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    return acc, tl.where(total == 0.0, float("-inf"), highest + tl.log2(total))
-
-
-@triton.jit
-def _merge_group(
-    partial_ptr,
-    lse_ptr,
-    origin,
-    num_parts,
-    num_members,
-    BLOCK_M: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """Merge partial results of a tile of query heads into the first of them."""
-    for first in range(0, num_members, MEMBERS):
-        member = tl.minimum(first + tl.arange(0, MEMBERS), num_members - 1)
-        acc, lse = _merge_parts(
-            partial_ptr, lse_ptr, origin, BLOCK_M, num_parts, member, BLOCK_V, PARTS
-        )
-        tl.debug_barrier()  # all threads must have read the buffer before it is overwritten
-        cells = (
-            partial_ptr
-            + origin * BLOCK_V
-            + member[:, None] * BLOCK_V
-            + tl.arange(0, BLOCK_V)[None, :]
-        )
-        tl.store(cells, acc)
-        tl.store(lse_ptr + origin + member, lse)
-
-
-@triton.jit
-def _merge(
-    out_ptr,
-    partial_ptr,
-    lse_ptr,
-    origin,
-    stride,
-    num_parts,
-    shared_partial_ptr,
-    shared_lse_ptr,
-    num_shared_splits,
-    num_shared,
-    row,
-    kv_head,
-    start_token,
-    num_members,
-    out_stride_t,
-    out_stride_h,
-    G: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """Merge a tile's partial results and those of `num_shared` splits of the shared keys, and store the output."""
-    column = tl.arange(0, BLOCK_V)
-    for first in range(0, num_members, MEMBERS):
-        member = tl.minimum(first + tl.arange(0, MEMBERS), num_members - 1)
-        head = kv_head * G + member % G
-        acc, lse = _merge_parts(
-            partial_ptr, lse_ptr, origin, stride, num_parts, member, BLOCK_V, PARTS
-        )
-        if num_shared > 0:
-            shared_origin = (
-                (row * tl.num_programs(1) + kv_head).to(tl.int64) * G * num_shared_splits
-            )
-            shared_acc, shared_lse = _merge_parts(
-                shared_partial_ptr,
-                shared_lse_ptr,
-                shared_origin,
-                1,
-                num_shared,
-                member * num_shared_splits,
-                BLOCK_V,
-                PARTS,
-            )
-            highest = tl.maximum(lse, shared_lse)
-            weight = tl.exp2(lse - highest)
-            shared_weight = tl.exp2(shared_lse - highest)
-            acc = acc * weight[:, None] + shared_acc * shared_weight[:, None]
-            acc = acc / (weight + shared_weight)[:, None]
-        token = (start_token + member // G).to(tl.int64)
-        out_ptrs = (out_ptr + token * out_stride_t + head * out_stride_h)[:, None] + column[None, :]
-        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(column < V)[None, :])
-
+from tokenspeed_kernels.triton.attention.keys import (
+    BASE2,
+    attend_keys,
+    first_key,
+    fit_keys,
+    keys_per_split,
+)
+from tokenspeed_kernels.triton.attention.merge import merge, merge_group
 
 _VARYING = ["num_rows", "num_splits", "num_shared_splits", "min_split", "window"]
 _INDICES = ["query_start_ptr", "seq_lens_ptr", "table_ptr", "num_row_tiles"]
@@ -384,14 +128,14 @@ def attend(
     seq_len = tl.load(seq_lens_ptr + row)
     first_query = tile * TOKENS
     stop = seq_len - num_queries + tl.minimum(first_query + TOKENS, num_queries)
-    start = _first_key(seq_len - num_queries + first_query, window, BLOCK_N, HAS_WINDOW, IS_CHUNKED)
+    start = first_key(seq_len - num_queries + first_query, window, BLOCK_N, HAS_WINDOW, IS_CHUNKED)
     is_whole = True
     shared = 0
     if SHARED:
         shared = tl.where(seq_len > 0, tl.load(found_ptr), 0)
         start = shared
     if SPLIT:
-        share = _share(stop - start, num_splits, min_split, BLOCK_N)
+        share = keys_per_split(stop - start, num_splits, min_split, BLOCK_N)
         num_parts = tl.cdiv(stop - start, share)
         is_whole = (num_parts <= 1) & (shared == 0)
         start += split * share
@@ -408,7 +152,7 @@ def attend(
         token = (start_token + query).to(tl.int64)
         q_ptrs = q_ptr + token * q_stride_t + head * q_stride_h
         q = tl.load(q_ptrs[:, None] + column[None, :], mask=q_mask, other=0.0)
-        q = _fit_keys(q, k_ptr.dtype.element_ty)
+        q = fit_keys(q, k_ptr.dtype.element_ty)
 
         unmasked = start
         if not HAS_WINDOW:
@@ -419,14 +163,14 @@ def attend(
         highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         total = tl.zeros([BLOCK_M], dtype=tl.float32)
         if sinks_ptr is not None:
-            sink = tl.load(sinks_ptr + head) * _LOG2_E
+            sink = tl.load(sinks_ptr + head) * BASE2
             highest = tl.where(split == 0, sink, highest)
             total = tl.where(split == 0, 1.0, total)
         k_base = k_ptr + kv_head * stride_h
         v_base = v_ptr + kv_head * (stride_h if V == D else v_stride_h)
         table = table_ptr + row.to(tl.int64) * table_stride
         if not HAS_WINDOW:
-            acc, highest, total = _attend_keys(
+            acc, highest, total = attend_keys(
                 acc,
                 highest,
                 total,
@@ -454,7 +198,7 @@ def attend(
                 SOFT_CAP,
                 PRECISION,
             )
-        acc, highest, total = _attend_keys(
+        acc, highest, total = attend_keys(
             acc,
             highest,
             total,
@@ -510,7 +254,7 @@ def attend(
                 stride = BLOCK_M
                 is_last = True
                 if num_groups > 1:
-                    _merge_group(
+                    merge_group(
                         partial_ptr,
                         lse_ptr,
                         origin + group * PARTS * BLOCK_M,
@@ -532,9 +276,9 @@ def attend(
                         if PDL:
                             gdc_wait()  # for the results of the shared keys
                         num_shared = tl.cdiv(
-                            shared, _share(shared, num_shared_splits, 0, SHARED_BLOCK_N)
+                            shared, keys_per_split(shared, num_shared_splits, 0, SHARED_BLOCK_N)
                         )
-                    _merge(
+                    merge(
                         out_ptr,
                         partial_ptr,
                         lse_ptr,
