@@ -28,7 +28,8 @@ from tokenspeed_core.plugins.catalog import Catalog, make
 from tokenspeed_core.plugins.entry import Entry
 from tokenspeed_core.resolved import Resolved
 from tokenspeed_core.targets import load_target
-from tokenspeed_core.worker.build import ModelBuild, solve_block_size
+from tokenspeed_core.worker.block_size import solve_block_size
+from tokenspeed_core.worker.build import ModelBuild
 from tokenspeed_core.worker.logits_processors import load_processors
 from tokenspeed_core.worker.memory import PoolLimits
 from tokenspeed_core.worker.platform import describe_device, resolve_device

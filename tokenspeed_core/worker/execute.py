@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,7 +11,6 @@ import torch
 from tokenspeed_core.api.parallel import TokenCounts
 from tokenspeed_core.api.step import (
     I32,
-    I64,
     LateInputs,
     OutOfMemory,
     StepFailed,
@@ -23,15 +21,16 @@ from tokenspeed_core.kernels.error_attribution import attribute_error
 from tokenspeed_core.kernels.plan import KernelPlan
 from tokenspeed_core.worker.assemble import Assembly
 from tokenspeed_core.worker.attention import bind_arena
-from tokenspeed_core.worker.captured_step import GraphLaunch
+from tokenspeed_core.worker.captured_stages import GraphContext
 from tokenspeed_core.worker.draft_model import DraftRunner, TargetStep
 from tokenspeed_core.worker.draft_passes import DraftContext
 from tokenspeed_core.worker.expert_balancer import ExpertBalancer
-from tokenspeed_core.worker.graphs import GraphContext, StepGraphs
+from tokenspeed_core.worker.graphs import StepGraphs
 from tokenspeed_core.worker.inputs import EagerInputs, StepInputs
+from tokenspeed_core.worker.launched import LaunchedStep
 from tokenspeed_core.worker.masks import CudaMasks, HostMasks, Masks
-from tokenspeed_core.worker.prompt_scores import RawPromptLogprobs, query_tokens, score_prompt
-from tokenspeed_core.worker.sampler import RawLogprobs, Sampler, SamplingRows, places_of
+from tokenspeed_core.worker.prompt_scores import query_tokens, score_prompt
+from tokenspeed_core.worker.sampler import Sampler, SamplingRows, places_of
 from tokenspeed_core.worker.slots import (
     DRAWS,
     SPECIAL,
@@ -42,32 +41,7 @@ from tokenspeed_core.worker.slots import (
     max_num_blocks,
 )
 from tokenspeed_core.worker.staged import BucketSize
-from tokenspeed_core.worker.transfer import CudaTransfer, Fetch, HostDeviceTransfer, HostTransfer
-
-
-@dataclass(slots=True, eq=False)
-class _Launched:
-    """A step between its forward and its collection. `graph` is set if a graph ran, which sampled greedily.
-
-    `at` are the indices of the sampling rows among the fetched tokens, None if all rows sampled.
-    """
-
-    plan: StepPlan
-    logits: torch.Tensor | None
-    rows: SamplingRows | None
-    graph: GraphLaunch | None = None
-    at: I64 | None = None
-    fetch: Fetch | None = None
-    num_new: torch.Tensor | None = None  # with drafts, the new tokens of each row that samples
-    target: TargetStep | None = None  # the draft model follows the step
-    drafts: Fetch | None = None  # its draft tokens for the next step
-    logprobs: RawLogprobs | None = None
-    prompt: RawPromptLogprobs | None = None
-
-    def scores(self) -> tuple[torch.Tensor, ...]:
-        """Return the log-probabilities to copy to the host: of sampled tokens, then of prompt tokens."""
-        found = (self.logprobs, self.prompt)
-        return tuple(tensor for each in found if each is not None for tensor in each.tensors())
+from tokenspeed_core.worker.transfer import CudaTransfer, HostDeviceTransfer, HostTransfer
 
 
 class LocalRunner:
@@ -86,7 +60,7 @@ class LocalRunner:
             torch.cuda.synchronize(self._device)  # the weights were copied on another stream
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             self._use_stream()
-        self._launched: dict[int, _Launched] = {}
+        self._launched: dict[int, LaunchedStep] = {}
         self._nothing = torch.zeros(0, dtype=torch.int32, device=self._device)
         self.block_size = assembly.block_size
         self.layout = assembly.pool.layout
@@ -202,7 +176,7 @@ class LocalRunner:
                 self._use_stream()
                 if step.rows is None:
                     # An empty copy, so that `collect` waits for the forward.
-                    self._fetch(step, self._nothing)
+                    step.fetch_to_host(self._transfer, self._nothing)
                     ids = None
                 else:
                     ids = self._sample(step, step.rows, late)
@@ -217,28 +191,11 @@ class LocalRunner:
     def collect(self, step_id: int) -> StepResult:
         """Wait for the oldest launched step. A token of -1 means that its row had no finite logit. Raises StepFailed."""
         step = self._launched.pop(step_id)
-        num_tokens = np.zeros(step.plan.num_rows, np.int32)
-        assert step.fetch is not None, "a step is sampled before it is collected"
         try:
-            ids, *scores = step.fetch()
-            drafts = None if step.drafts is None else step.drafts()[0].reshape(-1)
+            arrays = step.wait()
         except (Exception, SystemExit) as error:  # as in forward
             raise self._failed(step_id, "execution", error) from error
-        prompt = None if step.prompt is None else step.prompt.result(scores[-4:])
-        if step.rows is None:
-            return StepResult(step_id, num_tokens, ids, None, prompt)
-        if step.at is not None:
-            ids = ids[step.at]
-        is_kept = None
-        if step.rows.drafts is None:
-            num_tokens[step.rows.plan_rows] = 1
-        else:
-            num_new, *scores = scores
-            num_tokens[step.rows.drafts.host.rows] = num_new
-            is_kept = step.rows.drafts.is_kept(num_new)
-            ids = ids[is_kept]
-        logprobs = None if step.logprobs is None else step.logprobs.result(scores[:4], is_kept)
-        return StepResult(step_id, num_tokens, ids, logprobs, prompt, drafts)
+        return step.result(arrays)
 
     def close(self) -> None:
         """Wait for the device and free the arena. Safe to call twice."""
@@ -301,20 +258,20 @@ class LocalRunner:
         if self._stream is not None:
             torch.cuda.set_stream(self._stream)
 
-    def _forward(self, plan: StepPlan) -> _Launched:
+    def _forward(self, plan: StepPlan) -> LaunchedStep:
         if plan.slot_inits is not None:
             self._sampler.begin(plan.slot_inits)
         if self._graphs is not None:  # only graphs ask for shared prefixes
             self._flags.note_blocks(plan.block_deltas)
         if plan.num_rows == 0:
-            return _Launched(plan, None, None)
+            return LaunchedStep(plan, None, None)
         if self._balancer is not None:
             self._balancer.begin_step()
         if self._graphs is not None:
             # Graphs keep the hidden states of sampling rows only.
             graph = self._graphs.run(plan) if plan.prompt_targets is None else None
             if graph is not None:
-                return _Launched(
+                return LaunchedStep(
                     plan, None, graph.rows if len(graph.rows.plan_rows) else None, graph
                 )
             self._graphs.invalidate()
@@ -341,8 +298,8 @@ class LocalRunner:
             )
             hidden = hidden[:num_rows]
         if not num_rows:
-            return _Launched(plan, None, None, prompt=prompt, target=target)
-        return _Launched(plan, self._model.logits(hidden), rows, prompt=prompt, target=target)
+            return LaunchedStep(plan, None, None, prompt=prompt, target=target)
+        return LaunchedStep(plan, self._model.logits(hidden), rows, prompt=prompt, target=target)
 
     def _run_model(
         self, plan: StepPlan, inputs: StepInputs, wanted: torch.Tensor | None
@@ -354,7 +311,7 @@ class LocalRunner:
         hidden, states = self._drafter.read(self._model, inputs.token_ids, inputs.positions, wanted)
         return hidden, TargetStep(plan, plan.next_drafts, inputs, states)
 
-    def _follow(self, step: _Launched, ids: torch.Tensor | None) -> torch.Tensor | None:
+    def _follow(self, step: LaunchedStep, ids: torch.Tensor | None) -> torch.Tensor | None:
         """Run the draft model after a step, if it does. Returns the draft tokens if the host needs them."""
         graph, target, step.target = step.graph, step.target, None
         if graph is not None and graph.follow is not None:
@@ -363,7 +320,9 @@ class LocalRunner:
             return None
         return self._drafter.follow(target, ids, step.num_new)
 
-    def _sample(self, step: _Launched, rows: SamplingRows, late: LateInputs | None) -> torch.Tensor:
+    def _sample(
+        self, step: LaunchedStep, rows: SamplingRows, late: LateInputs | None
+    ) -> torch.Tensor:
         """Choose tokens, and copy them to the host. Returns them, int32 [R]."""
         graph = step.graph
         if graph is not None:
@@ -379,7 +338,7 @@ class LocalRunner:
                 elif asked & DRAWS:
                     graph.draw()
                 step.at, step.num_new = graph.at, graph.num_new
-                self._fetch(step, graph.ids)
+                step.fetch_to_host(self._transfer, graph.ids)
                 return graph.ids
             logits = graph.logits()
             if graph.at is None:
@@ -392,16 +351,8 @@ class LocalRunner:
         sampled = self._sampler(step.logits, rows, late)
         step.logits = None
         step.logprobs, step.num_new = sampled.logprobs, sampled.num_new
-        self._fetch(step, sampled.ids)
+        step.fetch_to_host(self._transfer, sampled.ids)
         return sampled.ids
-
-    def _fetch(self, step: _Launched, ids: torch.Tensor) -> None:
-        scores = step.scores()
-        if step.num_new is not None:
-            scores = (step.num_new, *scores)
-        step.fetch = (
-            self._transfer.fetch((ids, *scores)) if scores else self._transfer.fetch_ids(ids)
-        )
 
 
 def _empty_arena(num_pages: int, page_bytes: int, device: torch.device) -> torch.Tensor:

@@ -10,50 +10,30 @@ with draft tokens also verify them, after greedy tokens and again after draws, a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
 
-from tokenspeed_core.api.models import Model
 from tokenspeed_core.api.step import I64, NextDrafts, StepPlan
-from tokenspeed_core.worker.attention import AttentionGroup
 from tokenspeed_core.worker.buckets import BucketFinder, followed_sizes
 from tokenspeed_core.worker.captured_inputs import (
     SharedBuffers,
     captured_group_inputs,
 )
+from tokenspeed_core.worker.captured_stages import GraphContext, StepStages
 from tokenspeed_core.worker.captured_step import Bucket, Follow, GraphLaunch
 from tokenspeed_core.worker.draft_graphs import DraftGraphs, FollowedRows
-from tokenspeed_core.worker.draft_model import DraftRunner
 from tokenspeed_core.worker.draft_passes import PassBounds
 from tokenspeed_core.worker.drafts import DraftRows, SampledTokens
 from tokenspeed_core.worker.graph_recorder import GraphRecorder
-from tokenspeed_core.worker.inputs import begin_step
-from tokenspeed_core.worker.sampler import RunnerKernels, SamplingRows, draw
-from tokenspeed_core.worker.slots import SlotFlags, SlotState
+from tokenspeed_core.worker.sampler import SamplingRows
 from tokenspeed_core.worker.staged import BucketSize, StagedLayout
-from tokenspeed_core.worker.transfer import HostDeviceTransfer, PinnedRing
+from tokenspeed_core.worker.transfer import PinnedRing
 
 # Words of a chunk: its length, its sampling parameters, and a few blocks more than its tokens fill.
 _WORDS_OF_CHUNK = 16
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class GraphContext:
-    """The parts of the worker that captured steps use."""
-
-    state: SlotState
-    flags: SlotFlags
-    groups: Sequence[AttentionGroup]
-    model: Model
-    drafter: DraftRunner | None
-    kernels: RunnerKernels
-    transfer: HostDeviceTransfer
-    block_size: int
-    max_model_len: int
-    max_drafts: int
 
 
 class StepGraphs:
@@ -75,6 +55,7 @@ class StepGraphs:
         }
         longest = max(layout.num_int64 for layout in self._layouts.values())
         self._buffers = SharedBuffers(context.state, sizes, longest)
+        self._stages = StepStages(context, self._buffers)
         self._ring = PinnedRing(self._buffers.staged.nbytes)
         self._buckets: dict[BucketSize, Bucket] = {}
         self._draws: dict[int | BucketSize, torch.cuda.CUDAGraph] = {}
@@ -137,7 +118,7 @@ class StepGraphs:
             at,
             bucket.logits,
             bucket.draw,
-            partial(self._choose_again, bucket),
+            partial(self._stages.choose_again, bucket),
             follow=self._follow_of(bucket, plan, rows, at),
         )
 
@@ -154,7 +135,7 @@ class StepGraphs:
         rows = SamplingRows(
             self._plan_rows[:num_rows], plan.slots, slots, positions, token_ids, None
         )
-        again = partial(self._choose_again, bucket)
+        again = partial(self._stages.choose_again, bucket)
         return GraphLaunch(rows, ids, None, bucket.logits, bucket.draw, again)
 
     def _draft_launch(self, bucket: Bucket, drafts: DraftRows, plan: StepPlan) -> GraphLaunch:
@@ -174,7 +155,7 @@ class StepGraphs:
             None,
             bucket.logits,
             bucket.draw,
-            partial(self._choose_again, bucket),
+            partial(self._stages.choose_again, bucket),
             bucket.num_new[:num_rows],
             self._follow_of(bucket, plan, rows, None),
         )
@@ -235,14 +216,15 @@ class StepGraphs:
     def _capture(
         self, size: BucketSize, record: GraphRecorder, drafts: DraftGraphs | None
     ) -> Bucket:
-        bucket = self._bucket(size)
+        bucket, stages = self._bucket(size), self._stages
         padding = bucket.layout.padding(self._context.state.layout)
         bucket.staged.copy_(torch.from_numpy(padding))
-        stages = [
-            partial(stage, bucket) for stage in (self._begin, self._forward, self._keep, self._draw)
+        recorded = [
+            partial(stage, bucket)
+            for stage in (stages.begin, stages.forward, stages.keep, stages.draw)
         ]
         # The first run compiles kernels and lets libraries allocate, neither of which a capture may do.
-        for stage in stages:
+        for stage in recorded:
             self._prepare(bucket)
             stage()
         followed = None
@@ -251,7 +233,7 @@ class StepGraphs:
             drafts.warm_up(followed)
             self._prepare(bucket)
         record.synchronize()
-        begin, forward, keep, draw_again = stages
+        begin, forward, keep, draw_again = recorded
         if self._needs_prepare:
             bucket.graphs = [record(begin), record(forward)]
         else:
@@ -317,47 +299,6 @@ class StepGraphs:
             drafts = DraftRows.staged(columns, buffers.seq_lens, self._context.max_drafts)
         return Bucket(layout, staged, columns, buffers, inputs, slots, ids, num_new, drafts)
 
-    def _begin(self, bucket: Bucket) -> None:
-        context = self._context
-        begin_step(
-            context.state, context.kernels, bucket.columns, bucket.layout.size, bucket.buffers
-        )
-
-    def _forward(self, bucket: Bucket) -> None:
-        model, buffers = self._context.model, bucket.buffers
-        wanted = bucket.columns.get("last")
-        drafter = self._context.drafter
-        if drafter is None or not bucket.layout.has_draft_model:
-            hidden = model.forward(buffers.token_ids, buffers.positions, wanted)
-        else:
-            hidden, bucket.own_states = drafter.read(
-                model, buffers.token_ids, buffers.positions, wanted
-            )
-        logits = model.logits(hidden)
-        bucket.own_logits = logits
-        self._note(bucket, logits, self._context.kernels.greedy[logits.dtype](logits))
-
-    def _keep(self, bucket: Bucket) -> None:
-        logits, buffers = bucket.own_logits, self._buffers
-        if buffers.logits is None:
-            buffers.logits = logits.new_empty((len(buffers.ids), logits.shape[1]))
-        bucket.kept_logits = buffers.logits[: len(logits)]
-        bucket.kept_logits.copy_(logits)
-
-    def _draw(self, bucket: Bucket) -> None:
-        context, logits = self._context, bucket.kept_logits
-        new_positions = bucket.buffers.new_positions
-        chosen = draw(context.state, context.kernels.sample, logits, bucket.slots, new_positions)
-        self._note(bucket, logits, chosen)
-
-    def _choose_again(self, bucket: Bucket, draws: bool) -> None:
-        """Choose from the bucket's kept logits, which were changed after its last launch."""
-        if draws:
-            bucket.draw_graph.replay()
-        else:
-            logits = bucket.kept_logits
-            self._note(bucket, logits, self._context.kernels.greedy[logits.dtype](logits))
-
     def _follow(
         self,
         bucket: Bucket,
@@ -387,13 +328,3 @@ class StepGraphs:
         elif num_new is not None:
             slots = slots[: len(num_new)]
         return drafter.drafts(slots, following.num_drafts)
-
-    def _note(self, bucket: Bucket, logits: torch.Tensor, chosen: torch.Tensor) -> None:
-        state = self._context.state
-        note = self._context.kernels.note[logits.dtype]
-        note(logits, chosen, bucket.slots, state.last_token, bucket.ids)
-        if bucket.drafts is not None:
-            places = self._buffers.places[: len(bucket.ids)]
-            token_ids = bucket.buffers.token_ids
-            verify = self._context.kernels.verify
-            bucket.drafts.verify(verify, token_ids, places, bucket.ids, state, bucket.num_new)
