@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenspeed_core.api import AxisLimit, Capability, KernelSpec
+from tokenspeed_core.api import FUSED_OP, AxisLimit, Capability, KernelSpec
 from tokenspeed_kernels.contracts.comm import COMM
 
 # Their sizes are numbers of the host, which a captured CUDA graph would keep.
@@ -26,7 +26,7 @@ def _kernel(op: str, backend: str, platform: str) -> KernelSpec:
 
 _OPS = tuple(contract.name for contract in COMM if contract.name != "exchange_tokens")
 TORCH_COMM = tuple(_kernel(op, "torch", "cpu") for op in _OPS)
-NCCL_COMM = tuple(_kernel(op, "nccl", "cuda") for op in _OPS)
+NCCL_COMM = tuple(_kernel(op, "nccl", "cuda") for op in _OPS if op != FUSED_OP)
 ALLTOALL_COMM = KernelSpec(
     op="exchange_tokens",
     backend="alltoall",
@@ -35,6 +35,7 @@ ALLTOALL_COMM = KernelSpec(
     ),
     load="tokenspeed_kernels.reference.comm:exchange_tokens",
 )
+_OF_ONE_NODE = AxisLimit("num_processes", 2, 8)
 SYMM_COMM = KernelSpec(
     op="all_reduce",
     backend="symm",
@@ -43,9 +44,22 @@ SYMM_COMM = KernelSpec(
         min_compute_capability=(8, 0),
         dtypes=("float32", "bfloat16"),
         features=frozenset({"graph_safe"}),
-        # The GPUs of a node. Rows are multiples of four bytes.
-        limits=(AxisLimit("num_processes", 2, 8), AxisLimit("size", 2, multiple_of=2)),
+        # Rows are multiples of four bytes.
+        limits=(_OF_ONE_NODE, AxisLimit("size", 2, multiple_of=2)),
     ),
     load="tokenspeed_kernels.symmetric_memory:all_reduce",
     needs_name=True,
+)
+TRITON_COMM = KernelSpec(
+    op=FUSED_OP,
+    backend="triton",
+    capability=Capability(
+        platforms=("cuda",),
+        min_compute_capability=(8, 0),
+        dtypes=("float32", "bfloat16", "float16"),
+        features=frozenset({"graph_safe", "batch_invariant"}),
+        limits=(_OF_ONE_NODE, AxisLimit("size", 1, 16384)),
+    ),
+    load="tokenspeed_kernels.triton.comm.all_reduce_norm:all_reduce_add_rms_norm",
+    requires=("triton",),
 )

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import permutations
 
 import torch
 from torch import Tensor, distributed
-from torch.distributed import _symmetric_memory as symmetric_memory
+from torch._C._distributed_c10d import _SymmetricMemory
 
 from tokenspeed_core.api import CommGroup, Problem
 from tokenspeed_kernels.reference import comm
@@ -31,7 +32,7 @@ def all_reduce(problem: Problem, group: CommGroup) -> Callable[[Tensor], Tensor]
     max_one_shot, max_two_shot = (
         limit // dtype.itemsize for limit in (MAX_ONE_SHOT_BYTES, MAX_TWO_SHOT_BYTES)
     )
-    buffer = allocate(group, max_two_shot, dtype)
+    buffer = allocate(group, max_two_shot, dtype).own
     name, reduce_large = group.handle.group_name, comm.all_reduce(problem, group)
     one_shot = torch.ops.symm_mem.one_shot_all_reduce_copy_out
     two_shot = torch.ops.symm_mem.two_shot_all_reduce_
@@ -54,8 +55,16 @@ def all_reduce(problem: Problem, group: CommGroup) -> Callable[[Tensor], Tensor]
     return reduce
 
 
-def allocate(group: CommGroup, num_values: int, dtype: torch.dtype) -> Tensor:
-    """Return a buffer [num_values] on this process's GPU that the other processes of the group can address.
+@dataclass(frozen=True, slots=True)
+class SymmetricBuffer:
+    """A buffer of each process of a group: this process's own, and the addresses of all, as this process sees them."""
+
+    own: Tensor
+    addresses: tuple[int, ...]
+
+
+def allocate(group: CommGroup, num_values: int, dtype: torch.dtype) -> SymmetricBuffer:
+    """Return a buffer [num_values] on each process's GPU that all processes of the group can address.
 
     All processes of the group call it. Raises RuntimeError in each of them if two cannot address each other's memory.
     """
@@ -63,9 +72,9 @@ def allocate(group: CommGroup, num_values: int, dtype: torch.dtype) -> Tensor:
     places: list[tuple[str, int]] = [("", 0)] * group.group.size
     distributed.all_gather_object(places, (socket.gethostname(), device.index), group=group.handle)
     check_peers(places, torch.cuda.can_device_access_peer)
-    buffer: Tensor = symmetric_memory.empty(num_values, dtype=dtype, device=device)
-    symmetric_memory.rendezvous(buffer, group.handle.group_name)
-    return buffer
+    own = _SymmetricMemory.empty_strided_p2p((num_values,), (1,), dtype, device)
+    handle = _SymmetricMemory.rendezvous(own, group.handle.group_name)
+    return SymmetricBuffer(own, tuple(handle.buffer_ptrs))
 
 
 def check_peers(places: list[tuple[str, int]], can_access: Callable[[int, int], bool]) -> None:

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from tokenspeed_core.api import BuildContext, Collective
+from tokenspeed_core.api import BuildContext, Collective, FusedCollective
 
 Bind = Callable[[Callable[[Any], Any]], None]
+Fuse = Callable[[BuildContext, FusedCollective], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,10 @@ class ShardingSpec:
     output needs, if it needs one. `dtype` is that of the output, None for the model's. A module that
     `takes_all_tokens` shares its weights with processes that have other tokens, and computes the tokens of all. One with
     a `routed_share` gets and returns the tokens that are routed to its weights: those of this share of the others.
+
+    An output that `is_added` is added to the residual stream, before anything else reads it. `fuse` receives the
+    kernels that add up such outputs of all processes, for a norm that can use them; it replaces `bind` of the module
+    before.
     """
 
     module: str
@@ -67,13 +72,23 @@ class ShardingSpec:
     dtype: str | None = None
     takes_all_tokens: bool = False
     routed_share: float | None = None
+    is_added: bool = False
+    fuse: Fuse | None = None
 
 
-def bind_output(specs: Iterable[ShardingSpec], bind: Bind) -> Iterator[ShardingSpec]:
+def bind_output(
+    specs: Iterable[ShardingSpec], bind: Bind, *, is_added: bool = False
+) -> Iterator[ShardingSpec]:
     """Yield the specs of a block; `bind` receives the collective that the last module's output needs."""
     *others, last = specs
     yield from others
-    yield replace(last, bind=bind)
+    yield replace(last, bind=bind, is_added=is_added)
+
+
+def fuse_input(specs: Iterable[ShardingSpec], fuse: Fuse) -> Iterator[ShardingSpec]:
+    """Yield the spec of a norm; `fuse` receives the kernels that add up its input, if it is a partial sum."""
+    for spec in specs:
+        yield replace(spec, fuse=fuse)
 
 
 def compile_sharding(build: BuildContext, specs: Iterable[ShardingSpec]) -> None:
@@ -103,6 +118,11 @@ def compile_sharding(build: BuildContext, specs: Iterable[ShardingSpec]) -> None
             _reason(source, target, output, needed, op),
             1.0 if target.routed_share is None else target.routed_share,
         )
+        if op == "all_reduce" and source.is_added and target.fuse is not None:
+            fused = build.fused_comm(collective)
+            if fused is not None:
+                target.fuse(build, fused)
+                continue
         source.bind(build.comm(collective))
 
 

@@ -18,6 +18,7 @@ from tokenspeed_core.api import (
     AttentionCall,
     Collective,
     ExpertBalance,
+    FusedCollective,
     LatentAttentionCall,
     LatentSizes,
     Model,
@@ -79,6 +80,10 @@ class DenseBuild:
     def comm(self, collective: Collective) -> Callable[[Tensor], Tensor]:
         """Raise ValueError: this build runs one process."""
         raise ValueError(f"DenseBuild has no kernel for {collective.op}")
+
+    def fused_comm(self, all_reduce: Collective) -> FusedCollective | None:
+        """Return None: collectives run alone."""
+        return None
 
     def attention(
         self,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tokenspeed_core.api import SAMPLING, Collective
+from dataclasses import replace
+
+from tokenspeed_core.api import FUSED_OP, SAMPLING, Collective
 from tokenspeed_core.kernels.plan import PlannedCollective
 from tokenspeed_core.kernels.table import describe_collectives
 
@@ -28,6 +30,15 @@ def test_equal_layers_share_a_line() -> None:
     assert "1,500 B more" in total
     assert line.strip().startswith("3 x all_reduce (attn, 4 processes): 200 B")
     assert "layers.*.out is partial" in reason
+
+
+def test_fused_collectives_show_their_limit() -> None:
+    plain = planned("all_reduce", "layers.0.out", "norm", 100)
+    fused = replace(plain, collective=replace(plain.collective, max_fused_tokens=51))
+    _, first, _, second, _ = describe_collectives([plain, fused])
+    assert FUSED_OP not in first
+    assert FUSED_OP in second
+    assert "51 tokens" in second
 
 
 def test_one_process_has_none() -> None:

@@ -65,6 +65,19 @@ def test_missing_sizes_are_derived(keywords: dict[str, Any], expected: tuple[int
             },
             ["--nnodes"],
         ),
+        ({"enable_allreduce_fusion": True}, ["--enable-allreduce-fusion"]),
+        (
+            {
+                "data_parallel_size": 2,
+                "enable_expert_parallel": True,
+                "enable_allreduce_fusion": True,
+            },
+            ["--enable-allreduce-fusion"],
+        ),
+        (
+            {"tp": 2, "comm_fusion_max_num_tokens": 8},
+            ["--comm-fusion-max-num-tokens", "--enable-allreduce-fusion"],
+        ),
     ],
 )
 def test_contradictions_are_refused_in_one_line(keywords: dict[str, Any], names: list[str]) -> None:

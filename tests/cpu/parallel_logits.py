@@ -68,6 +68,15 @@ def routed_logits(build: RankBuild, load: str, config: dict[str, Any]) -> list[t
     return both_logits(build, load, config)
 
 
+def fused_logits(
+    build: RankBuild, load: str, config: dict[str, Any]
+) -> tuple[int, list[torch.Tensor]]:
+    """Return the fused all-reduces, and what `both_logits` does: chunks of 7 and 5 tokens, of which the latter fuse."""
+    build.max_fused_tokens = 5
+    logits = both_logits(build, load, config)
+    return build.num_fused, logits
+
+
 def count_sent(build: RankBuild, num_experts: int, top_k: int) -> tuple[int, int]:
     """Exchange tokens; return how many this process sent to others, and how many have an expert there."""
     group = build.group("data")

@@ -24,6 +24,7 @@ from tokenspeed_core.api import (
     ONE_PROCESS,
     Collective,
     CommGroup,
+    FusedCollective,
     LayerSchemes,
     OpContract,
     ParallelLayout,
@@ -100,6 +101,8 @@ class RankBuild(DenseBuild):
         self._handles = handles or {}
         self.token_counts = TokenCounts(layout.group("data").size)
         self.schemes: LayerSchemes = lambda layer: None
+        self.max_fused_tokens = 0  # 0: collectives run alone
+        self.num_fused = 0  # all-reduces that may be fused
 
     def scheme(self, layer: str) -> QuantizationScheme | None:
         return self.schemes(layer)
@@ -110,6 +113,22 @@ class RankBuild(DenseBuild):
         except KeyError:
             kernel: Callable[..., Any] = load_target(_installed_ops()[op].reference)(problem)
             return kernel
+
+    def fused_comm(self, all_reduce: Collective) -> FusedCollective | None:
+        if not self.max_fused_tokens:
+            return None
+        self.num_fused += 1
+        group = self.group(all_reduce.group)
+        problem = {
+            "num_processes": group.size,
+            "size": all_reduce.size,
+            "max_num_tokens": self.max_fused_tokens,
+            "dtype": all_reduce.dtype,
+        }
+        kernel = comm.all_reduce_add_rms_norm(
+            problem, CommGroup(group, self._handles[group.name], self.token_counts)
+        )
+        return FusedCollective(kernel, self.comm(all_reduce), self.max_fused_tokens)
 
     def comm(self, collective: Collective) -> Callable[[torch.Tensor], torch.Tensor]:
         group = self.group(collective.group)

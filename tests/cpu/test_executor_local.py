@@ -60,6 +60,19 @@ def test_two_ranks_answer_as_one_process_until_one_dies() -> None:
     assert has_ended(rank)
 
 
+@pytest.mark.parametrize("model", ["demo", "demo-deepseek"])
+def test_fused_all_reduces_give_the_tokens_of_one_process(model: str) -> None:
+    settings = {**SMALL, "model": model, "dtype": "float32"}
+    params = SamplingParams(temperature=0, max_tokens=24)
+    prompts = [{"prompt_token_ids": list(range(3, 3 + length))} for length in (5, 40, 130)]
+    with LLM(**settings) as alone:
+        expected = tokens(alone.generate(prompts, params))
+    # Prompts have more tokens than the limit, decode steps fewer.
+    fusion = {"enable_allreduce_fusion": True, "comm_fusion_max_num_tokens": 16}
+    with LLM(**settings, tensor_parallel_size=2, **fusion) as llm:
+        assert tokens(llm.generate(prompts, params)) == expected
+
+
 @pytest.mark.release
 def test_ctrl_c_ends_a_step_that_waits_for_a_stopped_rank() -> None:
     with LLM(**SMALL, tensor_parallel_size=2) as llm:

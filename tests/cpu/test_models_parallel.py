@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from parallel_logits import both_logits, count_sent, routed_logits
+from parallel_logits import both_logits, count_sent, fused_logits, routed_logits
 from process_pool import ProcessPool, Sizes, tensor_parallel
 from tiny_families import FAMILIES, SMALL
 
@@ -72,6 +72,32 @@ def test_several_processes_compute_the_logits_of_one(
     for sharded, whole in results:
         torch.testing.assert_close(sharded, whole, rtol=1e-4, atol=1e-4 * float(whole.abs().max()))
         assert torch.equal(sharded, results[0][0])
+
+
+FUSED_PER_LAYER = {  # 2 for a family that is not listed
+    **dict.fromkeys(("Gemma2", "Gemma3", "Olmo2", "Olmo3"), 0),  # norms follow their blocks
+    "GptOss": 1,  # its experts are not the shared class
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fused_all_reduces_give_the_logits_of_one_process(family: str, pool: ProcessPool) -> None:
+    load, config = specs()[f"{family}ForCausalLM"].load, config_of(family)
+    results = pool.run(
+        fused_logits, PARALLEL["tp2+ep2" if family in EXPERTS else "tp2"], load, config
+    )
+    for num_fused, (sharded, whole) in results:
+        torch.testing.assert_close(sharded, whole, rtol=1e-4, atol=1e-4 * float(whole.abs().max()))
+        assert torch.equal(sharded, results[0][1][0])
+        assert num_fused == FUSED_PER_LAYER.get(family, 2) * config["num_hidden_layers"]
+
+
+@pytest.mark.parametrize("parallelism", ["tp4", "tp4+ep2"])
+def test_four_processes_fuse_all_reduces(parallelism: str, pool: ProcessPool) -> None:
+    load, config = specs()["Qwen3MoeForCausalLM"].load, config_of("Qwen3Moe")
+    for num_fused, (sharded, whole) in pool.run(fused_logits, PARALLEL[parallelism], load, config):
+        torch.testing.assert_close(sharded, whole, rtol=1e-4, atol=1e-4 * float(whole.abs().max()))
+        assert num_fused > 0
 
 
 @pytest.mark.parametrize("family", [family for family in EXPERTS if family != "GptOss"])

@@ -9,11 +9,18 @@ import pytest
 import torch
 from tokenspeed_models_olmo.model import Olmo2ForCausalLM
 
-from tokenspeed_core.api import Collective, ParallelLayout
-from tokenspeed_core.errors import CheckpointError
+from tokenspeed_core.api import (
+    FUSED_OP,
+    Collective,
+    FusedCollective,
+    ParallelLayout,
+    PlatformInfo,
+)
+from tokenspeed_core.errors import CheckpointError, ConfigError
 from tokenspeed_core.kernels.plan import PlannedCollective
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.resolved import Resolved
+from tokenspeed_core.worker.assemble import plan_for
 from tokenspeed_core.worker.local import plan_only
 from tokenspeed_models.families.llama import LlamaForCausalLM
 from tokenspeed_models.families.qwen3_moe import Qwen3MoeForCausalLM
@@ -48,10 +55,15 @@ class PlanningBuild(DenseBuild):
     def __init__(self, **sizes: int) -> None:
         super().__init__(layout=ParallelLayout.of(0, **sizes))
         self.collectives: list[Collective] = []
+        self.fusible: list[str] = []
 
     def comm(self, collective: Collective) -> Callable[[torch.Tensor], torch.Tensor]:
         self.collectives.append(collective)
         return lambda x: x
+
+    def fused_comm(self, all_reduce: Collective) -> FusedCollective | None:
+        self.fusible.append(all_reduce.source)
+        return None
 
     def summary(self) -> list[tuple[str, str, int]]:
         return [(each.source, each.op, each.size) for each in self.collectives]
@@ -68,6 +80,18 @@ def test_one_process_needs_no_collective() -> None:
     build = PlanningBuild()
     Qwen3MoeForCausalLM(SMALL, build)
     assert build.collectives == []
+
+
+def test_only_sums_that_a_norm_adds_may_be_fused() -> None:
+    alone, shared, with_post_norms = (PlanningBuild(), *(PlanningBuild(attn=2) for _ in range(2)))
+    LlamaForCausalLM(SMALL, alone)
+    LlamaForCausalLM(SMALL, shared)
+    Olmo2ForCausalLM(SMALL, with_post_norms)
+    assert alone.fusible == with_post_norms.fusible == []
+    assert shared.fusible == ["layers.0.attention.out", "layers.1.attention.out"]
+    own_tokens = PlanningBuild(experts=2, data=2)
+    Qwen3MoeForCausalLM(SMALL, own_tokens)
+    assert own_tokens.fusible == []
 
 
 def test_blocks_are_reduced_and_logits_gathered() -> None:
@@ -225,6 +249,43 @@ def test_plan_of_a_start_has_the_collectives(
     assert ops == ["all_reduce"] * 5 + ["all_gather"]
     assert [planned.backend for planned in plan.find("comm")] == ["torch", "torch"]
     assert 2 * local_memory["page_bytes"] == memory["page_bytes"]
+
+
+def test_plan_shows_fused_collectives_and_their_kernel(
+    tiny: Callable[..., Resolved], catalog: Catalog
+) -> None:
+    def fused(**settings: Any) -> list[int]:
+        plan, *_ = plan_only(tiny(tensor_parallel_size=2, **settings), catalog)
+        (planned,) = plan.find(FUSED_OP)
+        assert planned.backend == "torch"
+        assert planned.axis("max_num_tokens") == max(
+            each.collective.max_fused_tokens for each in plan.collectives
+        )
+        return [each.collective.max_fused_tokens for each in plan.collectives]
+
+    limit = 256  # --chunked-prefill-size; 512 KB are 2048 tokens
+    assert fused(enable_allreduce_fusion=True) == [0, *4 * (limit,), 0]
+    assert fused(enable_allreduce_fusion=True, comm_fusion_max_num_tokens=7) == [0, *4 * (7,), 0]
+    plain, *_ = plan_only(tiny(tensor_parallel_size=2), catalog)
+    assert plain.find(FUSED_OP) == ()
+
+
+def test_gpus_select_the_fused_kernel(tiny: Callable[..., Resolved], catalog: Catalog) -> None:
+    resolved = tiny(tensor_parallel_size=2, enable_allreduce_fusion=True, enforce_eager=True)
+    (planned,) = plan_for(resolved, catalog, PlatformInfo("cuda", (9, 0))).find(FUSED_OP)
+    assert planned.backend == "triton"
+    (verdict,) = (each for each in planned.verdicts if each.backend == "torch")
+    assert "device cuda" in verdict.reasons[0].what
+
+
+def test_fusion_without_a_norm_to_fuse_is_refused(
+    tiny: Callable[..., Resolved], catalog: Catalog
+) -> None:
+    overrides = {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "head_dim": 16}
+    resolved = tiny(tensor_parallel_size=2, enable_allreduce_fusion=True, hf_overrides=overrides)
+    with pytest.raises(ConfigError, match="--enable-allreduce-fusion") as refused:
+        plan_only(resolved, catalog)
+    assert "\n" not in str(refused.value)
 
 
 def test_start_refuses_heads_that_cannot_be_divided(

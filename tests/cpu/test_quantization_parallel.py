@@ -176,7 +176,10 @@ def make(build: RankBuild, config: dict[str, Any], load: str = QWEN3_MOE.load) -
 
 
 def both_logits(
-    build: RankBuild, config: dict[str, Any], load: str = QWEN3_MOE.load
+    build: RankBuild,
+    config: dict[str, Any],
+    load: str = QWEN3_MOE.load,
+    chunk: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logits of one of several processes, and those of a single process."""
     whole = RankBuild()
@@ -195,7 +198,16 @@ def both_logits(
             weights[slot.quantization.scale_name] = slot.quantization.scale.clone()
     model.load_weights(weights.items())
     with torch.inference_mode():
-        return sequence_logits(model, build, TOKENS), sequence_logits(alone, whole, TOKENS)
+        return sequence_logits(model, build, TOKENS, chunk), sequence_logits(alone, whole, TOKENS)
+
+
+def fused_logits(
+    build: RankBuild, config: dict[str, Any]
+) -> tuple[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Return the fused all-reduces, and what `both_logits` does: 6 tokens, then 2, of which the latter fuse."""
+    build.max_fused_tokens = 5
+    logits = both_logits(build, config, chunk=6)
+    return build.num_fused, logits
 
 
 @pytest.mark.parametrize("parallelism", PARALLEL)
@@ -207,6 +219,15 @@ def test_quantized_logits_of_several_processes_equal_one(
     config = {**SIZES, **changes, "quantization_config": settings}
     for sharded, whole in pool.run(both_logits, PARALLEL[parallelism], config):
         assert float(whole.norm()) > 0
+        assert float((sharded - whole).norm() / whole.norm()) < tolerance
+
+
+@pytest.mark.parametrize("form", ["fp8 per channel", "fp8 blocks", "awq"])
+def test_quantized_layers_take_summands(form: str, pool: ProcessPool) -> None:
+    settings, changes, tolerance = FORMS[form]
+    config = {**SIZES, **changes, "quantization_config": settings}
+    for num_fused, (sharded, whole) in pool.run(fused_logits, PARALLEL["tp2+ep2"], config):
+        assert num_fused == 2 * SIZES["num_hidden_layers"]
         assert float((sharded - whole).norm() / whole.norm()) < tolerance
 
 

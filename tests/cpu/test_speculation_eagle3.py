@@ -213,6 +213,8 @@ def test_unusable_heads_are_refused_in_one_line(tmp_path: Path) -> None:
 
     assert "--speculative-draft-model-path" in use(None)
     assert "no-such-head" in use("./no-such-head")
+    fusion = {"tensor_parallel_size": 2, "enable_allreduce_fusion": True}
+    assert "--enable-allreduce-fusion" in use(EAGLE3.name, **fusion)
     assert "architectures" in use("demo")
     assert "layers 1, 2, 3" in use(EAGLE3.name, model="demo-deepseek")
     assert "layers 1, 9" in use(EAGLE3.name, eagle3_layers_to_capture="1,9")

@@ -359,7 +359,12 @@ def test_processes_that_share_a_model_draft_alike(monkeypatch: pytest.MonkeyPatc
         "tokenspeed_core.engine.drafting.AdaptiveDepth", lambda num_seqs, most: FixedDepth(most)
     )
     answers = []
-    for drafter in ({}, {"speculative_algorithm": "mtp", "tensor_parallel_size": 2}):
+    shared = {
+        "speculative_algorithm": "mtp",
+        "tensor_parallel_size": 2,
+        "enable_allreduce_fusion": True,
+    }
+    for drafter in ({}, shared):
         with LLM(
             model="demo-deepseek",
             dtype="float32",

@@ -55,10 +55,14 @@ def gloo_ops() -> torch.library.Library:
     return library
 
 
+def on_cpu(group: CommGroup, size: int, dtype: torch.dtype) -> symmetric_memory.SymmetricBuffer:
+    return symmetric_memory.SymmetricBuffer(torch.full((size,), torch.nan, dtype=dtype), ())
+
+
 def on_gloo(problem: Problem, group: CommGroup) -> Any:
     """Return the kernel with a buffer on the CPU. Runs in the processes of the conformance kit only."""
     gloo_ops()
-    symmetric_memory.allocate = lambda group, size, dtype: torch.empty(size, dtype=dtype)
+    symmetric_memory.allocate = on_cpu
     return symmetric_memory.all_reduce(problem, group)
 
 
@@ -88,11 +92,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int]]]:
         return x.mul_(2)
 
     monkeypatch.setattr(symmetric_memory.comm, "all_reduce", lambda problem, group: large)
-    monkeypatch.setattr(
-        symmetric_memory,
-        "allocate",
-        lambda group, size, dtype: torch.full((size,), torch.nan, dtype=dtype),
-    )
+    monkeypatch.setattr(symmetric_memory, "allocate", on_cpu)
     with torch.library._scoped_library("symm_mem", "IMPL") as library:
         library.impl(ONE_SHOT, one_shot, "CPU")
         library.impl(TWO_SHOT, two_shot, "CPU")

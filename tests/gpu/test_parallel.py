@@ -1,4 +1,4 @@
-"""Collectives of NCCL, and a model on two GPUs with captured steps."""
+"""Collectives of GPUs, and a model on two GPUs with captured steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tokenspeed_testing.comm import CommConformance
 
 from tokenspeed_core import LLM, SamplingParams
 from tokenspeed_core.api import KernelSpec
-from tokenspeed_kernels.collectives import NCCL_COMM, SYMM_COMM
+from tokenspeed_kernels.collectives import NCCL_COMM, SYMM_COMM, TRITON_COMM
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,9 +19,9 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    "spec", [*NCCL_COMM, SYMM_COMM], ids=lambda spec: f"{spec.op}-{spec.backend}"
+    "spec", [*NCCL_COMM, SYMM_COMM, TRITON_COMM], ids=lambda spec: f"{spec.op}-{spec.backend}"
 )
-def test_nccl_conforms(spec: KernelSpec) -> None:
+def test_kernels_conform(spec: KernelSpec) -> None:
     suite: CommConformance = type("Suite", (CommConformance,), {"spec": spec})()
     suite.test_two_processes_compute_the_contract()
 
@@ -36,7 +36,14 @@ def greedy_tokens(model: str, **settings: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("model", "settings"),
-    [("demo", {}), ("demo-deepseek", {}), ("demo-deepseek", {"enable_expert_parallel": True})],
+    [
+        ("demo", {}),
+        ("demo-deepseek", {}),
+        ("demo-deepseek", {"enable_expert_parallel": True}),
+        ("demo", {"kernel_backend": {"all_reduce": ("symm",)}}),
+        ("demo", {"enable_allreduce_fusion": True}),
+        ("demo-deepseek", {"enable_allreduce_fusion": True}),
+    ],
 )
 def test_two_gpus_give_the_tokens_of_one(model: str, settings: dict[str, Any]) -> None:
     found = greedy_tokens(model, tensor_parallel_size=2, **settings)

@@ -88,10 +88,12 @@ from tokenspeed_core.api.models import (
 )
 from tokenspeed_core.api.ops import DOTS, EXACT, OpContract, OpReference, Problem, Tolerance
 from tokenspeed_core.api.parallel import (
+    FUSED_OP,
     ONE_PROCESS,
     SAMPLING,
     Collective,
     CommGroup,
+    FusedCollective,
     ParallelLayout,
     ProcessGroup,
     TokenCounts,
@@ -127,6 +129,7 @@ __all__ = [
     "ANY_ARCHITECTURE",
     "DOTS",
     "EXACT",
+    "FUSED_OP",
     "MAX_WHITESPACE",
     "ONE_PROCESS",
     "SAMPLING",
@@ -163,6 +166,7 @@ __all__ = [
     "DrafterSpec",
     "Drafts",
     "FullAttention",
+    "FusedCollective",
     "Executor",
     "ExecutorJob",
     "ExecutorSpec",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from tokenspeed_core.api.cache_groups import CacheGroupSpec
     from tokenspeed_core.api.experts import ExpertBalance
-    from tokenspeed_core.api.parallel import Collective, ProcessGroup
+    from tokenspeed_core.api.parallel import Collective, FusedCollective, ProcessGroup
     from tokenspeed_core.api.quantization import QuantizationScheme
 
 
@@ -216,6 +216,12 @@ class BuildContext(Protocol):
 
     def comm(self, collective: Collective) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return the kernel of a collective, and add it to the plan of collectives."""
+
+    def fused_comm(self, all_reduce: Collective) -> FusedCollective | None:
+        """Return the kernels of an all-reduce that is added to the residual and normalized, and add it to the plan.
+
+        Without --enable-allreduce-fusion, return None: `comm` has the kernel then.
+        """
 
     def side_stream(self) -> torch.cuda.Stream | None:
         """Return a stream for work in parallel to the current one. All modules share it. None without CUDA."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -139,3 +139,19 @@ class Collective:
     target: str
     reason: str
     share: float = 1.0  # of the other processes that get a token
+    max_fused_tokens: int = 0  # steps of at most this many run FUSED_OP instead, 0: none
+
+
+FUSED_OP = "all_reduce_add_rms_norm"
+
+
+@dataclass(frozen=True, slots=True)
+class FusedCollective:
+    """An all-reduce that the residual addition and the RMS norm after it may join.
+
+    `kernel` is that of FUSED_OP, for at most `max_num_tokens` rows. `all_reduce` is for more.
+    """
+
+    kernel: Callable[..., Any]
+    all_reduce: Callable[[Any], Any]
+    max_num_tokens: int

@@ -27,6 +27,8 @@ class EngineKeywords(TypedDict, total=False):
     enable_eplb: bool
     num_redundant_experts: int
     eplb_interval: int
+    enable_allreduce_fusion: bool
+    comm_fusion_max_num_tokens: int | None
     world_size: int | None
     nprocs_per_node: int | None
     nnodes: int

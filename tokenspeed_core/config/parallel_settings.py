@@ -117,6 +117,19 @@ class ParallelSettings(Settings):
         unit="steps",
         ge=4,
     )
+    enable_allreduce_fusion: bool = setting(
+        False,
+        "parallel",
+        "Fuse all-reduces of few tokens with the residual addition and the next norm.",
+    )
+    comm_fusion_max_num_tokens: int | None = setting(
+        None,
+        "parallel",
+        "Most tokens of a step with fused all-reduces; default: 512 KB of activations.",
+        unit="tokens",
+        ge=1,
+        le=65536,
+    )
     world_size: int | None = _processes(
         "Number of processes of the engine; default: the largest of the other sizes."
     )
@@ -157,6 +170,7 @@ class ParallelSettings(Settings):
     def _check_parallel_sizes(self) -> Self:
         sizes = self.parallel_sizes()
         self._check_balance(sizes.experts)
+        self._check_fusion(sizes.world_size)
         if self.node_rank >= self.nnodes:
             raise ValueError(f"--node-rank {self.node_rank} needs --nnodes {self.node_rank + 1}")
         if self.dist_init_addr is not None:
@@ -195,6 +209,18 @@ class ParallelSettings(Settings):
             raise ValueError(
                 f"--num-redundant-experts {self.num_redundant_experts} cannot be divided among {num_groups} groups of "
                 "processes; give a multiple"
+            )
+
+    def _check_fusion(self, num_processes: int) -> None:
+        """Raise ValueError for settings of fused all-reduces that have no effect."""
+        if self.enable_allreduce_fusion and num_processes == 1:
+            raise ValueError(
+                "--enable-allreduce-fusion has no effect: an engine of one process has no all-reduce; set "
+                "--tensor-parallel-size"
+            )
+        if self.comm_fusion_max_num_tokens is not None and not self.enable_allreduce_fusion:
+            raise ValueError(
+                "--comm-fusion-max-num-tokens has no effect without --enable-allreduce-fusion"
             )
 
     def _refuse_own_nodes(self) -> None:

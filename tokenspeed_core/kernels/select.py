@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from tokenspeed_core.api.attention import AttentionProblem
 from tokenspeed_core.api.kernels import KernelSpec, PlatformInfo, Ranking
 from tokenspeed_core.api.ops import OpContract, Problem, common_ops
-from tokenspeed_core.api.parallel import Collective
+from tokenspeed_core.api.parallel import FUSED_OP, Collective
 from tokenspeed_core.errors import SelectionError, describe_error
 from tokenspeed_core.kernels.installed import InstalledKernel
 from tokenspeed_core.kernels.options import describe_options, read_options
@@ -123,6 +123,16 @@ class Selector:
             "dtype": collective.dtype,
         }
         return self.select(collective.op, problem)
+
+    def select_fused_collective(self, collective: Collective, num_processes: int) -> Choice:
+        """Return the kernel of the op that a collective is fused into; raises as `select` does."""
+        problem = {
+            "num_processes": num_processes,
+            "size": collective.size,
+            "max_num_tokens": collective.max_fused_tokens,
+            "dtype": collective.dtype,
+        }
+        return self.select(FUSED_OP, problem)
 
     def select_attention(self, problem: AttentionProblem, *, layer: int | None = None) -> Choice:
         """Return the attention backend for a layer's problem; raises as `select` does."""

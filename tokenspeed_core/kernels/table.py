@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from textwrap import wrap
 
-from tokenspeed_core.api.parallel import SAMPLING
+from tokenspeed_core.api.parallel import FUSED_OP, SAMPLING
 from tokenspeed_core.kernels.plan import KernelPlan, PlannedCollective, PlannedOp
 
 _WIDTH = 80  # columns
@@ -51,7 +51,12 @@ def describe_collectives(collectives: Iterable[PlannedCollective]) -> Iterator[s
         each = planned.collective
         size = f"{planned.bytes_per_token:,} B per token"
         where = f"{each.group}, {planned.num_processes} processes"
-        key = (f"{each.op} ({where}): {size}", re.sub(r"\.\d+\.", ".*.", each.reason))
+        fusion = (
+            f", as {FUSED_OP} in steps of up to {each.max_fused_tokens:,} tokens"
+            if each.max_fused_tokens
+            else ""
+        )
+        key = (f"{each.op} ({where}): {size}{fusion}", re.sub(r"\.\d+\.", ".*.", each.reason))
         counts[key] = counts.get(key, 0) + 1
         sent[each.target == SAMPLING] += planned.sent_bytes_per_token
     if not counts:

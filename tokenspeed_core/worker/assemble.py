@@ -15,7 +15,7 @@ from tokenspeed_core.api.kernels import PlatformInfo
 from tokenspeed_core.api.logits_processors import LogitsProcessor, LogitsProcessorContext
 from tokenspeed_core.api.models import CapturingModel, DraftModel, HiddenStates, Model
 from tokenspeed_core.engine.logits_processors import LogitsProcessorTable
-from tokenspeed_core.errors import CheckpointError, TokenSpeedError
+from tokenspeed_core.errors import CheckpointError, ConfigError, TokenSpeedError
 from tokenspeed_core.kernels.installed import (
     how_to_get_kernels,
     installed_kernels,
@@ -117,6 +117,13 @@ def assemble(
             f"--quantization {method.name} has no effect: {checkpoint.info.architecture} has no linear layer that it "
             "quantizes."
         )
+    if config.enable_allreduce_fusion and not any(
+        each.collective.max_fused_tokens for each in chosen.plan().collectives
+    ):
+        raise ConfigError(
+            f"--enable-allreduce-fusion has no effect: {checkpoint.info.architecture} has no all-reduce before a norm "
+            "that could join it."
+        )
     build.check_groups()
     block_size = solve_block_size(build, config.block_size, selector)
     build.select_attention(block_size)
@@ -150,6 +157,11 @@ def _draft_model(resolved: Resolved, build: ModelBuild, target: Model) -> DraftM
         raise CheckpointError(
             f"{choice.entry} reads hidden states of layers, which {resolved.checkpoint.info.architecture} does not "
             "return. Choose another drafter."
+        )
+    if info.hidden == HiddenStates.LAYERS and resolved.config.enable_allreduce_fusion:
+        raise ConfigError(
+            f"--enable-allreduce-fusion does not support {choice.entry}, which reads the residual stream of layers; "
+            "remove one of them."
         )
     context = build.for_draft_model(
         resolved.checkpoint.info.num_layers,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,13 @@ from tokenspeed_core.api.experts import ExpertBalance
 from tokenspeed_core.api.kernels import PHASES
 from tokenspeed_core.api.models import KVScale, LatentSizes, Rotation
 from tokenspeed_core.api.ops import Problem
-from tokenspeed_core.api.parallel import Collective, CommGroup, ProcessGroup, TokenCounts
+from tokenspeed_core.api.parallel import (
+    Collective,
+    CommGroup,
+    FusedCollective,
+    ProcessGroup,
+    TokenCounts,
+)
 from tokenspeed_core.api.quantization import QuantizationScheme
 from tokenspeed_core.engine.backends import EXCHANGE_OP
 from tokenspeed_core.errors import CheckpointError, PluginError, TokenSpeedError
@@ -38,6 +44,10 @@ from tokenspeed_core.worker.attention import (
     make_write_kv,
 )
 from tokenspeed_core.worker.latent import OPS, LatentKernels, LatentLayer
+
+# Activations of a step. A fused all-reduce reads the summands of all processes, which takes longer than sending each
+# part once or twice if they are large.
+_MAX_FUSED_BYTES = 512 << 10
 
 
 class ModelBuild:
@@ -86,6 +96,9 @@ class ModelBuild:
         self._kv_scales = resolved.kv_scales
         self._max_expanded = resolved.config.mla_chunk_multiplier * resolved.limits.max_num_tokens
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._fuses_all_reduce = resolved.config.enable_allreduce_fusion
+        self._max_fused_tokens = resolved.config.comm_fusion_max_num_tokens
+        self._max_num_tokens = resolved.limits.max_num_tokens
         self._layer: int | None = None
         self._first_layer = 0
         self._group_names: Mapping[str, str] = {}
@@ -149,6 +162,20 @@ class ModelBuild:
         choice = self.selector.select_collective(collective, group.size)
         handle = self._handles.get(group.name)
         return self._load(choice, CommGroup(group, handle, self.token_counts))
+
+    def fused_comm(self, all_reduce: Collective) -> FusedCollective | None:
+        """Return the kernels of an all-reduce that may be fused; None without --enable-allreduce-fusion."""
+        if not self._fuses_all_reduce:
+            return None
+        num_bytes = all_reduce.size * getattr(torch, all_reduce.dtype).itemsize
+        limit = self._max_fused_tokens or max(1, _MAX_FUSED_BYTES // num_bytes)
+        max_num_tokens = min(limit, self._max_num_tokens)
+        all_reduce = replace(all_reduce, max_fused_tokens=max_num_tokens)
+        group = self.group(all_reduce.group)
+        choice = self.selector.select_fused_collective(all_reduce, group.size)
+        comm_group = CommGroup(group, self._handles.get(group.name), self.token_counts)
+        kernel = self._load(choice, comm_group)
+        return FusedCollective(kernel, self.comm(all_reduce), max_num_tokens)
 
     def side_stream(self) -> torch.cuda.Stream | None:
         """Return a stream for work in parallel to the current one; None without CUDA."""

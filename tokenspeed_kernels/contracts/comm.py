@@ -5,8 +5,10 @@ The factory of such a kernel takes a problem and a `CommGroup`. All processes of
 
 from __future__ import annotations
 
-from tokenspeed_core.api import OpContract, Tolerance
-from tokenspeed_kernels.contracts.common import REFERENCE
+from collections.abc import Mapping
+
+from tokenspeed_core.api import FUSED_OP, OpContract, Tolerance
+from tokenspeed_kernels.contracts.common import NORM_AXES, REFERENCE
 
 _SUMS = (
     Tolerance("float32", 1e-5, 1e-5, "one rounding of 2^-24 for each summand, in any order"),
@@ -20,13 +22,17 @@ _AXES = {"num_processes": "processes P of the group", "size": "values N of a row
 
 
 def _contract(
-    name: str, signature: str, tolerances: tuple[Tolerance, ...], mutates: tuple[str, ...]
+    name: str,
+    signature: str,
+    tolerances: tuple[Tolerance, ...],
+    mutates: tuple[str, ...],
+    axes: Mapping[str, str] = _AXES,
 ) -> OpContract:
     return OpContract(
         name,
         "comm",
         f"{signature}. The factory takes the problem and a CommGroup; all processes of the group call the kernel",
-        _AXES,
+        axes,
         f"{REFERENCE}.comm:{name}",
         "",
         tolerances,
@@ -64,5 +70,14 @@ COMM = (
         "from 0 to E - 1, and each process computes the rows that it got from all others in one call, or none",
         _SUMS,
         (),
+    ),
+    _contract(
+        FUSED_OP,
+        "(x [T, N], residual [T, N], weight [N], eps) -> (y [T, N], residual): residual += the sum of the x of all "
+        "processes, which is computed in float32 in the order of their ranks, and rounded; y = rms_norm(residual); all "
+        "processes get the same bits",
+        _SUMS,
+        ("residual",),
+        {**_AXES, **NORM_AXES, "max_num_tokens": "largest T"},
     ),
 )

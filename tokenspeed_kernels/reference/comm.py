@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, distributed
 
 from tokenspeed_core.api import CommGroup, Problem
+from tokenspeed_kernels.reference.norm import add_rms_norm
 
 
 def all_reduce(problem: Problem, group: CommGroup) -> Callable[[Tensor], Tensor]:
@@ -18,6 +19,26 @@ def all_reduce(problem: Problem, group: CommGroup) -> Callable[[Tensor], Tensor]
         x = x.contiguous()
         distributed.all_reduce(x, group=handle)
         return x
+
+    return reduce
+
+
+def all_reduce_add_rms_norm(
+    problem: Problem, group: CommGroup
+) -> Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]:
+    """Return `reduce(x [T, N], residual, weight, eps) -> (y, residual)`, which adds all x into `residual`.
+
+    Sums are in the order of the ranks, so that all processes get the same bits.
+    """
+    handle, num_processes, add_norm = group.handle, problem["num_processes"], add_rms_norm(problem)
+
+    def reduce(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        parts = torch.empty(num_processes, *x.shape, dtype=x.dtype, device=x.device)
+        distributed.all_gather(list(parts.unbind(0)), x.contiguous(), group=handle)
+        total = parts[0].float()
+        for part in parts[1:]:
+            total += part
+        return add_norm(total.to(x.dtype), residual, weight, eps)
 
     return reduce
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from tokenspeed_core.api import BuildContext, Rotation
+from tokenspeed_core.api import BuildContext, FusedCollective, Rotation
 from tokenspeed_models.describe import window_group
 from tokenspeed_models.layers.linear import Linear, Projection, stacked
 from tokenspeed_models.layers.norm import NormedLinear, RMSNorm
@@ -121,6 +121,10 @@ class Attention:
         """
         qkv, residual = self.project(norm, x, residual)
         return self.output(self.attend(qkv, positions), residual, wanted)
+
+    def fuse_sum(self, build: BuildContext, fused: FusedCollective) -> None:
+        """Take summands as x, which the norm adds up (see `TakesSummands`)."""
+        self._normed_qkv.fuse_sum(fused)
 
     def project(
         self, norm: RMSNorm | None, x: torch.Tensor, residual: torch.Tensor | None

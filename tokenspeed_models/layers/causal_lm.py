@@ -11,7 +11,12 @@ from tokenspeed_models.layers.decoder import Layer
 from tokenspeed_models.layers.embedding import Embedding, OutputHead
 from tokenspeed_models.layers.fusion import fuse_layers
 from tokenspeed_models.layers.norm import RMSNorm
-from tokenspeed_models.sharding import ShardingSpec, bind_output, compile_sharding
+from tokenspeed_models.sharding import (
+    ShardingSpec,
+    bind_output,
+    compile_sharding,
+    fuse_input,
+)
 from tokenspeed_models.weights import WeightMap
 
 
@@ -114,7 +119,7 @@ class CausalLM:
         yield from bind_output(self.embedding.sharding("embedding"), self._bind_embedding)
         for index, layer in enumerate(self.layers):
             yield from layer.sharding(f"layers.{index}.")
-        yield from self.norm.sharding("norm")
+        yield from fuse_input(self.norm.sharding("norm"), self.norm.fuse_sum)
         head, sampling = self.head.sharding("head")
         yield from bind_output((head,), self._bind_head)
         yield sampling

@@ -7,12 +7,13 @@ from typing import Any, Protocol
 
 import torch
 
-from tokenspeed_core.api import BuildContext
+from tokenspeed_core.api import BuildContext, FusedCollective
 from tokenspeed_models.layers.attention import Attention
 from tokenspeed_models.layers.latent_attention import MultiHeadLatentAttention
 from tokenspeed_models.layers.mlp import MLP
 from tokenspeed_models.layers.norm import RMSNorm
-from tokenspeed_models.sharding import ShardingSpec, bind_output
+from tokenspeed_models.layers.summed import TakesSummands
+from tokenspeed_models.sharding import ShardingSpec, bind_output, fuse_input
 from tokenspeed_models.weights import WeightSlot
 
 Output = tuple[torch.Tensor, torch.Tensor]
@@ -87,6 +88,7 @@ class Blocks:
         self.attention: Callable[..., Output] = attention
         self.mlp: Callable[..., Output] = mlp
         self.mlp_norm: Any = mlp_norm
+        self._is_added = mlp_norm is not None  # others read or normalize the outputs first
 
     def mlp_norm_sharding(self, name: str) -> Iterator[ShardingSpec]:
         """List the sharding specs of the norm before the MLP."""
@@ -95,7 +97,7 @@ class Blocks:
         def bind(collective: Kernel) -> None:
             self.mlp_norm = FollowedNorm(norm, collective)
 
-        return bind_output(norm.sharding(name), bind)
+        return bind_output(_fuse_sum(norm.sharding(name), norm, self._modules[1]), bind)
 
     def attention_sharding(self, prefix: str) -> Iterator[ShardingSpec]:
         """List the sharding specs of attention."""
@@ -103,7 +105,7 @@ class Blocks:
         def bind(collective: Kernel) -> None:
             self.attention = _followed_by(self.attention, collective)
 
-        return bind_output(self._modules[0].sharding(prefix), bind)
+        return bind_output(self._modules[0].sharding(prefix), bind, is_added=self._is_added)
 
     def mlp_sharding(self, prefix: str) -> Iterator[ShardingSpec]:
         """List the sharding specs of the MLP."""
@@ -111,7 +113,21 @@ class Blocks:
         def bind(collective: Kernel) -> None:
             self.mlp = _followed_by(self.mlp, collective)
 
-        return bind_output(self._modules[1].sharding(prefix), bind)
+        return bind_output(self._modules[1].sharding(prefix), bind, is_added=self._is_added)
+
+
+def _fuse_sum(
+    specs: Iterator[ShardingSpec], norm: RMSNorm, block: object
+) -> Iterator[ShardingSpec]:
+    """Let the norm before a block add up summands, if the block supports it."""
+    if not isinstance(block, TakesSummands):
+        return specs
+
+    def fuse(build: BuildContext, fused: FusedCollective) -> None:
+        norm.fuse_sum(build, fused)
+        block.fuse_sum(build, fused)
+
+    return fuse_input(specs, fuse)
 
 
 def _followed_by(block: Callable[..., Output], collective: Kernel) -> Callable[..., Output]:
@@ -168,7 +184,8 @@ class DecoderLayer:
 
     def sharding(self, prefix: str) -> Iterator[ShardingSpec]:
         """List the sharding specs in order of computation."""
-        yield from self.input_norm.sharding(f"{prefix}input_norm")
+        specs = self.input_norm.sharding(f"{prefix}input_norm")
+        yield from _fuse_sum(specs, self.input_norm, self.attention)
         yield from self._blocks.attention_sharding(f"{prefix}attention.")
         yield from self._blocks.mlp_norm_sharding(f"{prefix}post_norm")
         yield from self._blocks.mlp_sharding(f"{prefix}mlp.")

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from tokenspeed_core.api import BuildContext, LatentSizes
+from tokenspeed_core.api import BuildContext, FusedCollective, LatentSizes
 from tokenspeed_models.layers.attention import local_num_heads
 from tokenspeed_models.layers.linear import Linear, Projection
 from tokenspeed_models.layers.norm import NormedLinear, RMSNorm
@@ -109,6 +109,10 @@ class MultiHeadLatentAttention:
         if wanted is not None:
             heads, residual = heads.index_select(0, wanted), residual.index_select(0, wanted)
         return self.out(heads), residual
+
+    def fuse_sum(self, build: BuildContext, fused: FusedCollective) -> None:
+        """Take summands as x, which the norm adds up (see `TakesSummands`)."""
+        self._normed_down.fuse_sum(fused)
 
     def _attend_heads(self, down: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the attention of all heads [T, H * V] for the down projections [T, out]."""

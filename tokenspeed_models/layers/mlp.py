@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import torch
 
-from tokenspeed_core.api import BuildContext
+from tokenspeed_core.api import BuildContext, FusedCollective
 from tokenspeed_models.layers.linear import Activation, Linear, Projection, stacked
 from tokenspeed_models.layers.norm import NormedLinear, RMSNorm
 from tokenspeed_models.layers.ops import dtype_name
+from tokenspeed_models.layers.summed import sum_before
 from tokenspeed_models.sharding import Partial, Replicated, Sharded, ShardingSpec
 from tokenspeed_models.weights import Shard, WeightSlot
 
@@ -92,6 +93,24 @@ class MLP:
         if self._gate is not None:
             gated = self._gate(gated)
         return self.down(gated), residual
+
+    def fuse_sum(self, build: BuildContext, fused: FusedCollective) -> None:
+        """Take summands as x, which the norm adds up (see `TakesSummands`)."""
+        gate = self._gate
+        if gate is None:
+            gate = build.op(
+                f"{self.activation}_mul", size=self.down.in_size, dtype=dtype_name(build.dtype)
+            )
+            self._normed_gate_up.fuse_sum(fused, gate)
+            return
+        if self._norm_mlp is None:
+            self._normed_gate_up.fuse_sum(fused)
+            return
+
+        def of_normed(x: torch.Tensor) -> torch.Tensor:
+            return self.down(gate(self.gate_up(x)))
+
+        self._norm_mlp = sum_before(fused, self._norm_mlp, of_normed)
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
         """List the weights of the three projections."""

@@ -8,7 +8,7 @@ from math import comb
 
 import torch
 
-from tokenspeed_core.api import BuildContext
+from tokenspeed_core.api import BuildContext, FusedCollective
 from tokenspeed_models.layers.experts import Experts
 from tokenspeed_models.layers.linear import Activation, Linear, Projection
 from tokenspeed_models.layers.norm import RMSNorm
@@ -227,6 +227,9 @@ class MoE:
             torch.cuda.current_stream().wait_stream(side)
             result += shared
         return result, residual
+
+    def fuse_sum(self, build: BuildContext, fused: FusedCollective) -> None:
+        """Take summands as x (see `TakesSummands`). Here only the norm reads them."""
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
         """List the router, shared experts and experts."""

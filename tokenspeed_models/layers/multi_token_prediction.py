@@ -12,7 +12,7 @@ from tokenspeed_models.layers.decoder import Layer
 from tokenspeed_models.layers.linear import Linear, Projection
 from tokenspeed_models.layers.norm import RMSNorm
 from tokenspeed_models.layers.scheme import UnquantizedBuild
-from tokenspeed_models.sharding import Replicated, ShardingSpec, compile_sharding
+from tokenspeed_models.sharding import Replicated, ShardingSpec, compile_sharding, fuse_input
 from tokenspeed_models.weights import WeightMap
 
 
@@ -43,7 +43,8 @@ class MultiTokenPredictor:
         self._join = Linear(UnquantizedBuild(build), 2 * hidden_size, joined)
         self._norm = RMSNorm(build, hidden_size, norm_eps)
         whole = ShardingSpec("eh_proj", Replicated(), Replicated(), hidden_size)
-        compile_sharding(build, [whole, *layer.sharding(""), *self._norm.sharding("norm")])
+        norm = fuse_input(self._norm.sharding("norm"), self._norm.fuse_sum)
+        compile_sharding(build, [whole, *layer.sharding(""), *norm])
 
     def begin(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the target's hidden states [T, hidden] unchanged."""

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from tokenspeed_core.api import BuildContext
+from tokenspeed_core.api import BuildContext, FusedCollective
 from tokenspeed_models.layers.linear import Linear
 from tokenspeed_models.layers.ops import dtype_name
+from tokenspeed_models.layers.summed import sum_before
 from tokenspeed_models.sharding import Replicated, ShardingSpec
 from tokenspeed_models.weights import WeightSlot
 
@@ -42,6 +43,10 @@ class RMSNorm:
             x, residual, self.weight, self.eps
         )
         return result
+
+    def fuse_sum(self, build: BuildContext, fused: FusedCollective) -> None:
+        """Let `add` take summands, and add up those of all processes."""
+        self._add_norm = sum_before(fused, self._add_norm)
 
     def slots(self, name: str) -> Iterator[WeightSlot]:
         """List the weight."""
@@ -127,3 +132,30 @@ class NormedLinear:
             return self._linear((y, scale)), residual
         normed, residual = norm.add(x, residual)
         return self._linear(normed), residual
+
+    def fuse_sum(
+        self, fused: FusedCollective, gate: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> None:
+        """Take summands, and add up those of all processes. `gate` is the activation, if this layer has one.
+
+        Without a fused op for the norm, the norm itself adds them up.
+        """
+        linear, quantizing = self._linear, self._quantizing_norm
+
+        def of_normed(x: torch.Tensor) -> torch.Tensor:
+            return linear(x) if gate is None else gate(linear(x))
+
+        def quantize(
+            x: torch.Tensor,
+            residual: torch.Tensor,
+            weight: torch.Tensor,
+            eps: float,
+            *operands: torch.Tensor | None,
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            assert quantizing is not None
+            y, scale, residual = quantizing(x, residual, weight, eps)
+            return linear((y, scale)), residual
+
+        separate = quantize if quantizing is not None else self._fused
+        if separate is not None:
+            self._fused = sum_before(fused, separate, of_normed)

@@ -11,6 +11,7 @@ from tokenspeed_core.api import (
     AttentionCall,
     BuildContext,
     Collective,
+    FusedCollective,
     LatentAttentionCall,
     ProcessGroup,
     QuantizationScheme,
@@ -56,6 +57,10 @@ class ModuleBuild:
     def comm(self, collective: Collective) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return the kernel of a collective."""
         return self._build.comm(collective)
+
+    def fused_comm(self, all_reduce: Collective) -> FusedCollective | None:
+        """Return the kernels of an all-reduce that may be fused, or None."""
+        return self._build.fused_comm(all_reduce)
 
     def side_stream(self) -> torch.cuda.Stream | None:
         """Return a stream for work in parallel to the current one; None without CUDA."""

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, distributed
 
 from tokenspeed_core.api.kernels import KernelSpec
-from tokenspeed_core.api.ops import OpContract
-from tokenspeed_core.api.parallel import CommGroup, ProcessGroup, TokenCounts
+from tokenspeed_core.api.ops import OpContract, Tolerance
+from tokenspeed_core.api.parallel import FUSED_OP, CommGroup, ProcessGroup, TokenCounts
 from tokenspeed_core.kernels.select import has_module
 from tokenspeed_testing.cases import NotRun
 from tokenspeed_testing.shapes import contract_of
@@ -93,6 +93,8 @@ def _check(rank: int, spec: KernelSpec, contract: OpContract, platform: str, sto
     for dtype in spec.capability.dtypes:
         size = _SIZE * _NUM_PROCESSES if is_gather else _SIZE
         problem = {"num_processes": _NUM_PROCESSES, "size": size, "dtype": dtype}
+        if contract.name == FUSED_OP:
+            problem["max_num_tokens"] = max(_ROWS)
         kernel = spec.factory()(problem, group)
         tolerance = contract.tolerance(dtype)
         for num_rows in _ROWS:
@@ -105,6 +107,9 @@ def _check(rank: int, spec: KernelSpec, contract: OpContract, platform: str, sto
                     atol=tolerance.absolute,
                 )
                 continue
+            if contract.name == FUSED_OP:
+                _check_norm(kernel, num_rows, rank, dtype, device, tolerance)
+                continue
             if contract.name in _OF_TOKENS:
                 inputs, expected = _uneven(contract.name, num_rows, rank, dtype, device, tokens)
             else:
@@ -115,6 +120,27 @@ def _check(rank: int, spec: KernelSpec, contract: OpContract, platform: str, sto
                 found.float(), expected, rtol=tolerance.relative, atol=tolerance.absolute
             )
     distributed.destroy_process_group()
+
+
+def _check_norm(
+    kernel: Any, num_rows: int, rank: int, dtype: str, device: torch.device, tolerance: Tolerance
+) -> None:
+    """Check repeated calls of the fused op. Their inputs differ, so that no call may read those of another."""
+    weight = _input(1, _NUM_PROCESSES, dtype, device)[0].contiguous()
+    for call in range(3):
+        inputs = [_input(num_rows, each + 10 * call, dtype, device) for each in range(2)]
+        residual = _input(num_rows, 99, dtype, device).clone()
+        total = residual + _sum(inputs).to(residual.dtype)
+        expected = torch.rms_norm(total.float(), total.shape[-1:], None, 1e-6) * weight.float()
+        found, sums = kernel(inputs[rank], residual, weight, 1e-6)
+        assert sums is residual
+        for value, wanted in ((found, expected), (sums, total.float())):
+            torch.testing.assert_close(
+                value.float(), wanted, rtol=tolerance.relative, atol=tolerance.absolute
+            )
+        parts = [torch.empty_like(found) for _ in range(_NUM_PROCESSES)]
+        distributed.all_gather(parts, found)
+        assert torch.equal(parts[0], parts[1]), "processes got different bits"
 
 
 def _input(num_rows: int, rank: int, dtype: str, device: torch.device) -> Tensor:

@@ -1,0 +1,164 @@
+"""The fused all-reduce in Triton's interpreter: all processes publish, then each one reduces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tokenspeed_kernels.reference.norm import add_rms_norm
+from tokenspeed_kernels.triton.comm.all_reduce_norm import (
+    NUM_PROGRAMS,
+    FusedAllReduce,
+    SharedMemory,
+    num_buffer_values,
+)
+
+pytestmark = pytest.mark.interpreter
+EPS = 1e-5
+
+
+@dataclass
+class World:
+    """The kernels of all processes, and their memory."""
+
+    kernels: list[FusedAllReduce]
+    memories: list[SharedMemory]
+    buffers: list[Tensor]
+    signals: list[Tensor]
+
+
+def world(num_processes: int, size: int, max_num_tokens: int, dtype: str) -> World:
+    problem = {
+        "num_processes": num_processes,
+        "size": size,
+        "max_num_tokens": max_num_tokens,
+        "dtype": dtype,
+    }
+    buffer_size = num_buffer_values(problem)
+    buffers = [
+        torch.full((2 * buffer_size,), torch.nan, dtype=getattr(torch, dtype))
+        for _ in range(num_processes)
+    ]
+    signals = [
+        torch.zeros(NUM_PROGRAMS * num_processes, dtype=torch.int64) for _ in range(num_processes)
+    ]
+    addresses = [
+        torch.tensor([each.data_ptr() for each in tensors]) for tensors in (buffers, signals)
+    ]
+    memories = [
+        SharedMemory(*addresses, torch.zeros(NUM_PROGRAMS, dtype=torch.int64), buffer_size)
+        for _ in range(num_processes)
+    ]
+    kernels = [FusedAllReduce(problem, rank, memory) for rank, memory in enumerate(memories)]
+    return World(kernels, memories, buffers, signals)
+
+
+def run(where: World, x: Tensor, residual: Tensor, weight: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return the result of each process. x is [P, T, N]; the residual may be strided."""
+    residuals = [residual.clone(memory_format=torch.preserve_format) for _ in where.kernels]
+    results = [torch.full(x.shape[1:], torch.nan, dtype=x.dtype) for _ in where.kernels]
+    for phase in ("publish", "reduce"):
+        for rank, kernel in enumerate(where.kernels):
+            kernel.launch(
+                x[rank],
+                residuals[rank],
+                weight,
+                results[rank],
+                EPS,
+                publish=phase == "publish",
+                reduce=phase == "reduce",
+            )
+    return list(zip(results, residuals, strict=True))
+
+
+def expected(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    total = x[0].float()
+    for part in x[1:]:
+        total = total + part.float()
+    norm: Any = add_rms_norm({"dtype": str(x.dtype).removeprefix("torch.")})
+    result: tuple[Tensor, Tensor] = norm(total.to(x.dtype), residual.clone(), weight, EPS)
+    return result
+
+
+def inputs(
+    num_processes: int, num_rows: int, size: int, dtype: str, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    wide = torch.randn(num_processes, num_rows, size + 3, generator=generator)
+    residual = torch.randn(num_rows, size, generator=generator)
+    weight = 1 + torch.randn(size, generator=generator) / 10
+    x, residual, weight = (each.to(getattr(torch, dtype)) for each in (wide, residual, weight))
+    return x[..., :size], residual, weight
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "num_rows", "size", "dtype"),
+    [
+        (2, 1, 64, "float32"),
+        (2, 131, 48, "float32"),
+        (2, 3, 1024, "bfloat16"),
+        (4, 7, 200, "float32"),
+        (4, 65, 96, "bfloat16"),
+    ],
+)
+def test_kernel_computes_the_contract(
+    num_processes: int, num_rows: int, size: int, dtype: str
+) -> None:
+    where = world(num_processes, size, num_rows, dtype)
+    x, residual, weight = inputs(num_processes, num_rows, size, dtype)
+    wanted = expected(x, residual, weight)
+    tolerance = 1e-5 if dtype == "float32" else 2e-2
+    found = run(where, x, residual, weight)
+    for result in found:
+        for value, reference, first in zip(result, wanted, found[0], strict=True):
+            torch.testing.assert_close(value, reference, rtol=tolerance, atol=tolerance)
+            assert torch.equal(value, first)
+    if dtype == "float32":  # the interpreter truncates values to bfloat16
+        assert torch.equal(found[0][1], wanted[1]), "sums are not in the order of ranks"
+
+
+def test_calls_of_any_number_of_rows_follow_each_other() -> None:
+    where = world(2, 32, 70, "float32")
+    for call, num_rows in enumerate((5, 70, 1, 0, 3, 65)):
+        x, residual, weight = inputs(2, num_rows, 32, "float32", seed=call)
+        wanted = expected(x, residual, weight)
+        for result in run(where, x, residual, weight):
+            torch.testing.assert_close(result, wanted, rtol=1e-5, atol=1e-5)
+    calls = where.memories[0].calls
+    assert calls[:6].tolist() == [5, 4, 4, 3, 3, 2]
+    for memory, signals in zip(where.memories, where.signals, strict=True):
+        assert torch.equal(memory.calls, calls)
+        assert torch.equal(signals.view(NUM_PROGRAMS, 2), calls[:, None].expand(-1, 2))
+
+
+def test_a_process_may_publish_the_next_call_before_another_reads() -> None:
+    where = world(2, 32, 4, "float32")
+    first, second = (inputs(2, 4, 32, "float32", seed=seed) for seed in (1, 2))
+    (x, residual, weight), (next_x, _, _) = first, second
+    results = [torch.empty(4, 32) for _ in range(2)]
+    residuals = [residual.clone() for _ in range(2)]
+
+    def launch(rank: int, x: Tensor, **phases: bool) -> None:
+        where.kernels[rank].launch(x[rank], residuals[rank], weight, results[rank], EPS, **phases)
+
+    for rank in range(2):
+        launch(rank, x, reduce=False)
+    launch(0, x, publish=False)
+    launch(0, next_x, reduce=False)  # process 1 has not read the first call yet
+    launch(1, x, publish=False)
+    wanted = expected(x, residual, weight)
+    for rank in range(2):
+        torch.testing.assert_close((results[rank], residuals[rank]), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_float32_weights_are_not_rounded() -> None:
+    where = world(2, 64, 2, "bfloat16")
+    x, residual, _ = inputs(2, 2, 64, "bfloat16")
+    weight = torch.full((64,), 1 + 2**-12)
+    (result, _), _ = run(where, x, residual, weight)
+    wide = expected(x, residual, torch.ones(64, dtype=torch.bfloat16))[0].float()
+    torch.testing.assert_close(result, (wide * weight).to(torch.bfloat16), rtol=1e-2, atol=1e-2)

@@ -1,0 +1,1 @@
+"""Triton kernels of collectives, which read the memory of other GPUs."""

@@ -1,0 +1,41 @@
+"""Residual additions and norms that add up the summands of all processes first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from tokenspeed_core.api import BuildContext, FusedCollective
+
+
+@runtime_checkable
+class TakesSummands(Protocol):
+    """A block whose input may be a summand, because the norm before it can add up those of all processes."""
+
+    def fuse_sum(self, build: BuildContext, fused: FusedCollective) -> None:
+        """Take summands [T, hidden] from now on. The norm before the block does so too."""
+
+
+def sum_before(
+    fused: FusedCollective,
+    separate: Callable[..., Any],
+    of_normed: Callable[[torch.Tensor], Any] | None = None,
+) -> Callable[..., Any]:
+    """Return `separate(x, residual, weight, eps, ...) -> (result, residual)` for summands x of all processes.
+
+    Few rows are added up and normalized by one kernel; `of_normed` computes the result of the normalized rows (None:
+    they are the result). More rows are added up first.
+    """
+    kernel, all_reduce, max_num_tokens = fused.kernel, fused.all_reduce, fused.max_num_tokens
+
+    def run(
+        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *operands: Any
+    ) -> Any:
+        if x.shape[0] > max_num_tokens:
+            return separate(all_reduce(x), residual, weight, eps, *operands)
+        normed, residual = kernel(x, residual, weight, eps)
+        return normed if of_normed is None else of_normed(normed), residual
+
+    return run
