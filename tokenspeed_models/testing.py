@@ -182,11 +182,14 @@ class _DenseAttention:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *rotation: Any) -> Tensor:
+    def write(self, q: Tensor, k: Tensor, v: Tensor, *rotation: Any) -> None:
         if self.rotate is not None:
             self.rotate(q, k, *rotation)
         self.keys.append(k.clone())
         self.values.append(v.clone())
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *rotation: Any) -> Tensor:
+        self.write(q, k, v, *rotation)
         keys = torch.cat(self.keys).repeat_interleave(self.num_repeats, dim=1)
         values = torch.cat(self.values).repeat_interleave(self.num_repeats, dim=1)
         scores = torch.einsum("qhd,khd->hqk", q, keys) * self.scale

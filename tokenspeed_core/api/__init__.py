@@ -70,6 +70,7 @@ from tokenspeed_core.api.logits_processors import (
 from tokenspeed_core.api.models import (
     ANY_ARCHITECTURE,
     AttentionCall,
+    BlockDraftModel,
     BuildContext,
     CapturingModel,
     Checkpoint,
@@ -139,6 +140,7 @@ __all__ = [
     "AttentionLimits",
     "AttentionProblem",
     "AttentionStep",
+    "BlockDraftModel",
     "AnyDrafterSpec",
     "AutoDistribution",
     "Axis",

@@ -118,7 +118,10 @@ class WeightReader(Protocol):
     """Yields the (name, tensor) pairs of a checkpoint directory, one at a time, on the CPU."""
 
     def __call__(
-        self, path: str, model: Model | DraftModel, report: Callable[[int, int], None]
+        self,
+        path: str,
+        model: Model | DraftModel | BlockDraftModel,
+        report: Callable[[int, int], None],
     ) -> Iterable[tuple[str, torch.Tensor]]:
         """Yield weights; call `report(bytes_done, bytes_total)` while reading."""
 
@@ -141,6 +144,9 @@ class AttentionCall(Protocol):
 
         `rotation` are the arguments of the rotation's op after q and k. q and k may be overwritten.
         """
+
+    def write(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rotation: Any) -> None:
+        """Rotate q and k, and write k and v, as a call does. Nothing attends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +313,8 @@ class DraftModelInfo:
     """A draft model (`DraftModel`) and its needs.
 
     The core adds the layers of `cache_groups` to the target's groups of equal parts and window, and keeps the other
-    groups next to them. The numbers of layers and parameters are those that the model adds to the target's.
+    groups next to them. The numbers of layers and parameters are those that the model adds to the target's. A model with
+    a `mask_token_id` is a `BlockDraftModel`, and makes at most `max_drafts` tokens after a step (None: any number).
     """
 
     load: str  # "module:class", called with `config`, a build context and the target model
@@ -318,6 +325,8 @@ class DraftModelInfo:
     weights: Path  # folder of the weights, read with the format of `--load-format`
     hidden: HiddenStates
     layers: tuple[int, ...] = ()  # for HiddenStates.LAYERS
+    mask_token_id: int | None = None
+    max_drafts: int | None = None
 
 
 class DraftModel(Protocol):
@@ -355,3 +364,30 @@ class DraftModel(Protocol):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [R, V] of the target's vocabulary for rows [R, H] of `forward`."""
+
+
+class BlockDraftModel(Protocol):
+    """A model that drafts a block of tokens in one pass after each step of a target model.
+
+    Its cache entries of a position that the target computes follow from the target's hidden states there, which
+    `DraftModelInfo.hidden` names. A block is the last token of a sequence, and mask tokens in place of the draft tokens.
+    Each token of a block attends to all entries before the block and to the whole block.
+    """
+
+    def __init__(self, config: Mapping[str, Any], build: BuildContext, target: Model) -> None:
+        """Allocate parameters, or share those of the target, and bind kernels. Layers are counted from 0."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy the weights of its folder; names of other models are ignored. Raises ValueError as `Model` does."""
+
+    def write_context(self, hidden: torch.Tensor, positions: torch.Tensor) -> None:
+        """Write the cache entries of positions int64 [T], from the target's hidden states [T, W]."""
+
+    def forward_block(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return hidden states [T, H] of the tokens of blocks, int64 [T], and write their cache entries.
+
+        The step that attention is prepared for has one row for each token, and as many rows as tokens.
+        """
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits [R, V] of the target's vocabulary for rows [R, H] of `forward_block`."""

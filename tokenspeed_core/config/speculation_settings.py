@@ -34,13 +34,13 @@ _KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """The drafter that the settings name.
+    """The drafter that the settings name. `max_drafts` is None if no setting says it.
 
     `flag` is the flag that names it. `options_flag` is the one that gives its options, and `model_flag` its model.
     """
 
     drafter: str
-    max_drafts: int
+    max_drafts: int | None
     options: Mapping[str, Any]
     draft_model: str | None
     flag: str
@@ -79,7 +79,7 @@ class SpeculationSettings(Settings):
     speculative_num_draft_tokens: int | None = setting(
         None,
         "speculation",
-        f"Maximum tokens verified per row, including its last token; default: {1 + DEFAULT_MAX_DRAFTS}.",
+        f"Maximum tokens verified per row, with its last token; default: {1 + DEFAULT_MAX_DRAFTS} or a block.",
         unit="tokens",
         ge=2,
         le=1 + MAX_DRAFTS,
@@ -159,7 +159,7 @@ class SpeculationSettings(Settings):
         if given is not None:
             return Speculation(
                 given.method.lower(),
-                given.num_speculative_tokens or DEFAULT_MAX_DRAFTS,
+                given.num_speculative_tokens,
                 given.model_extra or {},
                 given.model,
                 flag="--speculative-config",
@@ -168,11 +168,11 @@ class SpeculationSettings(Settings):
             )
         if self.speculative_algorithm is None:
             return None
-        num_tokens = self.speculative_num_draft_tokens or 1 + DEFAULT_MAX_DRAFTS
+        num_tokens = self.speculative_num_draft_tokens
         options = {name: value for name in _OPTIONS if (value := getattr(self, name)) is not None}
         return Speculation(
             self.speculative_algorithm,
-            self.speculative_num_steps or num_tokens - 1,
+            self.speculative_num_steps or (None if num_tokens is None else num_tokens - 1),
             {_OPTIONS[name]: value for name, value in options.items()},
             self.speculative_draft_model_path,
             flag="--speculative-algorithm",

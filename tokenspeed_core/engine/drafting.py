@@ -17,7 +17,11 @@ from tokenspeed_core.api.drafters import (
 )
 from tokenspeed_core.api.models import DraftModelInfo
 from tokenspeed_core.config.parallel_settings import ParallelSizes
-from tokenspeed_core.config.speculation_settings import Speculation
+from tokenspeed_core.config.speculation_settings import (
+    DEFAULT_MAX_DRAFTS,
+    MAX_DRAFTS,
+    Speculation,
+)
 from tokenspeed_core.errors import ConfigError
 from tokenspeed_core.plugins.catalog import Catalog, make
 from tokenspeed_core.plugins.entry import Entry
@@ -90,7 +94,24 @@ def find_drafter(
             )
         except ValueError as error:
             raise ConfigError(f"{wanted.flag} {wanted.drafter}: {error}") from error
-    return DrafterChoice(entry, spec, wanted.max_drafts, wanted.options, model)
+    return DrafterChoice(entry, spec, _max_drafts(wanted, model), wanted.options, model)
+
+
+def _max_drafts(wanted: Speculation, model: DraftModelInfo | None) -> int:
+    """Return the maximum number of draft tokens of a row: the setting's, the model's own, or the default.
+
+    Raises ConfigError if the model makes fewer tokens than the setting says.
+    """
+    limit = None if model is None else model.max_drafts
+    if limit is None:
+        return wanted.max_drafts or DEFAULT_MAX_DRAFTS
+    if wanted.max_drafts is not None and wanted.max_drafts > limit:
+        assert model is not None, "it has a limit"
+        raise ConfigError(
+            f"{wanted.flag} {wanted.drafter}: {wanted.max_drafts} draft tokens per row, but {model.weights} makes at most "
+            f"{limit}"
+        )
+    return wanted.max_drafts or min(limit, MAX_DRAFTS)
 
 
 def check_is_alone(choice: DrafterChoice | None, sizes: ParallelSizes) -> None:

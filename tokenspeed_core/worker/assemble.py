@@ -13,7 +13,13 @@ import torch
 from tokenspeed_core.api.attention import AttentionLimits
 from tokenspeed_core.api.kernels import PlatformInfo
 from tokenspeed_core.api.logits_processors import LogitsProcessor, LogitsProcessorContext
-from tokenspeed_core.api.models import CapturingModel, DraftModel, HiddenStates, Model
+from tokenspeed_core.api.models import (
+    BlockDraftModel,
+    CapturingModel,
+    DraftModel,
+    HiddenStates,
+    Model,
+)
 from tokenspeed_core.engine.logits_processors import LogitsProcessorTable
 from tokenspeed_core.errors import CheckpointError, ConfigError, TokenSpeedError
 from tokenspeed_core.kernels.installed import (
@@ -43,7 +49,7 @@ class Assembly:
 
     resolved: Resolved
     model: Model
-    draft_model: DraftModel | None
+    draft_model: DraftModel | BlockDraftModel | None
     build: ModelBuild
     selector: Selector
     block_size: int
@@ -53,11 +59,15 @@ class Assembly:
 
     @property
     def limits(self) -> AttentionLimits:
-        """The largest step for an attention backend, with the padding of captured steps."""
-        limits = self.resolved.limits
+        """The largest step for an attention backend, with the padding of captured steps and the blocks of drafters."""
+        limits, draft = self.resolved.limits, self.resolved.draft_model
+        num_rows, num_tokens = limits.max_num_seqs + 1, limits.max_num_tokens
+        if draft is not None and draft.mask_token_id is not None:  # each token of a block is a row
+            num_rows *= 1 + limits.max_drafts
+            num_tokens = max(num_tokens, num_rows)
         return AttentionLimits(
-            max_num_rows=limits.max_num_seqs + 1,
-            max_num_tokens=limits.max_num_tokens + limits.max_num_seqs + 1,
+            max_num_rows=num_rows,
+            max_num_tokens=num_tokens + limits.max_num_seqs + 1,
             max_model_len=limits.max_model_len,
             max_num_blocks=max_num_blocks(limits.max_model_len, self.block_size),
             max_drafts=limits.max_drafts,
@@ -148,7 +158,9 @@ def assemble(
     return assembly
 
 
-def _draft_model(resolved: Resolved, build: ModelBuild, target: Model) -> DraftModel | None:
+def _draft_model(
+    resolved: Resolved, build: ModelBuild, target: Model
+) -> DraftModel | BlockDraftModel | None:
     """Build the drafter's model, if it is one. Raises CheckpointError if it does not fit the target."""
     choice, info = resolved.drafter, resolved.draft_model
     if choice is None or info is None:
@@ -168,7 +180,7 @@ def _draft_model(resolved: Resolved, build: ModelBuild, target: Model) -> DraftM
         resolved.draft_groups,
         is_quantized=info.weights == resolved.checkpoint.path,
     )
-    draft: DraftModel = _construct(
+    draft: DraftModel | BlockDraftModel = _construct(
         choice.entry, info.load, info.weights, info.config, context, target
     )
     return draft

@@ -114,6 +114,10 @@ class AttentionLayer:
         self.group.attend(lambda batch: self._attend(batch, q, out))
         return out if self.kv_scale.value == 1.0 else out.mul_(self.kv_scale.value)
 
+    def write(self, q: Tensor, k: Tensor, v: Tensor, *rotation: Any) -> None:
+        """Rotate q and k, and write k and v into the cache, as a call does."""
+        self.write_kv(q, k, v, *self.caches, self.group.kv_slots, *rotation)
+
     def _attend(self, batch: Batch, q: Tensor, out: Tensor) -> None:
         phase, _, tokens = batch
         if tokens is not None:

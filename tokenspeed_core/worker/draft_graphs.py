@@ -1,7 +1,7 @@
 """The passes of a draft model after captured steps, as CUDA graphs.
 
-The first pass, over a step's tokens, has a graph for each bucket. Passes over one token of each row depend on the number
-of rows only, so buckets share their graph, which is replayed for each further draft token.
+The first pass, over a step's tokens, has a graph for each bucket. Passes over one token or one block of each row depend on
+the number of rows only, so buckets share their graph, which is replayed for each further draft token or once.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from tokenspeed_core.worker.block_pass import BlockPass
 from tokenspeed_core.worker.draft_model import DraftRunner
 from tokenspeed_core.worker.draft_passes import DraftPasses, PassBounds
 from tokenspeed_core.worker.graph_recorder import GraphRecorder
@@ -32,9 +33,9 @@ class FollowedRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PassGraphs:
-    """Passes over one token of each row. `graphs` has the graphs with greedy choice, then the graphs with sampling."""
+    """Passes over one token or block of each row. `graphs` has the graphs with greedy choice, then the graphs with sampling."""
 
-    passes: DraftPasses
+    passes: DraftPasses | BlockPass
     graphs: tuple[tuple[torch.cuda.CUDAGraph, ...], ...]
 
     def replay(self, *, draws: bool) -> None:
@@ -51,12 +52,11 @@ class FollowGraphs:
 
     first: tuple[torch.cuda.CUDAGraph, ...]
     others: _PassGraphs
-    makes_first: bool  # the first pass makes a draft token
 
     def replay(self, num_drafts: int, *, draws: bool) -> None:
         """Compute the cache entries of the step, and draft tokens."""
         self.first[draws].replay()
-        for _ in range(num_drafts - self.makes_first):
+        for _ in range(self.others.passes.num_passes(num_drafts)):
             self.others.replay(draws=draws)
 
 
@@ -74,7 +74,7 @@ class DraftGraphs:
         """`bounds` returns those of a number of rows. With `needs_prepare`, attention prepares between two graphs."""
         self._drafter, self._record, self._bounds = drafter, record, bounds
         self._needs_prepare = needs_prepare
-        self._passes: dict[int, DraftPasses] = {}  # by number of rows
+        self._passes: dict[int, DraftPasses | BlockPass] = {}  # by number of rows
         self._graphs: dict[int, _PassGraphs] = {}
 
     def warm_up(self, rows: FollowedRows) -> None:
@@ -98,18 +98,20 @@ class DraftGraphs:
         first = tuple(
             self._record(partial(self._start, rows, passes, draws=draws)) for draws in (False, True)
         )
-        return FollowGraphs(first, self._graphs[num_rows], passes.reads_hidden)
+        return FollowGraphs(first, self._graphs[num_rows])
 
-    def _passes_of(self, rows: FollowedRows) -> DraftPasses:
+    def _passes_of(self, rows: FollowedRows) -> DraftPasses | BlockPass:
         num_rows = len(rows.slots)
         if num_rows not in self._passes:
             self._passes[num_rows] = self._drafter.passes(self._bounds(num_rows))
         return self._passes[num_rows]
 
-    def _start(self, rows: FollowedRows, passes: DraftPasses, *, draws: bool) -> None:
+    def _start(self, rows: FollowedRows, passes: DraftPasses | BlockPass, *, draws: bool) -> None:
         passes.start(rows.slots, rows.capacity, rows.extend(), draws=draws)
 
-    def _record_pass(self, passes: DraftPasses, *, draws: bool) -> tuple[torch.cuda.CUDAGraph, ...]:
+    def _record_pass(
+        self, passes: DraftPasses | BlockPass, *, draws: bool
+    ) -> tuple[torch.cuda.CUDAGraph, ...]:
         forward = partial(passes.forward, draws=draws)
         if self._needs_prepare:
             return self._record(passes.begin), self._record(forward)

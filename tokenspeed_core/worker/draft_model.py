@@ -3,19 +3,28 @@
 After a step's tokens were chosen, the draft model computes its cache entries for the step's query tokens, with the same
 block tables and the same attention inputs. So its cache covers the same tokens as the target's, and prefix hits, chunks,
 preemption and rejected drafts need no extra code. Then it runs once for each further draft token, with one query token
-per row. The draft tokens stay in the state of the slots.
+per row; a model that drafts blocks runs once for all draft tokens. The draft tokens stay in the state of the slots.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
 
-from tokenspeed_core.api.models import CapturingModel, DraftModelInfo, HiddenStates, Model
+from tokenspeed_core.api.models import (
+    BlockDraftModel,
+    CapturingModel,
+    DraftModel,
+    DraftModelInfo,
+    HiddenStates,
+    Model,
+)
 from tokenspeed_core.api.step import I64, NextDrafts, StepPlan
+from tokenspeed_core.worker.block_pass import BlockPass
 from tokenspeed_core.worker.draft_passes import DraftContext, DraftPasses, PassBounds
 from tokenspeed_core.worker.inputs import StepInputs
 from tokenspeed_core.worker.sampler import SamplingRows
@@ -39,12 +48,21 @@ class DraftRunner:
     def __init__(
         self,
         info: DraftModelInfo,
+        model: DraftModel | BlockDraftModel,
         context: DraftContext,
         flags: SlotFlags,
         transfer: HostDeviceTransfer,
     ) -> None:
         """Keep the model and its context. `padding` is set together with the arena."""
         self._info, self._context = info, context
+        self._mask_token_id = info.mask_token_id
+        # One of the two is set.
+        self._model: DraftModel | None = None
+        self._block_model: BlockDraftModel | None = None
+        if info.mask_token_id is None:
+            self._model = cast(DraftModel, model)
+        else:
+            self._block_model = cast(BlockDraftModel, model)
         self._flags, self._transfer = flags, transfer
         self.padding: Sequence[int] = ()  # the padding block of each cache group
 
@@ -77,17 +95,29 @@ class DraftRunner:
         """Compute the cache entries of a step's query tokens.
 
         `token_ids` int64 [T] have the `positions` int64 [T], and `following` int64 [T] come after them. `states` are
-        those of `read`. Returns the hidden states of the tokens `newest`, None for a model that reads tokens only.
+        those of `read`. Returns the hidden states of the tokens `newest`, None for a model that reads tokens only or drafts
+        blocks.
         """
-        model = self._context.model
+        if self._block_model is not None:
+            assert states is not None, "a model that drafts blocks reads hidden states"
+            self._block_model.write_context(states, positions)
+            return None
+        model = self._model
+        assert model is not None, "a draft model is of one of the two kinds"
         if states is None:
             model.forward(token_ids, positions, None, newest)
             return None
         return model.forward(following, positions, model.begin(states), newest)
 
-    def passes(self, bounds: PassBounds) -> DraftPasses:
+    def passes(self, bounds: PassBounds) -> DraftPasses | BlockPass:
         """Return the passes of some rows after `extend`."""
-        return DraftPasses(self._context, bounds, self.padding)
+        if self._block_model is None:
+            assert self._model is not None, "a draft model is of one of the two kinds"
+            return DraftPasses(self._context, self._model, bounds, self.padding)
+        assert self._mask_token_id is not None, "a model that drafts blocks has a mask token"
+        return BlockPass(
+            self._context, self._block_model, self._mask_token_id, bounds, self.padding
+        )
 
     def draws(self, rows: SamplingRows) -> bool:
         """Return whether draft tokens of some rows are drawn."""
@@ -121,7 +151,7 @@ class DraftRunner:
         passes = self.passes(self._bounds(step, plan_rows.astype(np.int64)))
         draws = self.draws(rows)
         passes.start(slots, capacity, hidden, draws=draws)
-        for _ in range(num_drafts if hidden is None else num_drafts - 1):
+        for _ in range(passes.num_passes(num_drafts)):
             passes.begin()
             passes.prepare()
             passes.forward(draws=draws)
@@ -131,7 +161,10 @@ class DraftRunner:
         """Return the bounds of passes of some rows of a plan."""
         context, plan = self._context, step.plan
         lengths = plan.num_computed_tokens[rows] + plan.num_query_tokens[rows]
-        most = np.minimum(lengths + step.next.num_drafts, context.max_model_len)
+        num_ahead = step.next.num_drafts
+        if self._block_model is not None:
+            num_ahead = 1 + context.state.layout.max_drafts
+        most = np.minimum(lengths + num_ahead, context.max_model_len)
         max_seq_len, width = int(most.max()), context.state.layout.num_blocks
         if context.state.words.device.type == "cpu":  # kernels there read whole tables
             width = -(-max_seq_len // context.block_size)

@@ -19,10 +19,9 @@ from tokenspeed_core.worker.slots import SlotState
 class DraftContext:
     """The parts of the worker that a draft model uses.
 
-    `groups` are the indices of the cache groups that hold its layers among all groups.
+    `groups` are the indices of the cache groups that hold the draft model's layers among all groups.
     """
 
-    model: DraftModel
     state: SlotState
     groups: Sequence[tuple[int, AttentionGroup]]
     kernels: RunnerKernels
@@ -50,9 +49,15 @@ class DraftPasses:
     touch the device.
     """
 
-    def __init__(self, context: DraftContext, bounds: PassBounds, padding: Sequence[int]) -> None:
+    def __init__(
+        self,
+        context: DraftContext,
+        model: DraftModel,
+        bounds: PassBounds,
+        padding: Sequence[int],
+    ) -> None:
         """Allocate the buffers. `padding` is the padding block of each cache group."""
-        self._context = context
+        self._context, self._model = context, model
         num_rows, device = bounds.num_rows, context.state.words.device
         # Separate buffers, since kernels are compiled for aligned addresses. `next` are the positions of the next pass without
         # a limit, and `words` the places of its draft tokens in the state.
@@ -87,6 +92,10 @@ class DraftPasses:
     def reads_hidden(self) -> bool:
         """Whether the model reads hidden states, so that `start` makes a draft token."""
         return self._hidden is not None
+
+    def num_passes(self, num_drafts: int) -> int:
+        """Return how many passes after `start` make that many draft tokens."""
+        return num_drafts - 1 if num_drafts and self.reads_hidden else num_drafts
 
     def start(
         self,
@@ -136,7 +145,7 @@ class DraftPasses:
 
     def forward(self, *, draws: bool) -> None:
         """Run the model, and choose the next draft tokens."""
-        hidden = self._context.model.forward(self._token, self._positions, self._hidden, None)
+        hidden = self._model.forward(self._token, self._positions, self._hidden, None)
         if self._hidden is not None:
             self._hidden.copy_(hidden)
         self._choose(hidden, self._next + (2 if self.reads_hidden else 1), draws=draws)
@@ -149,7 +158,7 @@ class DraftPasses:
         choices more likely.
         """
         context = self._context
-        logits = context.model.logits(hidden)
+        logits = self._model.logits(hidden)
         if draws:
             chosen = draw(context.state, context.kernels.sample, logits, self._slots, positions)
         else:

@@ -240,7 +240,6 @@ class LocalRunner:
             return None
         used = set(self.resolved.draft_groups.values())
         context = DraftContext(
-            model=assembly.draft_model,
             state=self._state,
             groups=[
                 (index, group)
@@ -251,7 +250,7 @@ class LocalRunner:
             block_size=self.block_size,
             max_model_len=self.resolved.limits.max_model_len,
         )
-        return DraftRunner(info, context, self._flags, self._transfer)
+        return DraftRunner(info, assembly.draft_model, context, self._flags, self._transfer)
 
     def _use_stream(self) -> None:
         """Make the runner's stream the current one of this thread; cheaper than a context manager."""

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import torch
 
-from tokenspeed_core.api.models import DraftModel, Model, WeightReader
+from tokenspeed_core.api.models import BlockDraftModel, DraftModel, Model, WeightReader
 from tokenspeed_core.api.quantization import QuantizationScheme
 from tokenspeed_core.api.step import OutOfMemory
 from tokenspeed_core.checkpoint.resolve import choose_format
@@ -183,7 +183,7 @@ def _room_for(what: str, hint: str) -> Iterator[None]:
 
 
 def _load_weights(
-    model: Model | DraftModel,
+    model: Model | DraftModel | BlockDraftModel,
     path: Path,
     resolved: Resolved,
     catalog: Catalog,

@@ -145,6 +145,13 @@ class Attention:
         rotation = *self._rotation, positions, self.cos_sin, self._is_interleaved
         return self._attend(q, k, v, *rotation).flatten(1)
 
+    def write(self, qkv: torch.Tensor, positions: torch.Tensor) -> None:
+        """Write the cache entries of `qkv` [T, out] at int64 positions [T]. Its queries do not attend."""
+        q, k, v = self.split(qkv)
+        if self._all_head_norm is not None:
+            q, k = self._all_head_norm(q, k)
+        self._attend.write(q, k, v, *self._rotation, positions, self.cos_sin, self._is_interleaved)
+
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return queries [T, H, D], keys and values [T, K, D] of `qkv` [T, out]."""
         return qkv.view(qkv.shape[0], *self._heads).split_with_sizes(self._split, dim=1)

@@ -120,19 +120,13 @@ class _DenseAttention:
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
 
+    def write(self, q: Tensor, k: Tensor, v: Tensor, *rotation: Any) -> None:
+        """Keep keys and values as `AttentionCall.write` does."""
+        self._write(q, k, v, rotation)
+
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *rotation: Any) -> Tensor:
         """Attend as `AttentionCall` does."""
-        if rotation:
-            *norms, _, table, interleaved = rotation
-            if norms:
-                *weights, eps = norms
-                q, k = (
-                    torch.rms_norm(x, weight.shape, weight, eps)
-                    for x, weight in zip((q, k), weights, strict=True)
-                )
-            q, k = (rotated(x, table, interleaved=interleaved) for x in (q, k))
-        self._keys.append(k.float())
-        self._values.append(v.float())
+        q = self._write(q, k, v, rotation)
         num_groups = q.shape[1] // k.shape[1]
         keys, values = (
             torch.cat(each).repeat_interleave(num_groups, dim=1)
@@ -151,3 +145,18 @@ class _DenseAttention:
             scores = torch.cat((scores, column), dim=-1)
         shares = scores.softmax(dim=-1)[..., : len(keys)]
         return torch.einsum("hqk,khd->qhd", shares, values).to(v.dtype).contiguous()
+
+    def _write(self, q: Tensor, k: Tensor, v: Tensor, rotation: tuple[Any, ...]) -> Tensor:
+        """Keep rotated keys, and values. Returns the rotated queries."""
+        if rotation:
+            *norms, _, table, interleaved = rotation
+            if norms:
+                *weights, eps = norms
+                q, k = (
+                    torch.rms_norm(x, weight.shape, weight, eps)
+                    for x, weight in zip((q, k), weights, strict=True)
+                )
+            q, k = (rotated(x, table, interleaved=interleaved) for x in (q, k))
+        self._keys.append(k.float())
+        self._values.append(v.float())
+        return q
