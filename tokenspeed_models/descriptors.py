@@ -45,3 +45,8 @@ EAGLE3 = ModelDrafterSpec(
     plan="tokenspeed_models.drafters.eagle3_config:plan",
     needs_checkpoint=True,
 )
+DFLASH = ModelDrafterSpec(
+    check="tokenspeed_models.drafters.dflash_config:check",
+    plan="tokenspeed_models.drafters.dflash_config:plan",
+    needs_checkpoint=True,
+)

@@ -13,6 +13,7 @@ from typing import Any
 from tokenspeed_core.api import DraftModelInfo, DraftRequest, FullAttention, HiddenStates
 from tokenspeed_models.config import ConfigReader, DecoderConfig
 from tokenspeed_models.describe import count_parameters, read_llama
+from tokenspeed_models.drafters.target import hidden_size
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator")
 LAYERS_OPTION = "layers_to_capture"
@@ -63,7 +64,7 @@ def plan(request: DraftRequest) -> DraftModelInfo:
     except ValueError as error:
         raise ValueError(f"{head.path}: {error}") from error
     decoder = c.decoder
-    target_size = _hidden_size(request.target.config)
+    target_size = hidden_size(request.target.config)
     if target_size is not None and decoder.hidden_size != target_size:
         raise ValueError(
             f"{head.path} is a head for hidden size {decoder.hidden_size}, but the target has {target_size}. "
@@ -172,15 +173,6 @@ def _layers(
 
 def _is_layer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _hidden_size(config: Mapping[str, Any]) -> int | None:
-    """Return a target's hidden size, which multi-modal configurations nest."""
-    for part in (config, config.get("text_config")):
-        if isinstance(part, Mapping) and isinstance(part.get("hidden_size"), int):
-            size: int = part["hidden_size"]
-            return size
-    return None
 
 
 def _count_parameters(c: Eagle3Config) -> int:
