@@ -230,7 +230,7 @@ def test_unusable_heads_are_refused_in_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        ({"speculative_algorithm": "eagle3", "speculative_eagle_topk": 4}, "chain"),
+        ({"speculative_algorithm": "eagle3", "speculative_eagle_topk": 4}, "tree drafting"),
         ({"speculative_algorithm": "suffix", "eagle3_layers_to_capture": "1"}, "suffix"),
         ({"speculative_num_steps": 3}, "--speculative-num-steps"),
         ({"speculative_algorithm": "eagle3", "speculative_num_steps": 0}, "num_steps 0"),
