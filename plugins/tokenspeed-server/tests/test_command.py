@@ -150,6 +150,8 @@ def test_every_setting_has_a_flag(served: list[ServerConfig]) -> None:
         "speculative_num_steps": ["--speculative-algorithm", "a"],
         "speculative_draft_model_path": ["--speculative-algorithm", "a"],
         "eagle3_layers_to_capture": ["--speculative-algorithm", "eagle3"],
+        "enable_allreduce_fusion": ["--tp", "2"],
+        "comm_fusion_max_num_tokens": ["--enable-allreduce-fusion", "--tp", "2"],
         "enable_eplb": shared_experts,
         "num_redundant_experts": ["--enable-eplb", *shared_experts],
         "eplb_interval": ["--enable-eplb", *shared_experts],

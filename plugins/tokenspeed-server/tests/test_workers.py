@@ -292,7 +292,7 @@ def test_drain_is_announced_whichever_worker_is_busy(tmp_path: Path, worker: int
         assert all_ended(server, others) == 0
         thread.join()
         assert '"finish_reason":"length"' in answers[0].text
-        assert server.said().count("draining; interrupt again to stop at once") == 1
+        assert server.said().count("draining; interrupt again to stop immediately") == 1
 
 
 @pytest.mark.release
