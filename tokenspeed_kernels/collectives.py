@@ -5,9 +5,6 @@ from __future__ import annotations
 from tokenspeed_core.api import FUSED_OP, AxisLimit, Capability, KernelSpec
 from tokenspeed_kernels.contracts.comm import COMM
 
-# Their sizes are numbers of the host, which a captured CUDA graph would keep.
-_UNEVEN = ("all_gather_tokens", "reduce_scatter_tokens")
-
 
 def _kernel(op: str, backend: str, platform: str) -> KernelSpec:
     """Describe a kernel of torch.distributed, which calls gloo or NCCL depending on the group."""
@@ -17,7 +14,7 @@ def _kernel(op: str, backend: str, platform: str) -> KernelSpec:
         capability=Capability(
             platforms=(platform,),
             dtypes=("float32", "bfloat16", "float16"),
-            features=frozenset() if op in _UNEVEN else frozenset({"graph_safe"}),
+            features=frozenset({"graph_safe"}),
         ),
         load=f"tokenspeed_kernels.reference.comm:{op}",
         reference=backend == "torch",
@@ -27,6 +24,7 @@ def _kernel(op: str, backend: str, platform: str) -> KernelSpec:
 _OPS = tuple(contract.name for contract in COMM if contract.name != "exchange_tokens")
 TORCH_COMM = tuple(_kernel(op, "torch", "cpu") for op in _OPS)
 NCCL_COMM = tuple(_kernel(op, "nccl", "cuda") for op in _OPS if op != FUSED_OP)
+# Not graph_safe: the host needs the numbers of tokens in each layer.
 ALLTOALL_COMM = KernelSpec(
     op="exchange_tokens",
     backend="alltoall",

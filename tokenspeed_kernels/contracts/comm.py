@@ -52,14 +52,14 @@ COMM = (
     _contract(
         "all_gather_tokens",
         "(x [T of this process, N]) -> [T of all processes, N]: the tokens of all processes in their order, as many of "
-        "each as the group's TokenCounts says",
+        "each as the group's TokenCounts says; captured in CUDA graphs, as many of each as of this process",
         _COPIES,
         (),
     ),
     _contract(
         "reduce_scatter_tokens",
         "(x [T of all processes, N]) -> [T of this process, N]: the rows of this process's tokens in the sum of the x "
-        "of all processes, in the order of all_gather_tokens",
+        "of all processes, in the order of all_gather_tokens; captured in CUDA graphs, as many of each process",
         _SUMS,
         (),
     ),

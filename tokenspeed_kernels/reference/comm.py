@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
 from tokenspeed_core.api import CommGroup, Problem
 from tokenspeed_kernels.reference.norm import add_rms_norm
+
+# Collectives of equal parts. torch 2.13 renamed them.
+_equal: Any = distributed
+_gather_equal = getattr(_equal, "all_gather_single", None) or _equal.all_gather_into_tensor
+_scatter_equal = getattr(_equal, "reduce_scatter_single", None) or _equal.reduce_scatter_tensor
 
 
 def all_reduce(problem: Problem, group: CommGroup) -> Callable[[Tensor], Tensor]:
@@ -62,14 +68,16 @@ def all_gather_tokens(problem: Problem, group: CommGroup) -> Callable[[Tensor], 
     def gather(x: Tensor) -> Tensor:
         counts = tokens.of(len(x))
         largest = max(counts)
+        if min(counts) == largest:
+            joined = x.new_empty(largest * len(counts), *x.shape[1:])
+            _gather_equal(joined, x.contiguous(), group=handle)
+            return joined
         parts = torch.empty(len(counts), largest, *x.shape[1:], dtype=x.dtype, device=x.device)
         padded = x.contiguous()
         if len(x) < largest:
             padded = x.new_zeros(largest, *x.shape[1:])
             padded[: len(x)] = x
         distributed.all_gather(list(parts.unbind(0)), padded, group=handle)
-        if min(counts) == largest:
-            return parts.flatten(0, 1)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     return gather
@@ -82,6 +90,10 @@ def reduce_scatter_tokens(problem: Problem, group: CommGroup) -> Callable[[Tenso
 
     def scatter(x: Tensor) -> Tensor:
         counts = tokens.of(len(x) // num_processes)
+        if min(counts) == max(counts):
+            own = x.new_empty(counts[rank], *x.shape[1:])
+            _scatter_equal(own, x.contiguous(), group=handle)
+            return own
         parts = list(torch.split(x.contiguous(), list(counts)))
         own = torch.empty_like(parts[rank])
         distributed.reduce_scatter(own, parts, group=handle)

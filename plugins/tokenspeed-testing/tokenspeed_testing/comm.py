@@ -100,25 +100,21 @@ def _check(rank: int, spec: KernelSpec, contract: OpContract, platform: str, sto
         for num_rows in _ROWS:
             if contract.name == "exchange_tokens":
                 arguments, expected = _routed(num_rows, rank, dtype, device)
-                torch.testing.assert_close(
-                    kernel(*arguments).float(),
-                    expected,
-                    rtol=tolerance.relative,
-                    atol=tolerance.absolute,
-                )
+                _check_close(kernel(*arguments), expected, tolerance)
                 continue
             if contract.name == FUSED_OP:
                 _check_norm(kernel, num_rows, rank, dtype, device, tolerance)
                 continue
             if contract.name in _OF_TOKENS:
-                inputs, expected = _uneven(contract.name, num_rows, rank, dtype, device, tokens)
-            else:
-                inputs = [_input(num_rows, each, dtype, device) for each in range(_NUM_PROCESSES)]
-                expected = _EXPECTED[contract.name](inputs)
-            found = kernel(inputs[rank])
-            torch.testing.assert_close(
-                found.float(), expected, rtol=tolerance.relative, atol=tolerance.absolute
-            )
+                for num_others in (num_rows, 2 * num_rows + 1):
+                    counts = (num_rows, num_others)
+                    tokens.begin(None if num_others == num_rows else counts)
+                    inputs, expected = _of_tokens(contract.name, counts, rank, dtype, device)
+                    _check_close(kernel(inputs[rank]), expected, tolerance)
+                continue
+            inputs = [_input(num_rows, each, dtype, device) for each in range(_NUM_PROCESSES)]
+            expected = _EXPECTED[contract.name](inputs)
+            _check_close(kernel(inputs[rank]), expected, tolerance)
     distributed.destroy_process_group()
 
 
@@ -135,12 +131,16 @@ def _check_norm(
         found, sums = kernel(inputs[rank], residual, weight, 1e-6)
         assert sums is residual
         for value, wanted in ((found, expected), (sums, total.float())):
-            torch.testing.assert_close(
-                value.float(), wanted, rtol=tolerance.relative, atol=tolerance.absolute
-            )
+            _check_close(value, wanted, tolerance)
         parts = [torch.empty_like(found) for _ in range(_NUM_PROCESSES)]
         distributed.all_gather(parts, found)
         assert torch.equal(parts[0], parts[1]), "processes got different bits"
+
+
+def _check_close(found: Tensor, expected: Tensor, tolerance: Tolerance) -> None:
+    torch.testing.assert_close(
+        found.float(), expected, rtol=tolerance.relative, atol=tolerance.absolute
+    )
 
 
 def _input(num_rows: int, rank: int, dtype: str, device: torch.device) -> Tensor:
@@ -150,12 +150,10 @@ def _input(num_rows: int, rank: int, dtype: str, device: torch.device) -> Tensor
     return wide.to(device, getattr(torch, dtype))[:, :_SIZE]
 
 
-def _uneven(
-    op: str, num_rows: int, rank: int, dtype: str, device: torch.device, tokens: TokenCounts
+def _of_tokens(
+    op: str, counts: tuple[int, ...], rank: int, dtype: str, device: torch.device
 ) -> tuple[list[Tensor], Tensor]:
-    """Return inputs for an op of tokens, of which the second process has more, and this process's result."""
-    counts = (num_rows, 2 * num_rows + 1)
-    tokens.begin(counts)
+    """Return the inputs of all processes for an op of tokens, and this process's result."""
     if op == "all_gather_tokens":
         inputs = [_input(count, each, dtype, device) for each, count in enumerate(counts)]
         return inputs, torch.cat([each.float() for each in inputs])
