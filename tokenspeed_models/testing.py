@@ -26,6 +26,7 @@ from tokenspeed_core.api import (
     ProcessGroup,
     QuantizationScheme,
     Rotation,
+    TokenCounts,
 )
 
 
@@ -45,6 +46,7 @@ class DenseBuild:
         self.max_model_len = 1 << 30
         self.expert_balance: ExpertBalance | None = None
         self.routes_tokens = False
+        self.token_counts = TokenCounts(layout.group("data").size)
         self.problems: list[tuple[str, dict[str, Any]]] = []
         self.caches: dict[int, _DenseAttention | _DenseLatentAttention] = {}
 

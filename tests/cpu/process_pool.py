@@ -29,7 +29,6 @@ from tokenspeed_core.api import (
     OpContract,
     ParallelLayout,
     QuantizationScheme,
-    TokenCounts,
 )
 from tokenspeed_core.kernels.installed import installed_ops
 from tokenspeed_core.plugins.catalog import Catalog
@@ -99,7 +98,6 @@ class RankBuild(DenseBuild):
     ) -> None:
         super().__init__(layout=layout)
         self._handles = handles or {}
-        self.token_counts = TokenCounts(layout.group("data").size)
         self.schemes: LayerSchemes = lambda layer: None
         self.max_fused_tokens = 0  # 0: collectives run alone
         self.num_fused = 0  # all-reduces that may be fused

@@ -116,6 +116,21 @@ def test_loads_count_the_chosen_experts() -> None:
     assert layer.local.choose(ids).tolist() == [[5, 5], [1, 3], [5, 5]]
 
 
+@pytest.mark.parametrize("is_balanced", [False, True])
+def test_padding_tokens_use_no_expert(is_balanced: bool) -> None:
+    build = RankBuild(Sizes(experts=2, data=2).layout(1))
+    balance = ExpertBalance(0, NUM_TURNS)
+    build.expert_balance = balance if is_balanced else None
+    layer = Experts(build, **SIZES)
+    ids = torch.tensor([[1, 5], [5, 7], [0, 5], [4, 6]], dtype=torch.int32)
+    build.token_counts.padding = torch.tensor([False, True, True, False])
+    assert layer.local.choose(ids).tolist() == [[4, 1], [4, 4], [4, 4], [0, 2]]
+    for each in balance.layers:
+        assert each.loads.tolist() == [0, 1, 0, 0, 1, 1, 1, 0]
+    build.token_counts.padding = None
+    assert layer.local.choose(ids).tolist() == [[4, 1], [1, 3], [4, 1], [0, 2]]
+
+
 def test_model_without_movable_experts_is_refused() -> None:
     layout = Sizes(experts=2).layout(0)
     with pytest.raises(ConfigError, match="--enable-eplb"):

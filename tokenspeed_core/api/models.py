@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from tokenspeed_core.api.cache_groups import CacheGroupSpec
     from tokenspeed_core.api.experts import ExpertBalance
-    from tokenspeed_core.api.parallel import Collective, FusedCollective, ProcessGroup
+    from tokenspeed_core.api.parallel import Collective, FusedCollective, ProcessGroup, TokenCounts
     from tokenspeed_core.api.quantization import QuantizationScheme
 
 
@@ -190,7 +190,7 @@ class BuildContext(Protocol):
 
     `max_model_len` is the engine's longest sequence, in tokens. With an `expert_balance`, layers let the engine move
     their experts. If it `routes_tokens`, experts that processes with their own tokens share get only the tokens that are
-    routed to them, with `exchange_tokens`; otherwise they get all tokens.
+    routed to them, with `exchange_tokens`; otherwise they get all tokens, of which `token_counts` says which are padding.
     """
 
     dtype: torch.dtype
@@ -198,6 +198,7 @@ class BuildContext(Protocol):
     max_model_len: int
     expert_balance: ExpertBalance | None
     routes_tokens: bool
+    token_counts: TokenCounts
 
     def group(self, name: str) -> ProcessGroup:
         """Return one of the process groups that share the model. Raises ValueError for an unknown name."""

@@ -96,13 +96,17 @@ ONE_PROCESS = ParallelLayout.of(0)
 
 
 class TokenCounts:
-    """How many tokens each process of the group "data" has in the current step, in the order of their ranks."""
+    """How many tokens each process of the group "data" has in the current step, in the order of their ranks.
 
-    __slots__ = ("_counts", "_num_processes")
+    `padding` is a bool tensor [tokens of all processes], True for padding tokens, which experts skip; None: none is known.
+    """
+
+    __slots__ = ("_counts", "_num_processes", "padding")
 
     def __init__(self, num_processes: int) -> None:
         """Begin with no counts: `of` assumes that all processes have as many tokens as this one."""
         self._num_processes = num_processes
+        self.padding: Any = None
         self._counts: tuple[int, ...] | None = None
 
     def begin(self, counts: tuple[int, ...] | None) -> None:

@@ -24,6 +24,7 @@ class LocalExperts:
         self.num_slots = self.num
         self._rank, self._num_processes = group.rank, group.size
         self._local_ids = self._first_slots(build, num_experts)
+        self._tokens = build.token_counts
 
     def take(self, layers: list[str]) -> list[str]:
         """Return this process's part of names in the order of the experts."""
@@ -39,10 +40,15 @@ class LocalExperts:
     def choose(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the slots, int32 [T, k], of the experts `ids`, counted from this process's first one.
 
-        Those of other processes' experts become `num_slots`, which means no expert to the ops, so that they are not
-        computed.
+        Those of other processes' experts, and of padding tokens, become `num_slots`, which means no expert to the ops, so
+        that they are not computed.
         """
-        return self._local_ids.index_select(0, ids.flatten()).view(ids.shape)
+        return self._without_padding(self._local_ids.index_select(0, ids.flatten()).view(ids.shape))
+
+    def _without_padding(self, slots: torch.Tensor) -> torch.Tensor:
+        """Replace the slots [T, k] of padding tokens in place."""
+        padding = self._tokens.padding
+        return slots if padding is None else slots.masked_fill_(padding[:, None], self.num_slots)
 
     def _first_slots(self, build: BuildContext, num_experts: int) -> torch.Tensor:
         """Return the slot of each expert, int32 [experts], before any was moved."""
@@ -65,15 +71,18 @@ class BalancedExperts(LocalExperts):
         self._table = first[:, None].repeat(1, self._num_turns)
 
     def choose(self, ids: torch.Tensor) -> torch.Tensor:
-        """Count the experts of all tokens, and return the slots of this process's turns, as `LocalExperts` does.
+        """Count the experts of all tokens but padding, and return the slots of this process's turns, as `LocalExperts` does.
 
         All processes see the same tokens, so that one of them computes each pair.
         """
-        flat = ids.flatten()
-        self._loads.index_add_(0, flat, self._one.expand(flat.shape))
+        flat, padding = ids.flatten(), self._tokens.padding
+        counted = self._one if padding is None else (~padding).long()[:, None]
+        self._loads.index_add_(0, flat, counted.expand(ids.shape).flatten())
         turns = torch.arange(len(ids), dtype=torch.int32, device=ids.device) % self._num_turns
         places = ids * self._num_turns + turns[:, None]
-        return self._table.flatten().index_select(0, places.flatten()).view(ids.shape)
+        return self._without_padding(
+            self._table.flatten().index_select(0, places.flatten()).view(ids.shape)
+        )
 
     def movable(self, weights: tuple[torch.Tensor, ...]) -> MovableExperts:
         """Return a view of the experts that the engine can move, with weights [slots, ...]."""

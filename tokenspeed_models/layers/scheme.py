@@ -32,6 +32,7 @@ class ModuleBuild:
         self.dtype, self.device = build.dtype, build.device
         self.max_model_len = build.max_model_len
         self.expert_balance, self.routes_tokens = build.expert_balance, build.routes_tokens
+        self.token_counts = build.token_counts
 
     def group(self, name: str) -> ProcessGroup:
         """Return one of the process groups that share the model."""
