@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 import zmq
+from host_graphs import capture_decodes
 from process_pool import RankBuild
 
 from tokenspeed_core.api.sampling import SamplingParams
@@ -23,6 +25,7 @@ from tokenspeed_core.engine.wire import pack
 from tokenspeed_core.executor.lockstep import Peers
 from tokenspeed_core.plugins.hooks import Hooks
 from tokenspeed_core.worker import distributed
+from tokenspeed_core.worker.staged import BucketSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,8 @@ class Served:
     tokens: dict[int, list[int]]  # by request
     num_steps: int  # of its own
     num_joined: int  # of others, without requests
-    num_moves: int = 0  # of experts, with --enable-eplb
+    num_moves: int  # of experts, with --enable-eplb
+    captured: list[BucketSize]  # the size of each captured step that ran, in order
 
 
 def serve(
@@ -43,10 +47,13 @@ def serve(
     max_tokens: int,
     abort_after: int | None,
     more: Mapping[str, Any],
+    delays: Sequence[int],
+    captures: Sequence[int],
 ) -> Served:
     """Serve one engine's prompts, each a list of token ids. Its first request is aborted after so many steps.
 
-    `more` are settings that need several engines.
+    `more` are settings that need several engines. An engine gets its prompts after `delays` steps of all. With
+    `captures`, steps of these numbers of decodes, with and without prompts, are captured, and two steps are in flight.
     """
     rank, num_engines = build.group("data").rank, build.group("data").size
     for other, row in enumerate(connections):
@@ -68,23 +75,38 @@ def serve(
     theirs.bind("inproc://engine")
     ours.connect("inproc://engine")
     inputs = InputProcessor(ModelText(None, None), started.ready)
-    for number, prompt in enumerate(prompts[rank]):
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        submit = inputs.request(number, params, np.asarray(prompt, np.int32))
-        ours.send(pack(submit))
-    ours.send(pack(Drain()))
-    assert started.lockstep is not None
-    num_before = started.lockstep.num_steps
+    lockstep = started.lockstep
+    assert lockstep is not None
+    num_before = lockstep.num_steps
+    runner: Any = lockstep._runner
+    captured: list[BucketSize] = []
+    patch = pytest.MonkeyPatch()
+    if captures:
+        captured = capture_decodes(runner, captures, patch, with_prompts=True)
+        started.engine._depth = 2
+    delay = delays[rank] if delays else 0
+
+    def submit() -> None:
+        for number, prompt in enumerate(prompts[rank]):
+            params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+            ours.send(pack(inputs.request(number, params, np.asarray(prompt, np.int32))))
+        ours.send(pack(Drain()))
 
     def publish() -> None:
+        nonlocal delay
+        if delay and lockstep.num_steps - num_before >= delay:
+            delay = 0
+            submit()
         if started.engine.num_steps == abort_after:
             ours.send(pack(Abort(np.asarray([0], np.int64))))
 
+    if not delay:
+        submit()
+
     reading, writing = os.pipe()
-    EngineLoop(
-        started.engine, started.ready, [theirs], reading, publish, lockstep=started.lockstep
-    ).run()
-    num_all = started.lockstep.num_steps - num_before
+    EngineLoop(started.engine, started.ready, [theirs], reading, publish, lockstep=lockstep).run()
+    patch.undo()
+    num_all = lockstep.num_steps - num_before
     assert not started.engine.has_work
     started.engine.close()
     tokens: dict[int, list[int]] = {number: [] for number in range(len(prompts[rank]))}
@@ -100,7 +122,6 @@ def serve(
     context.destroy(linger=0)
     os.close(reading)
     os.close(writing)
-    runner: Any = started.lockstep._runner
     num_moves = 0 if runner._balancer is None else runner._balancer.num_moves
     num_joined = num_all - started.engine.num_steps
-    return Served(tokens, started.engine.num_steps, num_joined, num_moves)
+    return Served(tokens, started.engine.num_steps, num_joined, num_moves, captured)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,14 @@ from process_pool import ProcessPool, Sizes
 from tiny_families import save_reference
 
 from tokenspeed_core import LLM, SamplingParams
-from tokenspeed_core.api.step import StepFailed
+from tokenspeed_core.api import PlatformInfo
+from tokenspeed_core.api.step import StepFailed, StepSize
 from tokenspeed_core.config.schema import read_keywords
 from tokenspeed_core.engine.factory import discover, resolve
-from tokenspeed_core.errors import ConfigError
+from tokenspeed_core.errors import ConfigError, SelectionError
 from tokenspeed_core.executor.lockstep import Peers, connect_peers
+from tokenspeed_core.kernels.plan import KernelPlan
+from tokenspeed_core.worker.assemble import plan_for
 
 SETTINGS: dict[str, Any] = {
     "device": "cpu",
@@ -54,6 +59,9 @@ def together(
     model: str,
     prompts: Sequence[Prompts],
     abort_after: int | None = None,
+    delays: Sequence[int] = (),
+    captures: Sequence[int] = (),
+    num_tokens: int = NUM_TOKENS,
     **sharing: Any,
 ) -> Sequence[Served]:
     num_engines = len(prompts)
@@ -67,9 +75,11 @@ def together(
         {**SETTINGS, "model": model},
         connections,
         prompts,
-        NUM_TOKENS,
+        num_tokens,
         abort_after,
         sharing,
+        delays,
+        captures,
     )
     for row in connections:
         for each in row:
@@ -78,8 +88,10 @@ def together(
     return found
 
 
-def alone(model: str, prompts: Sequence[Prompts]) -> list[list[list[int]]]:
-    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+def alone(
+    model: str, prompts: Sequence[Prompts], num_tokens: int = NUM_TOKENS
+) -> list[list[list[int]]]:
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     with LLM(model, **SETTINGS) as llm:
         return [
             [
@@ -148,19 +160,37 @@ def test_latent_attention_and_shared_experts_generate_the_tokens_of_one_process(
     assert [tokens(each) for each in served] == alone("demo-deepseek", prompts)
 
 
-def test_peers_exchange_counts_and_notice_an_end() -> None:
+def test_peers_exchange_sizes_and_notice_an_end() -> None:
     first, second = (Peers(fds) for fds in connect_peers(2))
     assert not first.is_waiting()
-    second._send(0, (3).to_bytes(8, "little"))
-    assert first.is_waiting()
-    assert first.exchange(5) == (5, 3)
+    sizes = [StepSize(5, 2), StepSize(0, 0, 2, 30, is_eager=True, no_shared_prefix=False)]
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(second.exchange, sizes[1])
+        while not first.is_waiting():
+            time.sleep(0.001)
+        assert first.exchange(sizes[0]) == other.result() == sizes
+    assert not first.is_waiting()
     first.finish()
-    assert not second.is_waiting() or second._counts[0]
+    assert not second.is_waiting()
     assert not second.have_finished
     second.close()
     with pytest.raises(StepFailed, match="engine 1 of 2"):
-        first.exchange(1)
+        first.exchange(StepSize())
     first.close()
+
+
+def test_gpus_capture_all_collectives_but_the_exchange() -> None:
+    def plan(backend: str) -> KernelPlan:
+        config = read_keywords("demo-deepseek", {"device": "cpu"}).resolved(
+            data_parallel_size=2, enable_expert_parallel=True, all2all_backend=(backend,)
+        )
+        catalog = discover(config)
+        return plan_for(resolve(config, catalog), catalog, PlatformInfo("cuda", (9, 0)))
+
+    for op in ("all_gather_tokens", "reduce_scatter_tokens"):
+        assert {each.backend for each in plan("auto").find(op)} == {"nccl"}
+    with pytest.raises(SelectionError, match=r"(?s)exchange_tokens.*graph_safe.*--enforce-eager"):
+        plan("alltoall")
 
 
 def test_moving_experts_are_refused_with_routed_tokens() -> None:

@@ -139,6 +139,31 @@ class StepPlan:
         return int(self.num_query_tokens.sum())
 
 
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """The size of one engine's step, from which engines that share experts choose how all of them execute it.
+
+    By default, the step of an engine without requests.
+    """
+
+    num_decodes: int = 0
+    num_draft_tokens: int = 0  # of all decode rows
+    num_chunks: int = 0
+    num_chunk_tokens: int = 0
+    is_eager: bool = False  # it cannot be captured
+    no_shared_prefix: bool = True  # its decodes are short and share no prefix
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """Query tokens of decodes."""
+        return self.num_decodes + self.num_draft_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens in an eager step: one of padding if there is no row."""
+        return self.num_decode_tokens + self.num_chunk_tokens or 1
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LateInputs:
     """Inputs of the sampling launch that may depend on the result of the previous step.

@@ -1,7 +1,8 @@
 """Engines that share experts: each plans its own steps, and all of them execute a step at the same time.
 
-Before each step the engines exchange their numbers of tokens, because the collectives need them. An engine without work
-executes a step of one padding token whenever another one waits for it, and sleeps otherwise.
+Before each step the engines exchange the sizes of their steps, because the collectives depend on them. If a captured
+step holds all of these steps, all engines execute that one. Otherwise all steps are eager. An engine without work
+executes a step of padding whenever another one waits for it, and sleeps otherwise.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Protocol
 
 import numpy as np
 
-from tokenspeed_core.api.parallel import TokenCounts
 from tokenspeed_core.api.step import (
     BlockDelta,
     LateInputs,
@@ -27,14 +28,16 @@ from tokenspeed_core.api.step import (
     StepFailed,
     StepPlan,
     StepResult,
+    StepSize,
 )
 from tokenspeed_core.errors import EngineDeadError
 
 FINISH_SECONDS = 1.0  # between the end of a connection and that of this engine
 _MAX_BYTES = 4096  # of a text
-_COUNT = struct.Struct("<q")
-_FINISHED = -1  # instead of a number of tokens: this engine has no requests, and gets no others
-_EMPTY_STEP = -1  # the id of a step without a request
+_SIZE = struct.Struct("<4i2?")
+_FINISHED = b"\0"  # instead of a size: this engine has no requests, and gets no others
+_NO_REQUESTS = StepSize()
+_EMPTY_STEPS = (-1, -2)  # the ids of two successive steps without a request
 
 
 class Peers:
@@ -46,7 +49,7 @@ class Peers:
         self._sockets = {
             rank: socket.socket(fileno=fd) for rank, fd in enumerate(fds) if rank != self.rank
         }
-        self._counts: dict[int, deque[int]] = {rank: deque() for rank in self._sockets}
+        self._sizes: dict[int, deque[StepSize]] = {rank: deque() for rank in self._sockets}
         self._finished: set[int] = set()
         self._has_finished = False
         self._is_closed = False
@@ -73,31 +76,31 @@ class Peers:
             raise StepFailed(self._lost(0))
         return data.decode()
 
-    def exchange(self, num_tokens: int) -> tuple[int, ...]:
-        """Return the numbers of tokens of all engines in the next step. Waits for them. Raises StepFailed."""
-        counts = [num_tokens] * self.num_engines
+    def exchange(self, size: StepSize) -> Sequence[StepSize]:
+        """Return the sizes of the next step of all engines. Waits for them. Raises StepFailed."""
+        sizes, message = [size] * self.num_engines, _pack(size)
         for rank in self._sockets:
-            self._send(rank, _COUNT.pack(num_tokens))
-        for rank, received in self._counts.items():
+            self._send(rank, message)
+        for rank, received in self._sizes.items():
             while not received:
                 if not self._receive(rank, 0):
                     raise StepFailed(self._lost(rank))
-            counts[rank] = received.popleft()
-        return tuple(counts)
+            sizes[rank] = received.popleft()
+        return sizes
 
     def is_waiting(self) -> bool:
         """Return whether another engine has begun the next step. Raises StepFailed if one has ended."""
         for rank in self._sockets:
             while self._receive(rank, socket.MSG_DONTWAIT):
                 pass
-        return any(self._counts.values())
+        return any(self._sizes.values())
 
     def finish(self) -> None:
         """Tell the others, once, that this engine begins no further step. Raises StepFailed if one has ended."""
         if not self._has_finished:
             self._has_finished = True
             for rank in self._sockets:
-                self._send(rank, _COUNT.pack(_FINISHED))
+                self._send(rank, _FINISHED)
 
     def watch(self, on_lost: Callable[[str], None]) -> None:
         """Call a function from another thread when another engine has ended before all have finished."""
@@ -134,7 +137,7 @@ class Peers:
     def _receive(self, rank: int, flags: int) -> bool:
         """Read a message of another engine; return whether there was one. Raises StepFailed if it ended too early."""
         try:
-            data = self._sockets[rank].recv(_COUNT.size, flags)
+            data = self._sockets[rank].recv(_SIZE.size, flags)
         except BlockingIOError:
             return False
         except ConnectionError:
@@ -143,11 +146,10 @@ class Peers:
             if self._has_finished and rank in self._finished:
                 return False
             raise StepFailed(self._lost(rank))
-        (value,) = _COUNT.unpack(data)
-        if value == _FINISHED:
+        if data == _FINISHED:
             self._finished.add(rank)
         else:
-            self._counts[rank].append(value)
+            self._sizes[rank].append(StepSize(*_SIZE.unpack(data)))
         return True
 
 
@@ -160,12 +162,33 @@ def connect_peers(num_engines: int) -> list[list[int]]:
     return fds
 
 
-class TokenRunner(Runner, Protocol):
-    """A runner with collectives that depend on the numbers of tokens of all engines."""
+def _pack(size: StepSize) -> bytes:
+    return _SIZE.pack(
+        size.num_decodes,
+        size.num_draft_tokens,
+        size.num_chunks,
+        size.num_chunk_tokens,
+        size.is_eager,
+        size.no_shared_prefix,
+    )
 
-    @property
-    def token_counts(self) -> TokenCounts:
-        """The numbers of tokens of the next step."""
+
+class SharingRunner(Runner, Protocol):
+    """A runner with collectives that depend on the sizes of the steps of all engines."""
+
+    def step_size(self, plan: StepPlan) -> StepSize:
+        """Return the size of this engine's next step."""
+
+    def agree(self, sizes: Sequence[StepSize]) -> bool:
+        """Choose how all engines execute the next step. Return whether it is captured, and needs no padding row."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmptyStep:
+    """The plan of a step of padding, if it is captured and if it is eager."""
+
+    captured: StepPlan
+    eager: StepPlan
 
 
 class LockstepRunner:
@@ -176,7 +199,7 @@ class LockstepRunner:
 
     def __init__(
         self,
-        runner: TokenRunner,
+        runner: SharingRunner,
         peers: Peers,
         *,
         unused_slot: int,
@@ -187,14 +210,21 @@ class LockstepRunner:
         self.num_steps = 0
         self.fds = peers.fds
         self._runner, self._peers, self._leave = runner, peers, leave
-        self._empty = empty_plan(unused_slot, num_groups)
+        self._empty = [
+            EmptyStep(
+                empty_plan(step_id, [], num_groups), empty_plan(step_id, [unused_slot], num_groups)
+            )
+            for step_id in _EMPTY_STEPS
+        ]
+        self._joined: int | None = None  # the step without a request that is in flight
 
     def forward(self, plan: StepPlan) -> None:
         """Launch the forward of a step on all engines. Raises StepFailed."""
         if plan.num_rows:
             self.num_steps += 1
-            self._runner.token_counts.begin(self._peers.exchange(plan.num_tokens))
+            self._runner.agree(self._peers.exchange(self._runner.step_size(plan)))
         self._runner.forward(plan)
+        self._collect_joined()
 
     def sample(self, step_id: int, late: LateInputs | None) -> None:
         """Launch the sampling of the step launched last. Raises StepFailed."""
@@ -205,17 +235,30 @@ class LockstepRunner:
         return self._runner.collect(step_id)
 
     def join(self) -> None:
-        """Execute a step without requests if another engine waits for this one. Raises EngineDeadError.
+        """Launch a step without requests if another engine waits for this one. Raises EngineDeadError.
 
-        No step of this engine is in flight.
+        No step of this engine is in flight. The device executes the step while the others launch the next one.
         """
         try:
             if self._peers.is_waiting():
-                self.forward(self._empty)
-                self.sample(_EMPTY_STEP, None)
-                self.collect(_EMPTY_STEP)
+                self._launch_empty()
         except StepFailed as error:
             raise EngineDeadError(str(error)) from error
+
+    def _launch_empty(self) -> None:
+        empty = self._empty[self.num_steps % len(self._empty)]
+        self.num_steps += 1
+        is_captured = self._runner.agree(self._peers.exchange(_NO_REQUESTS))
+        plan = empty.captured if is_captured else empty.eager
+        self._runner.forward(plan)
+        self._runner.sample(plan.step_id, None)
+        self._collect_joined()
+        self._joined = plan.step_id
+
+    def _collect_joined(self) -> None:
+        if self._joined is not None:
+            step_id, self._joined = self._joined, None
+            self._runner.collect(step_id)
 
     def finish(self) -> bool:
         """Tell the other engines that this one has no requests and accepts none. Return whether this is true for all engines.
@@ -235,19 +278,19 @@ class LockstepRunner:
         self._peers.close()
 
 
-def empty_plan(slot: int, num_groups: int) -> StepPlan:
-    """Return a step of one padding token: its slot is unused, and its keys and values go to the page for padding."""
+def empty_plan(step_id: int, slots: Sequence[int], num_groups: int) -> StepPlan:
+    """Return a step of a padding token for each of `slots`, which are unused: it writes to the page for padding."""
     none = np.zeros(0, np.int32)
-    zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
+    zeros, ones = np.zeros(len(slots), np.int32), np.ones(len(slots), np.int32)
     return StepPlan(
-        step_id=_EMPTY_STEP,
+        step_id=step_id,
         num_decodes=0,
-        slots=np.asarray([slot], np.int32),
-        num_query_tokens=one,
-        num_computed_tokens=zero,
-        wants_logits=np.zeros(1, np.bool_),
-        token_ids=zero,
-        adapter_ids=zero,
+        slots=np.asarray(slots, np.int32),
+        num_query_tokens=ones,
+        num_computed_tokens=zeros,
+        wants_logits=np.zeros(len(slots), np.bool_),
+        token_ids=zeros,
+        adapter_ids=zeros,
         block_deltas=(BlockDelta(none, none, none),) * num_groups,
         slot_inits=None,
     )

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from tokenspeed_core.api.step import StepPlan
+from tokenspeed_core.api.step import StepPlan, StepSize
 from tokenspeed_core.errors import ConfigError
 from tokenspeed_core.worker.staged import BucketSize
 
@@ -143,35 +143,56 @@ class BucketFinder:
     def find(self, plan: StepPlan) -> BucketSize | None:
         """Return the bucket with the fewest tokens, then decodes, that holds a step.
 
-        None holds chunks and drafts.
+        None holds chunks and drafts, or scores the tokens of a prompt.
         """
+        if plan.prompt_targets is not None:  # graphs keep the hidden states of sampling rows only
+            return None
         decodes = plan.num_decodes
         chunks = plan.num_rows - decodes
         is_followed = plan.next_drafts is not None
         if plan.num_draft_tokens or (is_followed and not chunks):
-            return None if chunks else self._with_drafts(plan)
+            return None if chunks else self._with_drafts(decodes, plan.num_draft_tokens)
         if not chunks:
-            place = bisect_left(self._decodes, decodes)
-            fits = place < len(self._decodes) and plan.wants_logits.all()
-            return BucketSize(self._decodes[place], 0, 0) if fits else None
-        tokens = len(plan.token_ids)
-        for size in self._followed if is_followed else self._mixed:
-            if (
-                size.num_chunk_tokens >= tokens
-                and size.num_decodes >= decodes
-                and size.num_chunks >= chunks
-            ):
+            return self._with_decodes(decodes) if plan.wants_logits.all() else None
+        among = self._followed if is_followed else self._mixed
+        return _with_chunks(among, decodes, chunks, len(plan.token_ids))
+
+    def find_shared(self, sizes: Sequence[StepSize]) -> BucketSize | None:
+        """Return the bucket that holds each of these steps, so that several engines can execute it together."""
+        if any(each.is_eager for each in sizes):
+            return None
+        decodes = max(each.num_decodes for each in sizes)
+        chunks = max(each.num_chunks for each in sizes)
+        drafts = max(each.num_draft_tokens for each in sizes)
+        if drafts:
+            return None if chunks else self._with_drafts(decodes, drafts)
+        if not chunks:
+            return self._with_decodes(decodes)
+        tokens = max(each.num_chunk_tokens for each in sizes)
+        return _with_chunks(self._mixed, decodes, chunks, tokens)
+
+    def _with_decodes(self, decodes: int) -> BucketSize | None:
+        place = bisect_left(self._decodes, decodes)
+        return BucketSize(self._decodes[place], 0, 0) if place < len(self._decodes) else None
+
+    def _with_drafts(self, decodes: int, draft_tokens: int) -> BucketSize | None:
+        for size in self._drafts:
+            if size.num_draft_tokens >= draft_tokens and size.num_decodes >= decodes:
                 return size
         return None
 
-    def _with_drafts(self, plan: StepPlan) -> BucketSize | None:
-        for size in self._drafts:
-            if (
-                size.num_draft_tokens >= plan.num_draft_tokens
-                and size.num_decodes >= plan.num_decodes
-            ):
-                return size
-        return None
+
+def _with_chunks(
+    among: Sequence[BucketSize], decodes: int, chunks: int, chunk_tokens: int
+) -> BucketSize | None:
+    for size in among:
+        if (
+            size.num_chunk_tokens >= chunk_tokens
+            and size.num_decodes >= decodes
+            and size.num_chunks >= chunks
+        ):
+            return size
+    return None
 
 
 def _by_tokens(sizes: Iterable[BucketSize]) -> list[BucketSize]:

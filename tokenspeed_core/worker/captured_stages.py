@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from tokenspeed_core.api.models import Model
+from tokenspeed_core.api.parallel import TokenCounts
 from tokenspeed_core.worker.attention import AttentionGroup
 from tokenspeed_core.worker.captured_inputs import SharedBuffers
 from tokenspeed_core.worker.captured_step import Bucket
@@ -29,6 +30,8 @@ class GraphContext:
     drafter: DraftRunner | None
     kernels: RunnerKernels
     transfer: HostDeviceTransfer
+    token_counts: TokenCounts
+    num_engines: int  # that share experts
     block_size: int
     max_model_len: int
     max_drafts: int
@@ -53,12 +56,15 @@ class StepStages:
         model, buffers = self._context.model, bucket.buffers
         wanted = bucket.columns.get("last")
         drafter = self._context.drafter
+        if bucket.padding is not None:
+            self._context.token_counts.padding = bucket.padding.find()
         if drafter is None or not bucket.layout.has_draft_model:
             hidden = model.forward(buffers.token_ids, buffers.positions, wanted)
         else:
             hidden, bucket.own_states = drafter.read(
                 model, buffers.token_ids, buffers.positions, wanted
             )
+        self._context.token_counts.padding = None
         logits = model.logits(hidden)
         bucket.own_logits = logits
         self._note(bucket, logits, self._context.kernels.greedy[logits.dtype](logits))

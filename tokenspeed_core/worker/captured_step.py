@@ -11,6 +11,7 @@ from tokenspeed_core.api.step import I64
 from tokenspeed_core.worker.draft_graphs import FollowGraphs
 from tokenspeed_core.worker.drafts import DraftRows
 from tokenspeed_core.worker.inputs import Columns, GroupInputs, StepBuffers
+from tokenspeed_core.worker.padding import SharedPadding
 from tokenspeed_core.worker.sampler import SamplingRows
 from tokenspeed_core.worker.staged import StagedLayout
 
@@ -25,7 +26,8 @@ class Bucket:
     `slots` are those of its rows of logits, int64 [R]. `drafts` are its rows with draft tokens, with as many sampled
     tokens as `num_new` says. `own_logits` and `own_states` (those that a draft model reads) are the forward's output
     while the graphs that read it are captured. `follow` are the graphs of the draft model, if there is one.
-    `no_shared_prefix` is the variant for short decodes without a shared prefix, if there is one.
+    `no_shared_prefix` is the variant for short decodes without a shared prefix, if there is one. `padding` is set if
+    several engines execute the step together.
     """
 
     layout: StagedLayout
@@ -45,6 +47,7 @@ class Bucket:
     draw_graph: torch.cuda.CUDAGraph = field(init=False)
     follow: FollowGraphs | None = None
     no_shared_prefix: Bucket | None = None
+    padding: SharedPadding | None = None
 
     def logits(self) -> torch.Tensor:
         """Return the logits of this bucket's last launch, if no other step was launched since."""

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from tokenspeed_core.api.parallel import TokenCounts
 from tokenspeed_core.api.step import (
     I32,
     LateInputs,
@@ -16,12 +15,14 @@ from tokenspeed_core.api.step import (
     StepFailed,
     StepPlan,
     StepResult,
+    StepSize,
 )
 from tokenspeed_core.kernels.error_attribution import attribute_error
 from tokenspeed_core.kernels.plan import KernelPlan
 from tokenspeed_core.worker.assemble import Assembly
 from tokenspeed_core.worker.attention import bind_arena
 from tokenspeed_core.worker.captured_stages import GraphContext
+from tokenspeed_core.worker.captured_step import Bucket
 from tokenspeed_core.worker.draft_model import DraftRunner, TargetStep
 from tokenspeed_core.worker.draft_passes import DraftContext
 from tokenspeed_core.worker.expert_balancer import ExpertBalancer
@@ -66,6 +67,7 @@ class LocalRunner:
         self.layout = assembly.pool.layout
         self.num_pages = 0
         self._model = assembly.model
+        self._token_counts = assembly.build.token_counts
         self._groups = tuple(assembly.build.groups.values())
         self._transfer: HostDeviceTransfer = (
             HostTransfer() if self._stream is None else CudaTransfer(self._stream)
@@ -90,13 +92,10 @@ class LocalRunner:
         self._sampler = self._new_sampler()
         self._drafter = self._new_drafter()
         self._graphs: StepGraphs | None = None
+        self._num_engines = self.resolved.parallel.group("data").size
+        self._agreed: Bucket | None = None  # for the next step of all engines
         self._balancer: ExpertBalancer | None = None
         self.resize(num_pages)
-
-    @property
-    def token_counts(self) -> TokenCounts:
-        """How many tokens the processes of the group "data" have in the next step."""
-        return self._assembly.build.token_counts
 
     @property
     def kernel_plan(self) -> KernelPlan:
@@ -121,6 +120,7 @@ class LocalRunner:
         gc.collect()
         with torch.inference_mode():
             self._use_stream()
+            self._token_counts.begin(None)
             context = GraphContext(
                 state=self._state,
                 flags=self._flags,
@@ -129,6 +129,8 @@ class LocalRunner:
                 drafter=self._drafter,
                 kernels=self._assembly.kernels,
                 transfer=self._transfer,
+                token_counts=self._token_counts,
+                num_engines=self._num_engines,
                 block_size=self.block_size,
                 max_model_len=self.resolved.limits.max_model_len,
                 max_drafts=self.resolved.limits.max_drafts,
@@ -156,6 +158,29 @@ class LocalRunner:
     def mask_buffer(self) -> I32:
         """Return memory for the largest `LateInputs.mask`, int32 [S, W], that is copied to the device fastest."""
         return self._masks.buffer()
+
+    def step_size(self, plan: StepPlan) -> StepSize:
+        """Return the size of this engine's next step, for `agree`."""
+        num_decodes = plan.num_decodes
+        return StepSize(
+            num_decodes,
+            plan.num_draft_tokens,
+            plan.num_rows - num_decodes,
+            len(plan.token_ids),
+            plan.prompt_targets is not None or not plan.wants_logits[:num_decodes].all(),
+            num_decodes == 0 or self._flags.no_shared_prefix(plan),
+        )
+
+    def agree(self, sizes: Sequence[StepSize]) -> bool:
+        """Choose how the engines that share experts execute the next step, from the sizes of all of them.
+
+        All engines choose the same. Return whether the step is captured: an engine without requests then needs no
+        padding row in its plan.
+        """
+        self._agreed = None if self._graphs is None else self._graphs.agree(sizes)
+        is_captured = self._agreed is not None
+        self._token_counts.begin(None if is_captured else tuple(each.num_tokens for each in sizes))
+        return is_captured
 
     def forward(self, plan: StepPlan) -> None:
         """Launch the forward of a step. Raises StepFailed."""
@@ -262,14 +287,15 @@ class LocalRunner:
             self._sampler.begin(plan.slot_inits)
         if self._graphs is not None:  # only graphs ask for shared prefixes
             self._flags.note_blocks(plan.block_deltas)
-        if plan.num_rows == 0:
+        agreed, self._agreed = self._agreed, None
+        if plan.num_rows == 0 and agreed is None:
             return LaunchedStep(plan, None, None)
         if self._balancer is not None:
             self._balancer.begin_step()
         if self._graphs is not None:
-            # Graphs keep the hidden states of sampling rows only.
-            graph = self._graphs.run(plan) if plan.prompt_targets is None else None
-            if graph is not None:
+            bucket = agreed if self._num_engines > 1 else self._graphs.find(plan)
+            if bucket is not None:
+                graph = self._graphs.run(bucket, plan)
                 return LaunchedStep(
                     plan, None, graph.rows if len(graph.rows.plan_rows) else None, graph
                 )

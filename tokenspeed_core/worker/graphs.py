@@ -5,6 +5,7 @@ Each bucket therefore has one graph, or two if attention backends prepare betwee
 lengths on the device); one graph that keeps the logits for draws; and, for each number of rows, one that draws. Buckets
 of many decodes have a variant for short rows that share no prefix, for which attention prepares on the host. Buckets
 with draft tokens also verify them, after greedy tokens and again after draws, and a draft model may follow them.
+Engines that share experts run the same bucket in a step, so that collectives always have the size that was captured.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from tokenspeed_core.api.step import I64, NextDrafts, StepPlan
+from tokenspeed_core.api.step import I32, I64, NextDrafts, StepPlan, StepSize
 from tokenspeed_core.worker.buckets import BucketFinder, followed_sizes
 from tokenspeed_core.worker.captured_inputs import (
     SharedBuffers,
@@ -28,6 +29,7 @@ from tokenspeed_core.worker.draft_graphs import DraftGraphs, FollowedRows
 from tokenspeed_core.worker.draft_passes import PassBounds
 from tokenspeed_core.worker.drafts import DraftRows, SampledTokens
 from tokenspeed_core.worker.graph_recorder import GraphRecorder
+from tokenspeed_core.worker.padding import SharedPadding
 from tokenspeed_core.worker.sampler import SamplingRows
 from tokenspeed_core.worker.staged import BucketSize, StagedLayout
 from tokenspeed_core.worker.transfer import PinnedRing
@@ -50,7 +52,12 @@ class StepGraphs:
         followed = followed_sizes(usual) if context.drafter is not None else frozenset()
         self._finder = BucketFinder(usual, followed)
         self._layouts = {
-            size: StagedLayout(size, self._num_words(size), has_draft_model=size in followed)
+            size: StagedLayout(
+                size,
+                self._num_words(size),
+                has_draft_model=size in followed,
+                num_engines=context.num_engines,
+            )
             for size in (usual if self._needs_prepare else sizes)
         }
         longest = max(layout.num_int64 for layout in self._layouts.values())
@@ -60,6 +67,7 @@ class StepGraphs:
         self._buckets: dict[BucketSize, Bucket] = {}
         self._draws: dict[int | BucketSize, torch.cuda.CUDAGraph] = {}
         self._uploaded: tuple[BucketSize, bytes] | None = None
+        self._counts: I32 | None = None  # of the next step, if several engines execute it together
         self._plan_rows = np.arange(len(self._buffers.ids), dtype=np.int32)
         self._views: dict[int, tuple[torch.Tensor, ...]] = {}
 
@@ -83,15 +91,36 @@ class StepGraphs:
         """Note that an eager step changed the slots' state, so that the next upload is not skipped."""
         self._uploaded = None
 
-    def run(self, plan: StepPlan) -> GraphLaunch | None:
-        """Launch a step, or return None if no bucket holds it. Decodes without chunks must all sample."""
+    def find(self, plan: StepPlan) -> Bucket | None:
+        """Return the bucket for a step, None if no bucket holds it. Decodes without chunks must all sample."""
         size = self._finder.find(plan)
         if size is None:
             return None
         bucket = self._buckets[size]
         variant = bucket.no_shared_prefix if plan.next_drafts is None else None
         if variant is not None and self._context.flags.no_shared_prefix(plan):
-            bucket = variant
+            return variant
+        return bucket
+
+    def agree(self, sizes: Sequence[StepSize]) -> Bucket | None:
+        """Return the bucket for the next step of all engines, None if no bucket holds them. All engines find the same.
+
+        NCCL may register the buffers of a captured collective with all processes, so variants must be the same too.
+        """
+        size = self._finder.find_shared(sizes)
+        if size is None:
+            return None
+        counts = [(each.num_decode_tokens, each.num_chunk_tokens) for each in sizes]
+        self._counts = np.array(counts, np.int32).reshape(-1)
+        bucket = self._buckets[size]
+        variant = bucket.no_shared_prefix
+        if variant is not None and all(each.no_shared_prefix for each in sizes):
+            return variant
+        return bucket
+
+    def run(self, bucket: Bucket, plan: StepPlan) -> GraphLaunch:
+        """Launch a step that a bucket holds. It has no rows if only other engines have some."""
+        size = bucket.layout.size
         self._upload(bucket, plan)
         bucket.graphs[0].replay()
         if self._needs_prepare:
@@ -187,12 +216,16 @@ class StepGraphs:
             rows += plan.num_query_tokens.tobytes()
         if plan.next_drafts is not None:
             rows += plan.next_drafts.capacity.tobytes()
+        if self._counts is not None:
+            rows += self._counts.tobytes()
         uploaded = None if layout.size.num_chunks else (layout.size, rows)
         if uploaded is not None and not len(words) and uploaded == self._uploaded:
             return
         num_bytes = bucket.staged.nbytes
         pinned, host, event = self._ring.take(num_bytes)
-        layout.fill(host[:num_bytes].view(np.int64), plan, words, values, state.layout)
+        layout.fill(
+            host[:num_bytes].view(np.int64), plan, words, values, state.layout, self._counts
+        )
         bucket.staged.copy_(pinned[:num_bytes].view(torch.int64), non_blocking=True)
         event.record()
         self._uploaded = uploaded
@@ -297,7 +330,10 @@ class StepGraphs:
         drafts = None
         if has_drafts:
             drafts = DraftRows.staged(columns, buffers.seq_lens, self._context.max_drafts)
-        return Bucket(layout, staged, columns, buffers, inputs, slots, ids, num_new, drafts)
+        bucket = Bucket(layout, staged, columns, buffers, inputs, slots, ids, num_new, drafts)
+        if "counts" in columns:
+            bucket.padding = SharedPadding(size, columns["counts"])
+        return bucket
 
     def _follow(
         self,

@@ -70,9 +70,19 @@ class StagedLayout:
 
     If a draft model may follow, int64: `capacity` [rows], that of `NextDrafts`, 0 for rows that do not sample; and with
     chunks `follows` [tokens], the token after each, or -1 - row for the token that is chosen for a row.
+
+    If several engines execute the step together, int32: `counts` [2 x engines], the tokens of each one's decodes and
+    those of its chunks.
     """
 
-    def __init__(self, size: BucketSize, num_words: int, *, has_draft_model: bool = False) -> None:
+    def __init__(
+        self,
+        size: BucketSize,
+        num_words: int,
+        *,
+        has_draft_model: bool = False,
+        num_engines: int = 1,
+    ) -> None:
         """Lay out a size in which at most `num_words` words of the state change."""
         self.size = size
         self.num_words = num_words
@@ -93,6 +103,8 @@ class StagedLayout:
             narrow["decode_start"] = size.num_decodes + 1
         if has_draft_model:
             wide |= {"capacity": num_rows, "follows": num_tokens * (size.num_chunks > 0)}
+        if num_engines > 1:
+            narrow["counts"] = 2 * num_engines
         self.wide, self.middle = _place(wide)
         self.narrow, length = _place(narrow)
         self.num_int64 = self.middle + -(-length // 2)
@@ -104,8 +116,16 @@ class StagedLayout:
         columns |= {name: narrow[place] for name, place in self.narrow.items()}
         return columns
 
-    def fill(self, host: I64, plan: StepPlan, words: I64, values: I32, state: SlotLayout) -> None:
-        """Write a plan, and the words of the state that it changes."""
+    def fill(
+        self,
+        host: I64,
+        plan: StepPlan,
+        words: I64,
+        values: I32,
+        state: SlotLayout,
+        counts: I32 | None = None,
+    ) -> None:
+        """Write a plan, the words of the state that it changes, and the `counts` of all engines."""
         size, middle, padding = self.size, plan.num_decodes, state.padding
         narrow = host[self.middle :].view(np.int32)
         narrow[:] = 0
@@ -123,6 +143,8 @@ class StagedLayout:
             self._fill_drafts(host, narrow[self.narrow["decode_start"]], plan, state)
         if self.has_draft_model:
             self._fill_next(host, plan)
+        if counts is not None:
+            narrow[self.narrow["counts"]] = counts
 
     def padding(self, state: SlotLayout) -> I64:
         """Return a buffer of padding only."""

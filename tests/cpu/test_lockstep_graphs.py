@@ -1,0 +1,152 @@
+"""Engines that share experts execute captured steps together, with the tokens of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from lockstep_engine import Served
+from process_pool import ProcessPool
+from test_lockstep import UNEVEN, Prompts, alone, prompt, qwen3_moe, together, tokens
+
+from tokenspeed_core.api.step import PromptTargets, StepSize
+from tokenspeed_core.worker.buckets import BucketFinder, bucket_sizes, draft_sizes
+from tokenspeed_core.worker.execute import LocalRunner
+from tokenspeed_core.worker.padding import SharedPadding
+from tokenspeed_core.worker.staged import BucketSize
+from tokenspeed_core.worker.warmup import largest_step
+
+__all__ = ["qwen3_moe"]  # a fixture
+
+CAPTURES = (1, 2, 4)
+DRAFTS = {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": 4}
+
+
+def num_steps(served: Served) -> int:
+    return served.num_steps + served.num_joined
+
+
+def check_all_captured(served: Sequence[Served]) -> None:
+    """Check that each engine ran the same captured step in every step."""
+    first = served[0]
+    assert len(first.captured) == num_steps(first) > 0
+    assert all(each.captured == first.captured for each in served)
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        UNEVEN,
+        ([], UNEVEN[0][:2]),
+        ([], UNEVEN[0][:2], [], UNEVEN[1]),
+    ],
+    ids=["uneven", "idle", "four"],
+)
+def test_captured_steps_generate_the_tokens_of_one_process(
+    pool: ProcessPool, qwen3_moe: str, prompts: Sequence[Prompts]
+) -> None:
+    served = together(pool, qwen3_moe, prompts, captures=CAPTURES)
+    assert [tokens(each) for each in served] == alone(qwen3_moe, prompts)
+    check_all_captured(served)
+    assert {bool(size.num_chunks) for size in served[0].captured} == {False, True}
+
+
+def test_prompts_arrive_while_another_engine_decodes(pool: ProcessPool, qwen3_moe: str) -> None:
+    prompts: Sequence[Prompts] = (UNEVEN[0][1:3], [prompt(40, 1), prompt(9, 7)])
+    first, second = together(pool, qwen3_moe, prompts, delays=(0, 6), captures=CAPTURES)
+    assert [tokens(first), tokens(second)] == alone(qwen3_moe, prompts)
+    check_all_captured([first, second])
+    assert second.num_joined >= 6
+    decodes = [size.num_chunks == 0 for size in first.captured]
+    assert True in decodes[: decodes.index(False, decodes.index(True))]  # then prompts again
+
+
+def test_a_step_that_is_not_captured_makes_all_engines_eager(
+    pool: ProcessPool, qwen3_moe: str
+) -> None:
+    long = [prompt(80, 5)]  # captured steps hold up to 64 prompt tokens
+    prompts: Sequence[Prompts] = (UNEVEN[0][1:3], long)
+    sharing = {"chunked_prefill_size": 96}
+    served = together(pool, qwen3_moe, prompts, delays=(0, 4), captures=CAPTURES, **sharing)
+    assert [tokens(each) for each in served] == alone(qwen3_moe, prompts)
+    assert served[0].captured == served[1].captured
+    assert len(served[0].captured) == num_steps(served[0]) - 1
+
+
+def test_abort_leaves_the_tokens_of_captured_steps(pool: ProcessPool, qwen3_moe: str) -> None:
+    prompts: Sequence[Prompts] = (UNEVEN[0][1:3], UNEVEN[1])
+    served = together(pool, qwen3_moe, prompts, abort_after=4, captures=CAPTURES)
+    for each, whole in zip(served, alone(qwen3_moe, prompts), strict=True):
+        aborted, *others = tokens(each)
+        assert 0 < len(aborted) < len(whole[0])
+        assert aborted == whole[0][: len(aborted)]
+        assert others == whole[1:]
+    check_all_captured(served)
+
+
+@pytest.mark.parametrize("others", [[], UNEVEN[1]], ids=["idle", "busy"])
+def test_captured_drafts_generate_the_tokens_of_one_process(
+    pool: ProcessPool, qwen3_moe: str, others: Prompts
+) -> None:
+    """The engines' numbers of draft tokens change while all other inputs of an idle engine stay the same."""
+    prompts: Sequence[Prompts] = ([prompt(4, seed) * 5 for seed in (1, 2, 3, 4)], others)
+    limits = {"num_tokens": 60, "captures": (4,)}
+    served = together(pool, qwen3_moe, prompts, delays=(0, 20 if others else 0), **limits, **DRAFTS)
+    assert [tokens(each) for each in served] == alone(qwen3_moe, prompts, 60)
+    assert served[0].captured == served[1].captured
+    assert any(size.num_draft_tokens for size in served[0].captured)
+
+
+@pytest.mark.parametrize("settings", [{}, {"enable_eplb": True, "eplb_interval": 4}], ids=str)
+def test_captured_latent_attention_and_shared_experts(
+    pool: ProcessPool, settings: dict[str, object]
+) -> None:
+    prompts: Sequence[Prompts] = ([prompt(20, 1), prompt(3, 2)], [prompt(7, 3)])
+    served = together(pool, "demo-deepseek", prompts, captures=CAPTURES, **settings)
+    assert [tokens(each) for each in served] == alone("demo-deepseek", prompts)
+    check_all_captured(served)
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ([StepSize(3)], BucketSize(4, 0, 0)),
+        ([StepSize(3), StepSize(), StepSize(5)], BucketSize(8, 0, 0)),
+        ([StepSize(40), StepSize(0, 0, 2, 30)], BucketSize(64, 16, 32)),
+        ([StepSize(3), StepSize(1, 8)], BucketSize(4, 0, 0, num_draft_tokens=16)),
+        ([StepSize(3, 8), StepSize(0, 0, 1, 5)], None),  # drafts and chunks
+        ([StepSize(3), StepSize(2, is_eager=True)], None),
+        ([StepSize(257), StepSize()], None),
+        ([StepSize(256), StepSize(0, 0, 1, 512)], None),  # each one alone fits
+        ([StepSize(1), StepSize(0, 0, 1, 513)], None),
+    ],
+)
+def test_engines_agree_on_a_bucket_for_all(
+    steps: list[StepSize], expected: BucketSize | None
+) -> None:
+    decodes = (1, 2, 4, 8, 64, 256)
+    sizes = bucket_sizes(decodes, 512, 64) + draft_sizes(decodes, 4, 256)
+    finder = BucketFinder([size for size in sizes if not size.no_shared_prefix])
+    assert finder.find_shared(steps) == finder.find_shared(steps[::-1]) == expected
+
+
+def test_step_with_scored_prompt_tokens_is_eager(make_runner: Callable[..., LocalRunner]) -> None:
+    runner = make_runner()
+    limits = runner.resolved.limits
+    plan = largest_step(limits, len(runner.resolved.cache_groups)).plan
+    num_tokens = limits.max_num_tokens
+    assert runner.step_size(plan) == StepSize(0, 0, plan.num_rows, num_tokens)
+    zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
+    scored = replace(plan, prompt_targets=PromptTargets(zero, zero, one, 1, zero))
+    assert runner.step_size(scored) == StepSize(0, 0, plan.num_rows, num_tokens, is_eager=True)
+
+
+def test_padding_of_all_engines_is_found() -> None:
+    size = BucketSize(3, 2, 4, num_draft_tokens=2)  # five tokens of decodes, then four of chunks
+    counts = np.array([5, 4, 2, 1, 0, 0], np.int32)
+    expected = [[0] * 9, [0, 0, 1, 1, 1, 0, 1, 1, 1], [1] * 9]
+    found = SharedPadding(size, torch.from_numpy(counts)).find()
+    assert found.view(3, 9).int().tolist() == expected
