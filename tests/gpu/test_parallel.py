@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,3 +52,39 @@ def greedy_tokens(model: str, **settings: Any) -> list[list[int]]:
 def test_two_gpus_give_the_tokens_of_one(model: str, settings: dict[str, Any]) -> None:
     found = greedy_tokens(model, tensor_parallel_size=2, **settings)
     assert found == greedy_tokens(model)
+
+
+def batch_texts(folder: Path, num_prompts: int, *flags: str) -> list[str]:
+    """Return the greedy answers of `run-batch`, which starts one or several engines."""
+    body = {"model": "demo-deepseek", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    lines = (
+        {
+            "custom_id": str(number),
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {**body, "prompt": list(range(3, 8 + 17 * number % 130))},
+        }
+        for number in range(num_prompts)
+    )
+    requests, answers = folder / "requests", folder / "answers"
+    requests.write_text("\n".join(map(json.dumps, lines)))
+    command = (sys.executable, "-P", "-m", "tokenspeed_core.cli", "run-batch", requests, answers)
+    settings = ("--dtype", "float32", "--max-total-tokens", "8192", "--max-num-seqs", "32")
+    subprocess.run([*command, "demo-deepseek", *settings, *flags], check=True, timeout=300)
+    found = map(json.loads, answers.read_text().splitlines())
+    return [each["response"]["body"]["choices"][0]["text"] for each in found]
+
+
+@pytest.fixture(scope="module")
+def texts_of_one_engine(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return batch_texts(tmp_path_factory.mktemp("one"), 40)
+
+
+@pytest.mark.parametrize("num_prompts", [1, 40], ids=["idle", "busy"])
+@pytest.mark.parametrize("more", [(), ("--enforce-eager",)], ids=["graphs", "eager"])
+def test_two_engines_that_share_experts_give_the_tokens_of_one(
+    tmp_path: Path, texts_of_one_engine: list[str], num_prompts: int, more: tuple[str, ...]
+) -> None:
+    shared = ("--data-parallel-size", "2", "--enable-expert-parallel", *more)
+    found = batch_texts(tmp_path, num_prompts, *shared)
+    assert found == texts_of_one_engine[:num_prompts]
