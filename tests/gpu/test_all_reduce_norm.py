@@ -26,15 +26,15 @@ class Processes:
         self.where = where
         self.streams = [torch.cuda.Stream() for _ in where.kernels]
         # A module that is loaded while another process waits could wait for it. No call waits here.
-        for signals in where.signals:
-            signals.fill_(1)
-        x = torch.zeros(1, size, dtype=where.buffers[0].dtype, device="cuda")
+        for inboxes in where.inboxes:
+            inboxes.fill_(1)
+        x = torch.zeros(1, size, dtype=where.inboxes[0].dtype, device="cuda")
         for kernel in where.kernels:
             kernel(x, x.clone(), x[0], EPS)
         torch.cuda.synchronize()
-        for memory, signals in zip(where.memories, where.signals, strict=True):
+        for memory, inboxes in zip(where.memories, where.inboxes, strict=True):
             memory.calls.zero_()
-            signals.zero_()
+            inboxes.fill_(-0.0)
         torch.cuda.synchronize()
 
     def call(self, x: Tensor, residuals: list[Tensor], weight: Tensor) -> list[Tensor]:

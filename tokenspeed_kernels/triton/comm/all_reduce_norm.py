@@ -1,12 +1,15 @@
-"""One-shot all-reduce, residual addition and RMS norm in one kernel, through symmetric memory.
+"""All-reduce, residual addition and RMS norm in one kernel: each process writes its rows to the memory of the others.
 
-Each program has its own rows and its own signals, so programs do not wait for each other. A program copies its rows of
-x to a buffer that all GPUs of the group can read, tells the same program of each process, waits for their signals, and
-adds up the rows of all processes in the order of ranks.
+The values are their own signals. Every process has an inbox for the rows of each other process, which is empty at
+first: full of negative zeros. A sender replaces negative zeros by zeros. The receiver reads a value until it is not
+empty, and empties it again. So a row arrives after one transfer, without a fence or a signal after it.
 
-The signal is the number of the call, which each program counts on the device: captured calls can replay. Two buffers
-take turns. A program writes to a buffer again two calls later, after all processes have signaled the call between,
-which they do after they have read the buffer.
+Two inboxes take turns. A sender writes to an inbox again two calls later, after it has received a row of the call
+between, which the other process sends when it has emptied the first inbox. Programs count their calls on the device:
+captured calls can replay. Each program has its own rows, and sends some ahead of those that it receives, so that
+transfers and norms overlap. Rows are added up in the order of ranks.
+
+Emptied inboxes as signals: Lamport, "Specifying concurrent program modules", 1983.
 """
 
 from __future__ import annotations
@@ -23,9 +26,33 @@ from torch import Tensor, distributed
 from tokenspeed_core.api import CommGroup, Problem
 from tokenspeed_kernels.symmetric_memory import allocate
 from tokenspeed_kernels.triton import precompile
+from tokenspeed_kernels.triton.pdl import supports_pdl
 
-# All programs run at the same time on any supported GPU.
-NUM_PROGRAMS = 64
+# Two per multiprocessor of an H100. Programs start in order, and wait only for programs of the same index.
+NUM_PROGRAMS = 256
+NUM_AHEAD = 4  # rows of a program that are sent before the first is received
+
+
+@triton.jit
+def _without_negative_zeros(x, EMPTY: tl.constexpr, BITS: tl.constexpr):
+    bits = x.to(BITS, bitcast=True)
+    return tl.where(bits == EMPTY, 0, bits).to(x.dtype, bitcast=True)
+
+
+@triton.jit
+def _inbox(
+    inboxes_ptr,
+    receiver: tl.constexpr,
+    sender: tl.constexpr,
+    offset,
+    inbox_size,
+    NUM_PROCESSES: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """Return the address of the receiver's inbox for a sender. A process has none for its own rows."""
+    index: tl.constexpr = (sender - receiver - 1) % NUM_PROCESSES
+    base = tl.load(inboxes_ptr + receiver).to(tl.pointer_type(BITS))
+    return base + offset + index * inbox_size
 
 
 @precompile.jit(do_not_specialize=["num_rows"])
@@ -34,59 +61,78 @@ def _all_reduce_add_rms_norm(
     residual_ptr,
     weight_ptr,
     y_ptr,
-    buffers_ptr,
-    signals_ptr,
+    inboxes_ptr,
     calls_ptr,
     num_rows,
     eps,
     x_stride,
     residual_stride,
-    buffer_size,
+    inbox_size,
     RANK: tl.constexpr,
     NUM_PROCESSES: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr,
+    NUM_AHEAD: tl.constexpr,
     N: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ALIGNMENT: tl.constexpr,
-    PUBLISH: tl.constexpr,
-    REDUCE: tl.constexpr,
+    BITS: tl.constexpr,
+    SEND: tl.constexpr,
+    RECEIVE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    program = tl.program_id(0)
+    """Grid: programs with a row each, at most NUM_PROGRAMS, which take turns with the rows.
+
+    BITS is the integer type of the values' size. Tests of one process run SEND and RECEIVE one after another.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    EMPTY: tl.constexpr = -(1 << (BITS.primitive_bitwidth - 1))  # negative zero
+    program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_N)
+    weight = tl.load(weight_ptr + column, mask=column < N, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     call = tl.load(calls_ptr + program) + 1
-    offset = (call % 2) * buffer_size
-    if PUBLISH:
-        own = tl.load(buffers_ptr + RANK).to(x_ptr.dtype) + offset
-        for start in range(0, num_rows, NUM_PROGRAMS):
-            row = program.to(tl.int64) + start
+    offset = (call % 2) * inbox_size * (NUM_PROCESSES - 1)
+    ahead = tl.minimum(NUM_AHEAD, (num_rows - 1) // NUM_PROGRAMS) * NUM_PROGRAMS
+    for start in range(-ahead, num_rows, NUM_PROGRAMS):
+        if SEND:
+            row = program + start + ahead
             mask = column < tl.where(row < num_rows, N, 0)
             x = tl.load(x_ptr + row * x_stride + column, mask=mask)
-            tl.store(tl.multiple_of(own + row * N + column, ALIGNMENT), x, mask=mask)
-        tl.debug_barrier()  # all threads have written
-        for process in tl.static_range(NUM_PROCESSES):
-            signals = tl.load(signals_ptr + process).to(calls_ptr.dtype)
-            tl.atomic_xchg(
-                signals + program * NUM_PROCESSES + RANK, call, sem="release", scope="sys"
-            )
-    if REDUCE:
-        signals = tl.load(signals_ptr + RANK).to(calls_ptr.dtype) + program * NUM_PROCESSES
-        for process in tl.static_range(NUM_PROCESSES):
-            while tl.atomic_add(signals + process, 0, sem="acquire", scope="sys") < call:
-                pass
-        tl.debug_barrier()
-        weight = tl.load(weight_ptr + column, mask=column < N, other=0.0).to(tl.float32)
-        for start in range(0, num_rows, NUM_PROGRAMS):
-            row = program.to(tl.int64) + start
-            mask = column < tl.where(row < num_rows, N, 0)
-            total = tl.zeros((BLOCK_N,), tl.float32)
-            for process in tl.static_range(NUM_PROCESSES):
-                theirs = tl.load(buffers_ptr + process).to(x_ptr.dtype) + offset
-                source = tl.multiple_of(theirs + row * N + column, ALIGNMENT)
-                # The first-level cache does not see the writes of other GPUs.
-                part = tl.load(source, mask=mask, other=0.0, volatile=True)
-                total += part.to(tl.float32)
+            bits = _without_negative_zeros(x, EMPTY, BITS).to(BITS, bitcast=True)
+            for other in tl.static_range(1, NUM_PROCESSES):
+                inbox = _inbox(
+                    inboxes_ptr,
+                    (RANK + other) % NUM_PROCESSES,
+                    RANK,
+                    offset,
+                    inbox_size,
+                    NUM_PROCESSES,
+                    BITS,
+                )
+                tl.store(tl.multiple_of(inbox + row * N + column, ALIGNMENT), bits, mask=mask)
+        row = program + start
+        mask = column < tl.where((start >= 0) & (row < num_rows), N, 0)
+        if RECEIVE:
             target = residual_ptr + row * residual_stride + column
             residual = tl.load(target, mask=mask, other=0.0)
+            total = tl.zeros((BLOCK_N,), tl.float32)
+            for process in tl.static_range(NUM_PROCESSES):
+                if process == RANK:
+                    part = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0)
+                    part = _without_negative_zeros(part, EMPTY, BITS)
+                else:
+                    inbox = _inbox(
+                        inboxes_ptr, RANK, process, offset, inbox_size, NUM_PROCESSES, BITS
+                    )
+                    source = tl.multiple_of(inbox + row * N + column, ALIGNMENT)
+                    bits = tl.load(source, mask=mask, other=0, volatile=True)
+                    while tl.max((bits == EMPTY).to(tl.int32), axis=0) == 1:
+                        bits = tl.load(source, mask=mask, other=0, volatile=True)
+                    tl.store(source, tl.full((BLOCK_N,), EMPTY, BITS), mask=mask)
+                    part = bits.to(x_ptr.dtype.element_ty, bitcast=True)
+                total += part.to(tl.float32)
             stored = (total.to(residual.dtype).to(tl.float32) + residual.to(tl.float32)).to(
                 residual.dtype
             )
@@ -95,6 +141,7 @@ def _all_reduce_add_rms_norm(
             scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / N + eps)
             y = (wide * scale).to(residual.dtype).to(tl.float32) * weight
             tl.store(y_ptr + row * N + column, y.to(residual.dtype), mask=mask)
+    if RECEIVE:
         tl.store(calls_ptr + program, call)
 
 
@@ -102,11 +149,10 @@ def _all_reduce_add_rms_norm(
 class SharedMemory:
     """The memory of a group of processes, as one of them addresses it."""
 
-    buffers: Tensor  # int64 [P]: addresses of each process's two buffers, aligned to 16 bytes
-    signals: Tensor  # int64 [P]: addresses of their signals [NUM_PROGRAMS, P], int64, 0 at first
+    inboxes: Tensor  # int64 [P]: addresses of each process's inboxes [2, P - 1, inbox_size], 16-byte aligned
     calls: Tensor  # int64 [NUM_PROGRAMS]: calls of each program of this process
-    buffer_size: int  # values of one buffer, a multiple of 16
-    own: tuple[Tensor, ...] = ()  # keeps this process's buffers and signals alive
+    inbox_size: int  # values, a multiple of 16
+    own: Tensor | None = None  # keeps this process's inboxes alive
 
 
 class FusedAllReduce:
@@ -116,9 +162,12 @@ class FusedAllReduce:
         self._size, self._num_processes = problem["size"], problem["num_processes"]
         self._rank, self._memory = rank, memory
         self._block = triton.next_power_of_2(self._size)
+        item_size = getattr(torch, problem["dtype"]).itemsize
+        self._bits = tl.int32 if item_size == 4 else tl.int16
         # Bytes. Triton does not know that of addresses in memory, and would copy one value at a time.
-        self._alignment = math.gcd(16, self._size * getattr(torch, problem["dtype"]).itemsize)
+        self._alignment = math.gcd(16, self._size * item_size)
         self._num_warps = min(16, max(4, self._block // 512))
+        self._pdl = supports_pdl()
 
     def __call__(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
@@ -136,41 +185,43 @@ class FusedAllReduce:
         y: Tensor,
         eps: float,
         *,
-        publish: bool = True,
-        reduce: bool = True,
+        send: bool = True,
+        receive: bool = True,
     ) -> None:
-        """Run the kernel, or one of its two phases. All processes must publish before one of them can reduce."""
+        """Run the kernel, or one of its two phases. All processes must send before one of them can receive."""
         num_rows = x.shape[0]
         if num_rows == 0:
             return
-        memory = self._memory
         _all_reduce_add_rms_norm[(min(num_rows, NUM_PROGRAMS),)](
             x,
             residual,
             weight,
             y,
-            memory.buffers,
-            memory.signals,
-            memory.calls,
+            self._memory.inboxes,
+            self._memory.calls,
             num_rows,
             eps,
             x.stride(0),
             residual.stride(0),
-            memory.buffer_size,
+            self._memory.inbox_size,
             RANK=self._rank,
             NUM_PROCESSES=self._num_processes,
             NUM_PROGRAMS=NUM_PROGRAMS,
+            NUM_AHEAD=NUM_AHEAD,
             N=self._size,
             BLOCK_N=self._block,
             ALIGNMENT=self._alignment,
-            PUBLISH=publish,
-            REDUCE=reduce,
+            BITS=self._bits,
+            SEND=send,
+            RECEIVE=receive,
+            PDL=self._pdl,
             num_warps=self._num_warps,
+            launch_pdl=self._pdl,
         )
 
 
-def num_buffer_values(problem: Problem) -> int:
-    """Return the values of one buffer, padded so that the next one is aligned."""
+def num_inbox_values(problem: Problem) -> int:
+    """Return the values of one inbox, padded so that the next one is aligned."""
     num_values: int = problem["max_num_tokens"] * problem["size"]
     return triton.cdiv(num_values, 16) * 16
 
@@ -181,17 +232,15 @@ def all_reduce_add_rms_norm(problem: Problem, group: CommGroup) -> FusedAllReduc
     Raises RuntimeError in all processes if two of them cannot address each other's memory.
     """
     dtype, size = problem["dtype"], problem["size"]
-    buffer_size = num_buffer_values(problem)
-    values = allocate(group, 2 * buffer_size, getattr(torch, dtype))
-    signals = allocate(group, NUM_PROGRAMS * group.group.size, torch.int64)
-    signals.own.zero_()
-    device = signals.own.device
+    inbox_size = num_inbox_values(problem)
+    inboxes = allocate(group, 2 * (group.group.size - 1) * inbox_size, getattr(torch, dtype))
+    inboxes.own.fill_(-0.0)
+    device = inboxes.own.device
     memory = SharedMemory(
-        torch.tensor(values.addresses, dtype=torch.int64, device=device),
-        torch.tensor(signals.addresses, dtype=torch.int64, device=device),
+        torch.tensor(inboxes.addresses, dtype=torch.int64, device=device),
         torch.zeros(NUM_PROGRAMS, dtype=torch.int64, device=device),
-        buffer_size,
-        (values.own, signals.own),
+        inbox_size,
+        inboxes.own,
     )
     torch.cuda.synchronize(device)
     distributed.barrier(group.handle, device_ids=[device.index])
