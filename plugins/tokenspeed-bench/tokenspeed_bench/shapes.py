@@ -45,6 +45,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "tie_word_embeddings": False,
     },
+    "qwen3-32b": _COMMON
+    | _DENSE
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 25600,
+        "num_attention_heads": 64,
+        "num_hidden_layers": 64,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+    },
     "qwen3-30b-a3b": _COMMON
     | {
         "architectures": ["Qwen3MoeForCausalLM"],
