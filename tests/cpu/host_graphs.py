@@ -44,6 +44,9 @@ class HostRecorder:
     def synchronize(self) -> None:
         """Do nothing."""
 
+    def release(self) -> None:
+        """Do nothing."""
+
 
 class HostRing:
     """One buffer, which nothing reads later."""

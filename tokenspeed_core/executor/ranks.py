@@ -191,8 +191,9 @@ class Ranks:
             self.failure = reason
             os.close(self._failed)
             self._changed.notify_all()
-        self._abort()
         self._on_failure(reason)
+        # NCCL waits for captured graphs to be freed, although the kernels that wait for the lost rank end at once.
+        threading.Thread(target=self._abort, name="abort", daemon=True).start()
 
 
 def start_ranks(

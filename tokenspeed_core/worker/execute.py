@@ -227,7 +227,9 @@ class LocalRunner:
         if self._stream is not None:
             self._stream.synchronize()
         self._launched.clear()
-        self._graphs = None
+        if self._graphs is not None:
+            self._graphs.release()
+            self._graphs = None
         self._free_arena()
         if self._stream is not None:
             # Otherwise the next engine's weights could occupy part of the arena's block and pin all of it.

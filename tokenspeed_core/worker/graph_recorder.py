@@ -13,6 +13,7 @@ class GraphRecorder:
     def __init__(self) -> None:
         """Create the pool."""
         self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def __call__(self, *stages: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Record the kernels that some functions launch on the current stream.
@@ -25,7 +26,14 @@ class GraphRecorder:
         for stage in stages:
             stage()
         graph.capture_end()
+        self._graphs.append(graph)
         return graph
+
+    def release(self) -> None:
+        """Free all graphs. None may be running. NCCL waits for this before it ends the communication of its group."""
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs.clear()
 
     def synchronize(self) -> None:
         """Wait for the device, before a recording begins."""

@@ -70,10 +70,11 @@ class StepGraphs:
         self._counts: I32 | None = None  # of the next step, if several engines execute it together
         self._plan_rows = np.arange(len(self._buffers.ids), dtype=np.int32)
         self._views: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._recorder: GraphRecorder | None = None
 
     def capture(self, progress: Callable[[int, int], None]) -> None:
         """Capture all buckets, the largest first, since it sizes the memory that they share."""
-        record = GraphRecorder()
+        self._recorder = record = GraphRecorder()
         drafts = self._draft_graphs(record)
         ordered = sorted(
             self._layouts, key=lambda size: (size.num_sampled, size.num_tokens), reverse=True
@@ -86,6 +87,11 @@ class StepGraphs:
                 variant = replace(size, no_shared_prefix=True)
                 bucket.no_shared_prefix = self._buckets.get(variant)
         progress(len(ordered), len(ordered))
+
+    def release(self) -> None:
+        """Free all captured steps. Nothing may be in flight."""
+        if self._recorder is not None:
+            self._recorder.release()
 
     def invalidate(self) -> None:
         """Note that an eager step changed the slots' state, so that the next upload is not skipped."""
