@@ -19,7 +19,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    "spec", [*NCCL_COMM, SYMM_COMM, TRITON_COMM], ids=lambda spec: f"{spec.op}-{spec.backend}"
+    "spec", [*NCCL_COMM, SYMM_COMM, *TRITON_COMM], ids=lambda spec: f"{spec.op}-{spec.backend}"
 )
 def test_kernels_conform(spec: KernelSpec) -> None:
     suite: CommConformance = type("Suite", (CommConformance,), {"spec": spec})()

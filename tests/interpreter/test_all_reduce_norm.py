@@ -13,6 +13,7 @@ from tokenspeed_kernels.reference.norm import add_rms_norm
 from tokenspeed_kernels.triton.comm.all_reduce_norm import (
     NUM_PROGRAMS,
     FusedAllReduce,
+    QuantizingAllReduce,
     SharedMemory,
     num_buffer_values,
 )
@@ -25,13 +26,16 @@ EPS = 1e-5
 class World:
     """The kernels of all processes, and their memory."""
 
-    kernels: list[FusedAllReduce]
+    kernels: list[FusedAllReduce] | list[QuantizingAllReduce]
     memories: list[SharedMemory]
     buffers: list[Tensor]
     signals: list[Tensor]
 
 
-def world(num_processes: int, size: int, max_num_tokens: int, dtype: str) -> World:
+def world(
+    num_processes: int, size: int, max_num_tokens: int, dtype: str, num_scales: int = 0
+) -> World:
+    """Return processes that quantize rows with `num_scales` scales, 0: not at all."""
     problem = {
         "num_processes": num_processes,
         "size": size,
@@ -53,6 +57,12 @@ def world(num_processes: int, size: int, max_num_tokens: int, dtype: str) -> Wor
         SharedMemory(*addresses, torch.zeros(NUM_PROGRAMS, dtype=torch.int64), buffer_size)
         for _ in range(num_processes)
     ]
+    if num_scales:
+        quantizing = [
+            QuantizingAllReduce(problem, rank, memory, num_scales)
+            for rank, memory in enumerate(memories)
+        ]
+        return World(quantizing, memories, buffers, signals)
     kernels = [FusedAllReduce(problem, rank, memory) for rank, memory in enumerate(memories)]
     return World(kernels, memories, buffers, signals)
 
