@@ -48,3 +48,27 @@ def greedy_tokens(model: str, **settings: Any) -> list[list[int]]:
 def test_two_gpus_give_the_tokens_of_one(model: str, settings: dict[str, Any]) -> None:
     found = greedy_tokens(model, tensor_parallel_size=2, **settings)
     assert found == greedy_tokens(model)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "layout"),
+    [("fp8", {"tensor_parallel_size": 2}), ("fp8-block", {"dense_tp_size": 2})],
+)
+def test_fused_all_reduces_before_fp8_layers_only_change_close_tokens(
+    quantization: str, layout: dict[str, int]
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=24, logprobs=5)
+    prompts = [{"prompt_token_ids": list(range(3, 3 + length))} for length in (5, 40, 130)]
+    answers = []
+    for is_fused in (False, True):
+        settings: dict[str, Any] = {"enable_allreduce_fusion": is_fused, "max_total_tokens": 2048}
+        with LLM("demo", quantization=quantization, **layout, **settings) as llm:
+            answers.append([each.outputs[0] for each in llm.generate(prompts, params)])
+    for separate, fused in zip(*answers, strict=True):
+        pairs = zip(separate.token_ids, fused.token_ids, strict=False)
+        at = next((index for index, (one, other) in enumerate(pairs) if one != other), None)
+        if at is not None:
+            assert separate.logprobs is not None
+            assert fused.logprobs is not None
+            assert separate.token_ids[at] in fused.logprobs[at]
+            assert fused.token_ids[at] in separate.logprobs[at]

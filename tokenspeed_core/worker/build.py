@@ -22,6 +22,7 @@ from tokenspeed_core.api.kernels import PHASES
 from tokenspeed_core.api.models import KVScale, LatentSizes, Rotation
 from tokenspeed_core.api.ops import Problem
 from tokenspeed_core.api.parallel import (
+    FUSED_OP,
     Collective,
     CommGroup,
     FusedCollective,
@@ -175,7 +176,9 @@ class ModelBuild:
         choice = self.selector.select_fused_collective(all_reduce, group.size)
         comm_group = CommGroup(group, self._handles.get(group.name), self.token_counts)
         kernel = self._load(choice, comm_group)
-        return FusedCollective(kernel, self.comm(all_reduce), max_num_tokens)
+        all_reduce = replace(all_reduce, fused_op=choice.spec.op)
+        quantizes = choice.spec.op != FUSED_OP
+        return FusedCollective(kernel, self.comm(all_reduce), max_num_tokens, quantizes)
 
     def side_stream(self) -> torch.cuda.Stream | None:
         """Return a stream for work in parallel to the current one; None without CUDA."""

@@ -94,6 +94,11 @@ class MLP:
             gated = self._gate(gated)
         return self.down(gated), residual
 
+    @property
+    def fused_op(self) -> str:
+        """The op that adds up and normalizes summands for the MLP (see `TakesSummands`)."""
+        return self._normed_gate_up.fused_op
+
     def fuse_sum(self, build: BuildContext, fused: FusedCollective) -> None:
         """Take summands as x, which the norm adds up (see `TakesSummands`)."""
         gate = self._gate
@@ -107,7 +112,7 @@ class MLP:
             self._normed_gate_up.fuse_sum(fused)
             return
 
-        def of_normed(x: torch.Tensor) -> torch.Tensor:
+        def of_normed(x: Activation) -> torch.Tensor:
             return self.down(gate(self.gate_up(x)))
 
         self._norm_mlp = sum_before(fused, self._norm_mlp, of_normed)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from tokenspeed_core.api import BuildContext, FusedCollective
-from tokenspeed_models.layers.linear import Linear
+from tokenspeed_core.api import FUSED_OP, BuildContext, FusedCollective
+from tokenspeed_models.layers.linear import Activation, Linear
 from tokenspeed_models.layers.ops import dtype_name
 from tokenspeed_models.layers.summed import sum_before
 from tokenspeed_models.sharding import Replicated, ShardingSpec
@@ -133,6 +133,14 @@ class NormedLinear:
         normed, residual = norm.add(x, residual)
         return self._linear(normed), residual
 
+    @property
+    def fused_op(self) -> str:
+        """The op that adds up and normalizes summands for this layer (see `TakesSummands`)."""
+        scheme = self._linear.scheme
+        if scheme is None or (self._fused is None and self._quantizing_norm is None):
+            return FUSED_OP
+        return scheme.fused.get(FUSED_OP, FUSED_OP)
+
     def fuse_sum(
         self, fused: FusedCollective, gate: Callable[[torch.Tensor], torch.Tensor] | None = None
     ) -> None:
@@ -142,7 +150,7 @@ class NormedLinear:
         """
         linear, quantizing = self._linear, self._quantizing_norm
 
-        def of_normed(x: torch.Tensor) -> torch.Tensor:
+        def of_normed(x: Activation) -> torch.Tensor:
             return linear(x) if gate is None else gate(linear(x))
 
         def quantize(
