@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tokenspeed_core.api import FUSED_OP, AxisLimit, Capability, KernelSpec
-from tokenspeed_kernels.contracts.comm import COMM
+from tokenspeed_core.api import AxisLimit, Capability, KernelSpec
+from tokenspeed_kernels.contracts.comm import COMM, FUSED_OPS
 
 
 def _kernel(op: str, backend: str, platform: str) -> KernelSpec:
@@ -23,7 +23,7 @@ def _kernel(op: str, backend: str, platform: str) -> KernelSpec:
 
 _OPS = tuple(contract.name for contract in COMM if contract.name != "exchange_tokens")
 TORCH_COMM = tuple(_kernel(op, "torch", "cpu") for op in _OPS)
-NCCL_COMM = tuple(_kernel(op, "nccl", "cuda") for op in _OPS if op != FUSED_OP)
+NCCL_COMM = tuple(_kernel(op, "nccl", "cuda") for op in _OPS if op not in FUSED_OPS)
 # Not graph_safe: the host needs the numbers of tokens in each layer.
 ALLTOALL_COMM = KernelSpec(
     op="exchange_tokens",
@@ -48,16 +48,28 @@ SYMM_COMM = KernelSpec(
     load="tokenspeed_kernels.symmetric_memory:all_reduce",
     needs_name=True,
 )
-TRITON_COMM = KernelSpec(
-    op=FUSED_OP,
-    backend="triton",
-    capability=Capability(
-        platforms=("cuda",),
-        min_compute_capability=(8, 0),
-        dtypes=("float32", "bfloat16", "float16"),
-        features=frozenset({"graph_safe", "batch_invariant"}),
-        limits=(_OF_ONE_NODE, AxisLimit("size", 1, 16384)),
-    ),
-    load="tokenspeed_kernels.triton.comm.all_reduce_norm:all_reduce_add_rms_norm",
-    requires=("triton",),
+
+
+def _fused(op: str, min_compute_capability: tuple[int, int], size: AxisLimit) -> KernelSpec:
+    """Describe a kernel that adds up summands, adds the sum to the residual stream and normalizes it."""
+    return KernelSpec(
+        op=op,
+        backend="triton",
+        capability=Capability(
+            platforms=("cuda",),
+            min_compute_capability=min_compute_capability,
+            dtypes=("float32", "bfloat16", "float16"),
+            features=frozenset({"graph_safe", "batch_invariant"}),
+            limits=(_OF_ONE_NODE, size),
+        ),
+        load=f"tokenspeed_kernels.triton.comm.all_reduce_norm:{op}",
+        requires=("triton",),
+    )
+
+
+# Linear layers in FP8 take multiples of 16 features. Codes equal those of separate kernels for these sizes.
+_FP8_SIZES = AxisLimit("size", 16, 16384, multiple_of=16)
+TRITON_COMM = (
+    _fused(FUSED_OPS[0], (8, 0), AxisLimit("size", 1, 16384)),
+    *(_fused(op, (8, 9), _FP8_SIZES) for op in FUSED_OPS[1:]),
 )

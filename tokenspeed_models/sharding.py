@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from tokenspeed_core.api import BuildContext, Collective, FusedCollective
+from tokenspeed_core.api import FUSED_OP, BuildContext, Collective, FusedCollective
 
 Bind = Callable[[Callable[[Any], Any]], None]
 Fuse = Callable[[BuildContext, FusedCollective], None]
@@ -61,7 +61,7 @@ class ShardingSpec:
 
     An output that `is_added` is added to the residual stream, before anything else reads it. `fuse` receives the
     kernels that add up such outputs of all processes, for a norm that can use them; it replaces `bind` of the module
-    before.
+    before. `fused_op` is the op that it takes, FUSED_OP or one that also quantizes.
     """
 
     module: str
@@ -74,6 +74,7 @@ class ShardingSpec:
     routed_share: float | None = None
     is_added: bool = False
     fuse: Fuse | None = None
+    fused_op: str = FUSED_OP
 
 
 def bind_output(
@@ -85,10 +86,12 @@ def bind_output(
     yield replace(last, bind=bind, is_added=is_added)
 
 
-def fuse_input(specs: Iterable[ShardingSpec], fuse: Fuse) -> Iterator[ShardingSpec]:
+def fuse_input(
+    specs: Iterable[ShardingSpec], fuse: Fuse, fused_op: str = FUSED_OP
+) -> Iterator[ShardingSpec]:
     """Yield the spec of a norm; `fuse` receives the kernels that add up its input, if it is a partial sum."""
     for spec in specs:
-        yield replace(spec, fuse=fuse)
+        yield replace(spec, fuse=fuse, fused_op=fused_op)
 
 
 def compile_sharding(build: BuildContext, specs: Iterable[ShardingSpec]) -> None:
@@ -117,6 +120,7 @@ def compile_sharding(build: BuildContext, specs: Iterable[ShardingSpec]) -> None
             target.module,
             _reason(source, target, output, needed, op),
             1.0 if target.routed_share is None else target.routed_share,
+            fused_op=target.fused_op,
         )
         if op == "all_reduce" and source.is_added and target.fuse is not None:
             fused = build.fused_comm(collective)

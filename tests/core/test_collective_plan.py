@@ -41,5 +41,16 @@ def test_fused_collectives_show_their_limit() -> None:
     assert "51 tokens" in second
 
 
+def test_fused_collectives_show_their_op() -> None:
+    plain = planned("all_reduce", "layers.0.out", "norm", 100).collective
+    fused = [
+        PlannedCollective(replace(plain, max_fused_tokens=51, fused_op=op), 4)
+        for op in (FUSED_OP, f"{FUSED_OP}_fp8")
+    ]
+    _, first, _, second, _ = describe_collectives(fused)
+    assert f"as {FUSED_OP} in" in first
+    assert f"as {FUSED_OP}_fp8 in" in second
+
+
 def test_one_process_has_none() -> None:
     assert list(describe_collectives(())) == ["collectives: none"]

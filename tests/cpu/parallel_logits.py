@@ -74,7 +74,7 @@ def fused_logits(
     """Return the fused all-reduces, and what `both_logits` does: chunks of 7 and 5 tokens, of which the latter fuse."""
     build.max_fused_tokens = 5
     logits = both_logits(build, load, config)
-    return build.num_fused, logits
+    return len(build.fused_ops), logits
 
 
 def count_sent(build: RankBuild, num_experts: int, top_k: int) -> tuple[int, int]:

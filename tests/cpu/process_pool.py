@@ -21,6 +21,7 @@ import torch
 from torch import distributed
 
 from tokenspeed_core.api import (
+    FUSED_OP,
     ONE_PROCESS,
     Collective,
     CommGroup,
@@ -100,7 +101,11 @@ class RankBuild(DenseBuild):
         self._handles = handles or {}
         self.schemes: LayerSchemes = lambda layer: None
         self.max_fused_tokens = 0  # 0: collectives run alone
-        self.num_fused = 0  # all-reduces that may be fused
+        self.fused_ops: list[str] = []  # of the all-reduces that may be fused
+
+    def new(self) -> RankBuild:
+        """Return the build of another model of this process."""
+        return RankBuild(self._layout, self._handles)
 
     def scheme(self, layer: str) -> QuantizationScheme | None:
         return self.schemes(layer)
@@ -115,7 +120,6 @@ class RankBuild(DenseBuild):
     def fused_comm(self, all_reduce: Collective) -> FusedCollective | None:
         if not self.max_fused_tokens:
             return None
-        self.num_fused += 1
         group = self.group(all_reduce.group)
         problem = {
             "num_processes": group.size,
@@ -123,10 +127,12 @@ class RankBuild(DenseBuild):
             "max_num_tokens": self.max_fused_tokens,
             "dtype": all_reduce.dtype,
         }
-        kernel = comm.all_reduce_add_rms_norm(
+        self.fused_ops.append(all_reduce.fused_op)
+        kernel = getattr(comm, all_reduce.fused_op)(
             problem, CommGroup(group, self._handles[group.name], self.token_counts)
         )
-        return FusedCollective(kernel, self.comm(all_reduce), self.max_fused_tokens)
+        quantizes = all_reduce.fused_op != FUSED_OP
+        return FusedCollective(kernel, self.comm(all_reduce), self.max_fused_tokens, quantizes)
 
     def comm(self, collective: Collective) -> Callable[[torch.Tensor], torch.Tensor]:
         group = self.group(collective.group)

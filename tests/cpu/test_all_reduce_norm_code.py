@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import triton
@@ -17,9 +19,9 @@ from tokenspeed_kernels.triton.comm.all_reduce_norm import (
 )
 
 
-def ptx(size: int, alignment: int, *, pdl: bool = True) -> str:
-    """Return the kernel's PTX for compute capability 9.0, bfloat16 and two processes."""
-    constants = {
+def compiled(size: int, alignment: int, num_scales: int = 0) -> Mapping[str, str]:
+    """Return the kernel's code for compute capability 9.0, bfloat16 and two processes."""
+    constants: dict[str, Any] = {
         "RANK": 1,
         "NUM_PROCESSES": 2,
         "NUM_PROGRAMS": NUM_PROGRAMS,
@@ -28,17 +30,23 @@ def ptx(size: int, alignment: int, *, pdl: bool = True) -> str:
         "BLOCK_N": triton.next_power_of_2(size),
         "ALIGNMENT": alignment,
         "BITS": tl.int16,
+        "NUM_SCALES": num_scales,
+        "GROUP": 128,
         "SEND": True,
         "RECEIVE": True,
-        "PDL": pdl,
+        "PDL": True,
     }
+    if num_scales == 0:
+        constants["scale_ptr"] = None
     kernel = _all_reduce_add_rms_norm
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else "i32" for name in names}
     signature["eps"] = "fp32"
     for name in names:
-        if name.endswith("_ptr"):
+        if name.endswith("_ptr") and name not in constants:
             signature[name] = "*i64" if name.startswith(("inboxes", "calls")) else "*bf16"
+    if num_scales:
+        signature["y_ptr"], signature["scale_ptr"] = "*fp8e4nv", "*fp32"
     aligned = [name for name, kind in signature.items() if kind.startswith("*")]
     if size % 16 == 0:
         aligned += ["x_stride", "residual_stride", "inbox_size"]
@@ -49,22 +57,53 @@ def ptx(size: int, alignment: int, *, pdl: bool = True) -> str:
         {(names.index(name),): value for name, value in constants.items()},
         attributes,
     )
-    options = {"num_warps": 8, "launch_pdl": pdl}
+    options = {"num_warps": 8, "launch_pdl": True}
     code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    text: str = code.asm["ptx"]
-    return text
+    stages: Mapping[str, str] = code.asm
+    return stages
 
 
-def test_rows_travel_in_16_bytes() -> None:
-    text = ptx(4096, 16)
+def ptx(size: int, alignment: int, num_scales: int = 0) -> str:
+    return compiled(size, alignment, num_scales)["ptx"]
+
+
+def layout_of_squares(size: int, num_scales: int) -> str:
+    """Return how the values of a row that are squared and added up are distributed over threads."""
+    code = compiled(size, 16, num_scales)["ttgir"]
+    first = re.search(r"\}\) : \(tensor<\d+xf32, (#\w+)>\) ->", code)
+    assert first is not None
+    layout = re.search(rf"^{first[1]} = (.*)$", code, re.MULTILINE)
+    assert layout is not None
+    return layout[1]
+
+
+@pytest.mark.parametrize("num_scales", [0, 1, 32])
+def test_rows_travel_in_16_bytes(num_scales: int) -> None:
+    text = ptx(4096, 16, num_scales)
     assert "ld.volatile.global.v4.b32" in text
     assert "st.global.v4.b32" in text
     assert not re.search(r"(ld\.volatile|st)\.global\.b16", text)
 
 
-@pytest.mark.parametrize(("size", "alignment"), [(4096, 16), (201, 2)])
-def test_rows_are_sent_before_any_is_received(size: int, alignment: int) -> None:
-    lines = ptx(size, alignment).splitlines()
+@pytest.mark.parametrize("num_scales", [1, 32])
+def test_quantized_rows_are_converted_and_stored_in_pairs_or_more(num_scales: int) -> None:
+    text = ptx(4096, 16, num_scales)
+    assert "cvt.rn.satfinite.e4m3x2.f32" in text
+    assert not re.search(r"st\.global\.b8", text)
+    assert "e4m3" not in ptx(4096, 16)
+
+
+@pytest.mark.parametrize("size", [16, 144, 2048, 5120])
+def test_quantization_does_not_change_the_order_of_sums(size: int) -> None:
+    layouts = {layout_of_squares(size, num_scales) for num_scales in (0, 1, triton.cdiv(size, 128))}
+    assert len(layouts) == 1
+
+
+@pytest.mark.parametrize(
+    ("size", "alignment", "num_scales"), [(4096, 16, 0), (201, 2, 0), (4096, 16, 1), (4096, 16, 32)]
+)
+def test_rows_are_sent_before_any_is_received(size: int, alignment: int, num_scales: int) -> None:
+    lines = ptx(size, alignment, num_scales).splitlines()
     order = [
         name
         for line in lines

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 from tokenspeed_testing.comm import CommConformance
+from torch import Tensor
 
 from tokenspeed_core.api import Capability, CommGroup, KernelSpec, Problem
 from tokenspeed_kernels.collectives import ALLTOALL_COMM, TORCH_COMM
+from tokenspeed_kernels.reference import comm
 
 
 def conformance(spec: KernelSpec) -> CommConformance:
@@ -22,13 +24,33 @@ def forgetful(problem: Problem, group: CommGroup) -> Callable[[Any], Any]:
     return lambda x: x
 
 
+def rotated(problem: Problem, group: CommGroup) -> Callable[..., Any]:
+    """Return a kernel that gives the second process the codes of other elements."""
+    reduce = comm.all_reduce_add_rms_norm_fp8(problem, group)
+
+    def rotate(*arguments: Any) -> tuple[Tensor, ...]:
+        codes, scale, residual = reduce(*arguments)
+        return codes.roll(group.group.rank, dims=1), scale, residual
+
+    return rotate
+
+
 @pytest.mark.parametrize("spec", [*TORCH_COMM, ALLTOALL_COMM], ids=lambda spec: spec.op)
 def test_reference_conforms(spec: KernelSpec) -> None:
     conformance(spec).test_two_processes_compute_the_contract()
 
 
-def test_kernel_that_sends_nothing_fails() -> None:
+@pytest.mark.parametrize(
+    ("op", "factory"),
+    [
+        ("all_reduce", forgetful),
+        ("all_reduce_add_rms_norm_fp8_groups", comm.all_reduce_add_rms_norm_fp8),
+        ("all_reduce_add_rms_norm_fp8", rotated),
+    ],
+)
+def test_wrong_kernel_fails(op: str, factory: Callable[..., Any]) -> None:
     capability = Capability(platforms=("cpu",), dtypes=("float32",))
-    spec = KernelSpec("all_reduce", "mine", capability, load=f"{__name__}:forgetful")
-    with pytest.raises(AssertionError, match="process"):
+    load = f"{factory.__module__}:{factory.__name__}"
+    spec = KernelSpec(op, "mine", capability, load=load)
+    with pytest.raises(AssertionError, match="not close"):
         conformance(spec).test_two_processes_compute_the_contract()

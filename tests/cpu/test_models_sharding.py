@@ -18,6 +18,7 @@ from tokenspeed_core.api import (
 )
 from tokenspeed_core.errors import CheckpointError, ConfigError
 from tokenspeed_core.kernels.plan import PlannedCollective
+from tokenspeed_core.kernels.table import kernel_table
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.resolved import Resolved
 from tokenspeed_core.worker.assemble import plan_for
@@ -268,6 +269,42 @@ def test_plan_shows_fused_collectives_and_their_kernel(
     assert fused(enable_allreduce_fusion=True, comm_fusion_max_num_tokens=7) == [0, *4 * (7,), 0]
     plain, *_ = plan_only(tiny(tensor_parallel_size=2), catalog)
     assert plain.find(FUSED_OP) == ()
+
+
+@pytest.mark.parametrize(
+    ("quantization", "op"),
+    [("fp8", f"{FUSED_OP}_fp8"), ("fp8-block", f"{FUSED_OP}_fp8_groups")],
+)
+def test_fused_collectives_quantize_for_fp8_layers(
+    quantization: str, op: str, tiny: Callable[..., Resolved], catalog: Catalog
+) -> None:
+    settings = {
+        "quantization": quantization,
+        "enable_allreduce_fusion": True,
+        "hf_overrides": {"intermediate_size": 256, "head_dim": 128},
+    }
+    resolved = tiny(tensor_parallel_size=2, enforce_eager=True, **settings)
+    plan = plan_for(resolved, catalog, PlatformInfo("cuda", (9, 0)))
+    assert [planned.backend for planned in plan.find(op)] == ["triton"]
+    fused = [each.collective for each in plan.collectives if each.collective.max_fused_tokens]
+    # The head reads the final norm unquantized.
+    assert [each.fused_op for each in fused] == [op, op, op, FUSED_OP]
+    assert op in kernel_table(plan)
+
+
+def test_named_kernel_of_the_unquantized_op_is_used(
+    tiny: Callable[..., Resolved], catalog: Catalog
+) -> None:
+    resolved = tiny(
+        tensor_parallel_size=2,
+        enable_allreduce_fusion=True,
+        quantization="fp8",
+        kernel_backend={FUSED_OP: ("torch",)},
+    )
+    plan, *_ = plan_only(resolved, catalog)
+    fused = [each.collective for each in plan.collectives if each.collective.max_fused_tokens]
+    assert {each.fused_op for each in fused} == {FUSED_OP}
+    assert plan.find(f"{FUSED_OP}_fp8") == ()
 
 
 def test_gpus_select_the_fused_kernel(tiny: Callable[..., Resolved], catalog: Catalog) -> None:

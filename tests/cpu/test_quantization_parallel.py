@@ -10,7 +10,7 @@ import pytest
 import torch
 from process_pool import ProcessPool, RankBuild, Sizes, tensor_parallel
 
-from tokenspeed_core.api import LayerSchemes
+from tokenspeed_core.api import FUSED_OP, LayerSchemes
 from tokenspeed_core.checkpoint.quantization import find_quantization
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.targets import load_target
@@ -202,12 +202,16 @@ def both_logits(
 
 
 def fused_logits(
-    build: RankBuild, config: dict[str, Any]
-) -> tuple[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Return the fused all-reduces, and what `both_logits` does: 6 tokens, then 2, of which the latter fuse."""
+    build: RankBuild, config: dict[str, Any], load: str = QWEN3_MOE.load
+) -> tuple[list[str], tuple[torch.Tensor, ...]]:
+    """Return the ops of fused all-reduces, and the logits with them, of a single process, and without them.
+
+    Steps have 6 tokens, then 2, of which the latter fuse.
+    """
+    separate, _ = both_logits(build.new(), config, load, chunk=6)
     build.max_fused_tokens = 5
-    logits = both_logits(build, config, chunk=6)
-    return build.num_fused, logits
+    logits = both_logits(build, config, load, chunk=6)
+    return build.fused_ops, (*logits, separate)
 
 
 @pytest.mark.parametrize("parallelism", PARALLEL)
@@ -222,13 +226,41 @@ def test_quantized_logits_of_several_processes_equal_one(
         assert float((sharded - whole).norm() / whole.norm()) < tolerance
 
 
-@pytest.mark.parametrize("form", ["fp8 per channel", "fp8 blocks", "awq"])
-def test_quantized_layers_take_summands(form: str, pool: ProcessPool) -> None:
+@pytest.mark.parametrize(
+    ("form", "quantizing"),
+    [
+        ("fp8 per channel", f"{FUSED_OP}_fp8"),
+        ("fp8 blocks", f"{FUSED_OP}_fp8_groups"),
+        ("awq", FUSED_OP),
+    ],
+)
+def test_quantized_layers_take_summands(form: str, quantizing: str, pool: ProcessPool) -> None:
     settings, changes, tolerance = FORMS[form]
     config = {**SIZES, **changes, "quantization_config": settings}
-    for num_fused, (sharded, whole) in pool.run(fused_logits, PARALLEL["tp2+ep2"], config):
-        assert num_fused == 2 * SIZES["num_hidden_layers"]
+    results = pool.run(fused_logits, PARALLEL["tp2+ep2"], config)
+    for fused_ops, (sharded, whole, separate) in results:
+        # Before the MLP and the second attention. The router and the head read unquantized values.
+        assert fused_ops == [quantizing, quantizing, FUSED_OP, FUSED_OP]
         assert float((sharded - whole).norm() / whole.norm()) < tolerance
+        # Two summands have one order.
+        assert torch.equal(sharded, separate)
+
+
+@pytest.mark.parametrize(
+    ("family", "quantizing", "num_quantizing"),
+    [("DeepseekV3", f"{FUSED_OP}_fp8_groups", 2), ("Phi3", f"{FUSED_OP}_fp8", 3)],
+)
+def test_other_quantized_layers_take_summands(
+    family: str, quantizing: str, num_quantizing: int, pool: ProcessPool
+) -> None:
+    load, sizes, settings, tolerance = FAMILIES[family]
+    config = {**sizes, "quantization_config": settings}
+    results = pool.run(fused_logits, tensor_parallel(2), config, load)
+    for fused_ops, (sharded, whole, separate) in results:
+        others = [FUSED_OP] * (4 - num_quantizing)
+        assert fused_ops == [quantizing] * num_quantizing + others
+        assert float((sharded - whole).norm() / whole.norm()) < tolerance
+        assert torch.equal(sharded, separate)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

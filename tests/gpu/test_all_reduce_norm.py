@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import sys
+from math import ceil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+
+from tokenspeed_kernels.triton.quantize.fp8_per_group import quantize_fp8_groups
+from tokenspeed_kernels.triton.quantize.fp8_per_token import quantize_fp8
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "interpreter"))
 
@@ -17,6 +22,16 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+# The separate kernel, and the number of elements that share a scale.
+FP8_FORMS: dict[str, tuple[Any, int]] = {
+    "fp8": (quantize_fp8, 1 << 20),
+    "fp8_groups": (quantize_fp8_groups, 128),
+}
+needs_fp8 = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
+    reason="needs compute capability 8.9",
+)
 
 
 class Processes:
@@ -39,11 +54,17 @@ class Processes:
 
     def call(self, x: Tensor, residuals: list[Tensor], weight: Tensor) -> list[Tensor]:
         """Return the result [T, N] of each process; x is [P, T, N]. The current stream waits for all."""
+        return [result[0] for result in self.call_all(x, residuals, weight)]
+
+    def call_all(
+        self, x: Tensor, residuals: list[Tensor], weight: Tensor
+    ) -> list[tuple[Tensor, ...]]:
+        """Return all results of each process, as `call` does."""
         main, results = torch.cuda.current_stream(), []
         for rank, (kernel, stream) in enumerate(zip(self.where.kernels, self.streams, strict=True)):
             stream.wait_stream(main)
             with torch.cuda.stream(stream):
-                results.append(kernel(x[rank], residuals[rank], weight, EPS)[0])
+                results.append(kernel(x[rank], residuals[rank], weight, EPS))
         for stream in self.streams:
             main.wait_stream(stream)
         return results
@@ -86,3 +107,61 @@ def test_captured_calls_replay() -> None:
         for _ in range(3):
             wanted = expected(x, wanted[1], weight)
         check(found, residuals, wanted)
+
+
+def emulated(num_processes: int, size: int, max_num_tokens: int, num_scales: int) -> Processes:
+    with torch.device("cuda"):
+        where = world(num_processes, size, max_num_tokens, "bfloat16", num_scales)
+        return Processes(where, size)
+
+
+def assert_same_bits(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
+    for value, expected_value in zip(found, wanted, strict=True):
+        assert torch.equal(value.view(torch.uint8), expected_value.view(torch.uint8))
+
+
+@needs_fp8
+@pytest.mark.parametrize("form", FP8_FORMS)
+@pytest.mark.parametrize(("num_processes", "size"), [(2, 4096), (4, 2048), (2, 5120), (2, 208)])
+def test_codes_equal_those_of_separate_kernels_bitwise(
+    form: str, num_processes: int, size: int
+) -> None:
+    make, group = FP8_FORMS[form]
+    plain = emulated(num_processes, size, 200, 0)
+    quantizing = emulated(num_processes, size, 200, ceil(size / group))
+    quantize = make({"size": size, "dtype": "bfloat16"})
+    for call, num_rows in enumerate((1, 2, 64, 65, 200, 3, 1, 130) * 10):
+        x, residual, weight = (
+            each.to("cuda") for each in inputs(num_processes, num_rows, size, "bfloat16", call)
+        )
+        totals = [residual.clone() for _ in range(num_processes)]
+        rows = plain.call(x, totals, weight)[0]
+        residuals = [residual.clone() for _ in range(num_processes)]
+        for results in quantizing.call_all(x, residuals, weight):
+            assert_same_bits(results, (*quantize(rows), totals[0]))
+
+
+@needs_fp8
+@pytest.mark.parametrize("form", FP8_FORMS)
+def test_captured_calls_that_quantize_replay(form: str) -> None:
+    make, group = FP8_FORMS[form]
+    size = 4096
+    plain, quantizing = (emulated(2, size, 8, count) for count in (0, ceil(size / group)))
+    quantize = make({"size": size, "dtype": "bfloat16"})
+    x, residual, weight = (each.to("cuda") for each in inputs(2, 8, size, "bfloat16"))
+    residuals = [residual.clone() for _ in range(2)]
+    graph = torch.cuda.CUDAGraph()
+    found: list[tuple[Tensor, ...]] = []
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            found = quantizing.call_all(x, residuals, weight)
+    totals = [residual.clone() for _ in range(2)]
+    for _ in range(3):
+        rows = plain.call(x, totals, weight)[0]
+    wanted = (*quantize(rows), totals[0])
+    for _ in range(20):
+        for each in residuals:
+            each.copy_(residual)
+        graph.replay()
+        for results in found:
+            assert_same_bits(results, wanted)

@@ -23,7 +23,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    "spec", [*NCCL_COMM, SYMM_COMM, TRITON_COMM], ids=lambda spec: f"{spec.op}-{spec.backend}"
+    "spec", [*NCCL_COMM, SYMM_COMM, *TRITON_COMM], ids=lambda spec: f"{spec.op}-{spec.backend}"
 )
 def test_kernels_conform(spec: KernelSpec) -> None:
     suite: CommConformance = type("Suite", (CommConformance,), {"spec": spec})()
@@ -88,3 +88,27 @@ def test_two_engines_that_share_experts_give_the_tokens_of_one(
     shared = ("--data-parallel-size", "2", "--enable-expert-parallel", *more)
     found = batch_texts(tmp_path, num_prompts, *shared)
     assert found == texts_of_one_engine[:num_prompts]
+
+
+@pytest.mark.parametrize(
+    ("quantization", "layout"),
+    [("fp8", {"tensor_parallel_size": 2}), ("fp8-block", {"dense_tp_size": 2})],
+)
+def test_fused_all_reduces_before_fp8_layers_only_change_close_tokens(
+    quantization: str, layout: dict[str, int]
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=24, logprobs=5)
+    prompts = [{"prompt_token_ids": list(range(3, 3 + length))} for length in (5, 40, 130)]
+    answers = []
+    for is_fused in (False, True):
+        settings: dict[str, Any] = {"enable_allreduce_fusion": is_fused, "max_total_tokens": 2048}
+        with LLM("demo", quantization=quantization, **layout, **settings) as llm:
+            answers.append([each.outputs[0] for each in llm.generate(prompts, params)])
+    for separate, fused in zip(*answers, strict=True):
+        pairs = zip(separate.token_ids, fused.token_ids, strict=False)
+        at = next((index for index, (one, other) in enumerate(pairs) if one != other), None)
+        if at is not None:
+            assert separate.logprobs is not None
+            assert fused.logprobs is not None
+            assert separate.token_ids[at] in fused.logprobs[at]
+            assert fused.token_ids[at] in separate.logprobs[at]

@@ -13,6 +13,7 @@ from tokenspeed_kernels.reference.norm import add_rms_norm
 from tokenspeed_kernels.triton.comm.all_reduce_norm import (
     NUM_PROGRAMS,
     FusedAllReduce,
+    QuantizingAllReduce,
     SharedMemory,
     num_inbox_values,
 )
@@ -25,7 +26,7 @@ EPS = 1e-5
 class World:
     """The kernels of all processes, and their memory."""
 
-    kernels: list[FusedAllReduce]
+    kernels: list[FusedAllReduce] | list[QuantizingAllReduce]
     memories: list[SharedMemory]
     inboxes: list[Tensor]
 
@@ -34,7 +35,10 @@ class World:
         return all(bool(((each == 0) & each.signbit()).all()) for each in self.inboxes)
 
 
-def world(num_processes: int, size: int, max_num_tokens: int, dtype: str) -> World:
+def world(
+    num_processes: int, size: int, max_num_tokens: int, dtype: str, num_scales: int = 0
+) -> World:
+    """Return processes that quantize rows with `num_scales` scales, 0: not at all."""
     problem = {
         "num_processes": num_processes,
         "size": size,
@@ -51,6 +55,12 @@ def world(num_processes: int, size: int, max_num_tokens: int, dtype: str) -> Wor
         SharedMemory(addresses, torch.zeros(NUM_PROGRAMS, dtype=torch.int64), inbox_size)
         for _ in range(num_processes)
     ]
+    if num_scales:
+        quantizing = [
+            QuantizingAllReduce(problem, rank, memory, num_scales)
+            for rank, memory in enumerate(memories)
+        ]
+        return World(quantizing, memories, inboxes)
     kernels = [FusedAllReduce(problem, rank, memory) for rank, memory in enumerate(memories)]
     return World(kernels, memories, inboxes)
 

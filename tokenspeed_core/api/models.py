@@ -227,7 +227,8 @@ class BuildContext(Protocol):
     def fused_comm(self, all_reduce: Collective) -> FusedCollective | None:
         """Return the kernels of an all-reduce that is added to the residual and normalized, and add it to the plan.
 
-        Without --enable-allreduce-fusion, return None: `comm` has the kernel then.
+        If no kernel of its `fused_op` fits, FUSED_OP runs instead, which does not quantize. Without
+        --enable-allreduce-fusion, return None: `comm` has the kernel then.
         """
 
     def side_stream(self) -> torch.cuda.Stream | None:

@@ -130,6 +130,10 @@ class CommGroup:
 SAMPLING = "sampling"
 """The module that takes the logits, which only the last tokens of sequences have."""
 
+FUSED_OP = "all_reduce_add_rms_norm"
+"""An all-reduce, the residual addition and the RMS norm after it. `QuantizationScheme.fused` may map it to an op that
+also quantizes the result."""
+
 
 @dataclass(frozen=True, slots=True)
 class Collective:
@@ -143,19 +147,19 @@ class Collective:
     target: str
     reason: str
     share: float = 1.0  # of the other processes that get a token
-    max_fused_tokens: int = 0  # steps of at most this many run FUSED_OP instead, 0: none
-
-
-FUSED_OP = "all_reduce_add_rms_norm"
+    max_fused_tokens: int = 0  # steps of at most this many run `fused_op` instead, 0: none
+    fused_op: str = FUSED_OP
 
 
 @dataclass(frozen=True, slots=True)
 class FusedCollective:
     """An all-reduce that the residual addition and the RMS norm after it may join.
 
-    `kernel` is that of FUSED_OP, for at most `max_num_tokens` rows. `all_reduce` is for more.
+    `kernel` is that of FUSED_OP, for at most `max_num_tokens` rows. If it `quantizes`, it returns values, scales and
+    the residual instead of the norm and the residual. `all_reduce` is for more rows.
     """
 
     kernel: Callable[..., Any]
     all_reduce: Callable[[Any], Any]
     max_num_tokens: int
+    quantizes: bool = False

@@ -75,9 +75,9 @@ class QuantizationScheme:
     quantize: str | None
     # Op with the axes of "linear"; takes x, its scales, weight, its scales, bias. None: the scheme is for experts alone.
     linear: str | None
-    # Fused ops by the op that they replace. A norm or activation maps to an op that also quantizes its result. "linear",
-    # "add_rms_norm_linear", "add_rms_norm_mlp" and "moe_experts" map to ops that quantize their activations. Without
-    # "moe_experts", models with experts are refused.
+    # Fused ops by the op that they replace. A norm, a norm with an all-reduce (FUSED_OP) or an activation maps to an op
+    # that also quantizes its result. "linear", "add_rms_norm_linear", "add_rms_norm_mlp" and "moe_experts" map to ops
+    # that quantize their activations. Without "moe_experts", models with experts are refused.
     fused: Mapping[str, str] = field(default_factory=dict)
     quantize_weight: str | None = None  # the op that quantizes weights; None: `quantize`
     # Rows and columns of a weight that share a scale. None: one scale per row.

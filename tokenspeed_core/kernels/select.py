@@ -125,14 +125,22 @@ class Selector:
         return self.select(collective.op, problem)
 
     def select_fused_collective(self, collective: Collective, num_processes: int) -> Choice:
-        """Return the kernel of the op that a collective is fused into; raises as `select` does."""
+        """Return the kernel of the op that a collective is fused into; raises as `select` does.
+
+        If that op quantizes and no kernel of it fits, return the kernel of FUSED_OP, which does not.
+        """
         problem = {
             "num_processes": num_processes,
             "size": collective.size,
             "max_num_tokens": collective.max_fused_tokens,
             "dtype": collective.dtype,
         }
-        return self.select(FUSED_OP, problem)
+        quantizing = (
+            None
+            if collective.fused_op == FUSED_OP
+            else self.select_fused(collective.fused_op, problem)
+        )
+        return quantizing or self.select(FUSED_OP, problem)
 
     def select_attention(self, problem: AttentionProblem, *, layer: int | None = None) -> Choice:
         """Return the attention backend for a layer's problem; raises as `select` does."""

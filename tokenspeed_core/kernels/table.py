@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from textwrap import wrap
 
-from tokenspeed_core.api.parallel import FUSED_OP, SAMPLING
+from tokenspeed_core.api.parallel import SAMPLING
 from tokenspeed_core.kernels.plan import KernelPlan, PlannedCollective, PlannedOp
 
 _WIDTH = 80  # columns
@@ -52,7 +52,7 @@ def describe_collectives(collectives: Iterable[PlannedCollective]) -> Iterator[s
         size = f"{planned.bytes_per_token:,} B per token"
         where = f"{each.group}, {planned.num_processes} processes"
         fusion = (
-            f", as {FUSED_OP} in steps of up to {each.max_fused_tokens:,} tokens"
+            f", as {each.fused_op} in steps of up to {each.max_fused_tokens:,} tokens"
             if each.max_fused_tokens
             else ""
         )

@@ -22,6 +22,7 @@ from tokenspeed_core.api.kernels import PHASES
 from tokenspeed_core.api.models import KVScale, LatentSizes, Rotation
 from tokenspeed_core.api.ops import Problem
 from tokenspeed_core.api.parallel import (
+    FUSED_OP,
     Collective,
     CommGroup,
     FusedCollective,
@@ -45,8 +46,8 @@ from tokenspeed_core.worker.attention import (
 )
 from tokenspeed_core.worker.latent import OPS, LatentKernels, LatentLayer
 
-# Activations of a step. A fused all-reduce reads the summands of all processes, which takes longer than sending each
-# part once or twice if they are large.
+# Activations of a step of more than two processes. A fused all-reduce sends all summands to all processes, which takes
+# longer than sending each part once or twice if they are large. Between two processes both send the same bytes.
 _MAX_FUSED_BYTES = 512 << 10
 
 
@@ -167,15 +168,20 @@ class ModelBuild:
         """Return the kernels of an all-reduce that may be fused; None without --enable-allreduce-fusion."""
         if not self._fuses_all_reduce:
             return None
-        num_bytes = all_reduce.size * getattr(torch, all_reduce.dtype).itemsize
-        limit = self._max_fused_tokens or max(1, _MAX_FUSED_BYTES // num_bytes)
-        max_num_tokens = min(limit, self._max_num_tokens)
-        all_reduce = replace(all_reduce, max_fused_tokens=max_num_tokens)
         group = self.group(all_reduce.group)
+        limit = self._max_num_tokens
+        if self._max_fused_tokens is not None:
+            limit = min(limit, self._max_fused_tokens)
+        elif group.size > 2:
+            num_bytes = all_reduce.size * getattr(torch, all_reduce.dtype).itemsize
+            limit = min(limit, max(1, _MAX_FUSED_BYTES // num_bytes))
+        all_reduce = replace(all_reduce, max_fused_tokens=limit)
         choice = self.selector.select_fused_collective(all_reduce, group.size)
         comm_group = CommGroup(group, self._handles.get(group.name), self.token_counts)
         kernel = self._load(choice, comm_group)
-        return FusedCollective(kernel, self.comm(all_reduce), max_num_tokens)
+        all_reduce = replace(all_reduce, fused_op=choice.spec.op)
+        quantizes = choice.spec.op != FUSED_OP
+        return FusedCollective(kernel, self.comm(all_reduce), limit, quantizes)
 
     def side_stream(self) -> torch.cuda.Stream | None:
         """Return a stream for work in parallel to the current one; None without CUDA."""

@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tokenspeed_core.api import FUSED_OP, OpContract, Tolerance
-from tokenspeed_kernels.contracts.common import NORM_AXES, REFERENCE
+from tokenspeed_kernels.contracts.common import CODES, NORM_AXES, REFERENCE
+
+# They return the norm in the dtype, or quantized with one scale per token or per 128 elements.
+FUSED_OPS = (FUSED_OP, f"{FUSED_OP}_fp8", f"{FUSED_OP}_fp8_groups")
 
 _SUMS = (
     Tolerance("float32", 1e-5, 1e-5, "one rounding of 2^-24 for each summand, in any order"),
@@ -19,6 +22,7 @@ _COPIES = tuple(
     Tolerance(each.dtype, 0.0, 0.0, "the values are copied, not computed") for each in _SUMS
 )
 _AXES = {"num_processes": "processes P of the group", "size": "values N of a row of the result"}
+_FUSED_AXES = {**_AXES, **NORM_AXES, "max_num_tokens": "largest T"}
 
 
 def _contract(
@@ -27,6 +31,7 @@ def _contract(
     tolerances: tuple[Tolerance, ...],
     mutates: tuple[str, ...],
     axes: Mapping[str, str] = _AXES,
+    parts: tuple[str, ...] = (),
 ) -> OpContract:
     return OpContract(
         name,
@@ -37,6 +42,7 @@ def _contract(
         "",
         tolerances,
         mutates=mutates,
+        parts=parts,
         errors="an exception of torch.distributed if another process ended",
     )
 
@@ -78,6 +84,23 @@ COMM = (
         "processes get the same bits",
         _SUMS,
         ("residual",),
-        {**_AXES, **NORM_AXES, "max_num_tokens": "largest T"},
+        _FUSED_AXES,
+    ),
+    *(
+        _contract(
+            op,
+            f"(x [T, N], residual [T, N], weight [N], eps) -> (y float8_e4m3fn [T, N], scale float32 [T, {scales}], "
+            f"residual): {quantize}(y) of the y of {FUSED_OP}, and its residual",
+            CODES,
+            ("residual",),
+            _FUSED_AXES,
+            (FUSED_OP, quantize),
+        )
+        for op, quantize, scales in zip(
+            FUSED_OPS[1:],
+            ("quantize_fp8", "quantize_fp8_groups"),
+            ("1", "ceil(N / 128)"),
+            strict=True,
+        )
     ),
 )

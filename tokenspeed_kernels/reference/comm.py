@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, distributed
 
 from tokenspeed_core.api import CommGroup, Problem
+from tokenspeed_kernels.reference.fp8 import AddNorm, Quantize, quantize_fp8
+from tokenspeed_kernels.reference.fp8_block import quantize_fp8_groups
 from tokenspeed_kernels.reference.norm import add_rms_norm
 
 # Collectives of equal parts. torch 2.13 renamed them.
@@ -45,6 +47,28 @@ def all_reduce_add_rms_norm(
         for part in parts[1:]:
             total += part
         return add_norm(total.to(x.dtype), residual, weight, eps)
+
+    return reduce
+
+
+def all_reduce_add_rms_norm_fp8(problem: Problem, group: CommGroup) -> AddNorm:
+    """Return `reduce(x [T, N], residual, weight, eps) -> (y float8_e4m3fn, scale [T, 1], residual)`."""
+    return _quantizing(all_reduce_add_rms_norm(problem, group), quantize_fp8(problem))
+
+
+def all_reduce_add_rms_norm_fp8_groups(problem: Problem, group: CommGroup) -> AddNorm:
+    """Return `reduce(x [T, N], residual, weight, eps) -> (y float8_e4m3fn, scale [T, ceil(N / 128)], residual)`."""
+    return _quantizing(all_reduce_add_rms_norm(problem, group), quantize_fp8_groups(problem))
+
+
+def _quantizing(
+    norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]], quantize: Quantize
+) -> AddNorm:
+    def reduce(
+        x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        y, residual = norm(x, residual, weight, eps)
+        return *quantize(y), residual
 
     return reduce
 

@@ -122,6 +122,11 @@ class Attention:
         qkv, residual = self.project(norm, x, residual)
         return self.output(self.attend(qkv, positions), residual, wanted)
 
+    @property
+    def fused_op(self) -> str:
+        """The op that adds up and normalizes summands for attention (see `TakesSummands`)."""
+        return self._normed_qkv.fused_op
+
     def fuse_sum(self, build: BuildContext, fused: FusedCollective) -> None:
         """Take summands as x, which the norm adds up (see `TakesSummands`)."""
         self._normed_qkv.fuse_sum(fused)

@@ -124,10 +124,11 @@ def _fuse_sum(
         return specs
 
     def fuse(build: BuildContext, fused: FusedCollective) -> None:
-        norm.fuse_sum(build, fused)
+        if not fused.quantizes:
+            norm.fuse_sum(build, fused)
         block.fuse_sum(build, fused)
 
-    return fuse_input(specs, fuse)
+    return fuse_input(specs, fuse, block.fused_op)
 
 
 def _followed_by(block: Callable[..., Output], collective: Kernel) -> Callable[..., Output]:

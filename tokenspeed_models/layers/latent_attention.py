@@ -110,6 +110,11 @@ class MultiHeadLatentAttention:
             heads, residual = heads.index_select(0, wanted), residual.index_select(0, wanted)
         return self.out(heads), residual
 
+    @property
+    def fused_op(self) -> str:
+        """The op that adds up and normalizes summands for attention (see `TakesSummands`)."""
+        return self._normed_down.fused_op
+
     def fuse_sum(self, build: BuildContext, fused: FusedCollective) -> None:
         """Take summands as x, which the norm adds up (see `TakesSummands`)."""
         self._normed_down.fuse_sum(fused)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -94,23 +94,37 @@ class MLP:
             gated = self._gate(gated)
         return self.down(gated), residual
 
+    @property
+    def fused_op(self) -> str:
+        """The op that adds up and normalizes summands for the MLP (see `TakesSummands`)."""
+        return self._normed_gate_up.fused_op
+
     def fuse_sum(self, build: BuildContext, fused: FusedCollective) -> None:
         """Take summands as x, which the norm adds up (see `TakesSummands`)."""
         gate = self._gate
         if gate is None:
-            gate = build.op(
-                f"{self.activation}_mul", size=self.down.in_size, dtype=dtype_name(build.dtype)
-            )
-            self._normed_gate_up.fuse_sum(fused, gate)
+            self._normed_gate_up.fuse_sum(fused, self._gate_of_normed(build))
             return
         if self._norm_mlp is None:
             self._normed_gate_up.fuse_sum(fused)
             return
 
-        def of_normed(x: torch.Tensor) -> torch.Tensor:
+        def of_normed(x: Activation) -> torch.Tensor:
             return self.down(gate(self.gate_up(x)))
 
         self._norm_mlp = sum_before(fused, self._norm_mlp, of_normed)
+
+    def _gate_of_normed(self, build: BuildContext) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return a function of a normalized x [T, hidden] that returns the activated gate times up [T, intermediate]."""
+        linear, size, dtype = self.gate_up, self.down.in_size, dtype_name(build.dtype)
+        if self.activation == "silu" and linear.bias is None:
+            fused = build.fused(
+                "linear_silu_mul", in_size=linear.in_size, out_size=size, dtype=dtype
+            )
+            if fused is not None:
+                return lambda x: fused(x, linear.weight)
+        gate = build.op(f"{self.activation}_mul", size=size, dtype=dtype)
+        return lambda x: gate(linear(x))
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
         """List the weights of the three projections."""

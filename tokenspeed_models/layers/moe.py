@@ -8,7 +8,7 @@ from math import comb
 
 import torch
 
-from tokenspeed_core.api import BuildContext, FusedCollective
+from tokenspeed_core.api import FUSED_OP, BuildContext, FusedCollective
 from tokenspeed_models.layers.experts import Experts
 from tokenspeed_models.layers.linear import Activation, Linear, Projection
 from tokenspeed_models.layers.norm import RMSNorm
@@ -227,6 +227,11 @@ class MoE:
             torch.cuda.current_stream().wait_stream(side)
             result += shared
         return result, residual
+
+    @property
+    def fused_op(self) -> str:
+        """The op that adds up and normalizes summands. The router reads them unquantized."""
+        return FUSED_OP
 
     def fuse_sum(self, build: BuildContext, fused: FusedCollective) -> None:
         """Take summands as x (see `TakesSummands`). Here only the norm reads them."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tokenspeed_core.api import BuildContext, FusedCollective
+from tokenspeed_core.api import FUSED_OP, BuildContext, FusedCollective
 from tokenspeed_models.layers.linear import Linear
 from tokenspeed_models.layers.ops import dtype_name
 from tokenspeed_models.layers.summed import sum_before
@@ -133,17 +133,26 @@ class NormedLinear:
         normed, residual = norm.add(x, residual)
         return self._linear(normed), residual
 
+    @property
+    def fused_op(self) -> str:
+        """The op that adds up and normalizes summands for this layer (see `TakesSummands`)."""
+        scheme = self._linear.scheme
+        if scheme is None or (self._fused is None and self._quantizing_norm is None):
+            return FUSED_OP
+        return scheme.fused.get(FUSED_OP, FUSED_OP)
+
     def fuse_sum(
-        self, fused: FusedCollective, gate: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self,
+        fused: FusedCollective,
+        gate_of_normed: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        """Take summands, and add up those of all processes. `gate` is the activation, if this layer has one.
+        """Take summands, and add up those of all processes.
+
+        `gate_of_normed` replaces this layer and the gate of its two halves, if it has one, after the norm.
 
         Without a fused op for the norm, the norm itself adds them up.
         """
         linear, quantizing = self._linear, self._quantizing_norm
-
-        def of_normed(x: torch.Tensor) -> torch.Tensor:
-            return linear(x) if gate is None else gate(linear(x))
 
         def quantize(
             x: torch.Tensor,
@@ -158,4 +167,4 @@ class NormedLinear:
 
         separate = quantize if quantizing is not None else self._fused
         if separate is not None:
-            self._fused = sum_before(fused, separate, of_normed)
+            self._fused = sum_before(fused, separate, gate_of_normed or linear)

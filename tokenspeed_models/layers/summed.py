@@ -14,19 +14,23 @@ from tokenspeed_core.api import BuildContext, FusedCollective
 class TakesSummands(Protocol):
     """A block whose input may be a summand, because the norm before it can add up those of all processes."""
 
+    @property
+    def fused_op(self) -> str:
+        """The op that adds up and normalizes summands for the block: FUSED_OP, or one that also quantizes."""
+
     def fuse_sum(self, build: BuildContext, fused: FusedCollective) -> None:
-        """Take summands [T, hidden] from now on. The norm before the block does so too."""
+        """Take summands [T, hidden] from now on. The norm before the block does so too, unless `fused` quantizes."""
 
 
 def sum_before(
     fused: FusedCollective,
     separate: Callable[..., Any],
-    of_normed: Callable[[torch.Tensor], Any] | None = None,
+    of_normed: Callable[[Any], Any] | None = None,
 ) -> Callable[..., Any]:
     """Return `separate(x, residual, weight, eps, ...) -> (result, residual)` for summands x of all processes.
 
-    Few rows are added up and normalized by one kernel; `of_normed` computes the result of the normalized rows (None:
-    they are the result). More rows are added up first.
+    Few rows are added up and normalized by one kernel; `of_normed` computes the result of the normalized rows, or of
+    their values and scales if the kernel quantizes (None: they are the result). More rows are added up first.
     """
     kernel, all_reduce, max_num_tokens = fused.kernel, fused.all_reduce, fused.max_num_tokens
 
@@ -38,4 +42,17 @@ def sum_before(
         normed, residual = kernel(x, residual, weight, eps)
         return normed if of_normed is None else of_normed(normed), residual
 
-    return run
+    if not fused.quantizes:
+        return run
+    assert of_normed is not None, "a norm alone does not quantize"
+    of_quantized = of_normed
+
+    def run_quantizing(
+        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *operands: Any
+    ) -> Any:
+        if x.shape[0] > max_num_tokens:
+            return separate(all_reduce(x), residual, weight, eps, *operands)
+        values, scales, residual = kernel(x, residual, weight, eps)
+        return of_quantized((values, scales)), residual
+
+    return run_quantizing

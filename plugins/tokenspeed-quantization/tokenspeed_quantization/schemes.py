@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenspeed_core.api import Axis, Packing, QuantizationScheme, StoredTensor
+from tokenspeed_core.api import FUSED_OP, Axis, Packing, QuantizationScheme, StoredTensor
 
 REPACK = "tokenspeed_quantization.repack"
 OUT, IN, ONE = Axis("out"), Axis("in"), Axis("out", 0)
@@ -17,6 +17,7 @@ FP8 = QuantizationScheme(
     linear="linear_fp8",
     fused={
         "add_rms_norm": "add_rms_norm_fp8",
+        FUSED_OP: "all_reduce_add_rms_norm_fp8",
         "silu_mul": "silu_mul_fp8",
         "linear": "quantize_linear_fp8",
         "add_rms_norm_linear": "add_rms_norm_linear_fp8",
@@ -31,6 +32,7 @@ FP8_BLOCK = QuantizationScheme(
     linear="linear_fp8_block",
     fused={
         "add_rms_norm": "add_rms_norm_fp8_groups",
+        FUSED_OP: "all_reduce_add_rms_norm_fp8_groups",
         "silu_mul": "silu_mul_fp8_groups",
         "moe_experts": "moe_experts_fp8_block",
     },

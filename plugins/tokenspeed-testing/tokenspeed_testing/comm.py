@@ -19,10 +19,12 @@ from torch import Tensor, distributed
 
 from tokenspeed_core.api.kernels import KernelSpec
 from tokenspeed_core.api.ops import OpContract, Tolerance
-from tokenspeed_core.api.parallel import FUSED_OP, CommGroup, ProcessGroup, TokenCounts
+from tokenspeed_core.api.parallel import CommGroup, ProcessGroup, TokenCounts
+from tokenspeed_core.kernels.installed import installed_ops
 from tokenspeed_core.kernels.select import has_module
+from tokenspeed_core.targets import load_target
 from tokenspeed_testing.cases import NotRun
-from tokenspeed_testing.shapes import contract_of
+from tokenspeed_testing.installed import installed_catalog
 
 _NUM_PROCESSES = 2
 _ROWS = (1, 7, 300)
@@ -43,11 +45,14 @@ class CommConformance:
             raise NotRun(len(_ROWS), f"the modules {', '.join(missing)}")
         if platform == "cuda" and torch.cuda.device_count() < _NUM_PROCESSES:
             raise NotRun(len(_ROWS), f"{_NUM_PROCESSES} GPUs")
+        ops = installed_ops(installed_catalog())
+        contract = ops[self.spec.op]
+        quantize = ops[contract.parts[-1]].reference if contract.parts else ""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "tokenspeed_testing.shapes"])
         reports: Any = context.Queue()
         with tempfile.TemporaryDirectory() as folder:
-            arguments = self.spec, contract_of(self.spec), platform, str(Path(folder) / "store")
+            arguments = self.spec, contract, quantize, platform, str(Path(folder) / "store")
             processes = [
                 context.Process(target=_report, args=(reports, rank, *arguments))
                 for rank in range(_NUM_PROCESSES)
@@ -74,7 +79,15 @@ def _report(reports: Any, rank: int, *arguments: Any) -> None:
         reports.put(f"process {rank}: {type(error).__name__}: {error}")
 
 
-def _check(rank: int, spec: KernelSpec, contract: OpContract, platform: str, store: str) -> None:
+def _check(
+    rank: int,
+    spec: KernelSpec,
+    contract: OpContract,
+    quantize: str,
+    platform: str,
+    store: str,
+) -> None:
+    """Check a kernel in one of two processes. `quantize` is the reference of its last part, if it has parts."""
     device = torch.device(platform, rank) if platform == "cuda" else torch.device(platform)
     if platform == "cuda":
         torch.cuda.set_device(device)
@@ -93,7 +106,7 @@ def _check(rank: int, spec: KernelSpec, contract: OpContract, platform: str, sto
     for dtype in spec.capability.dtypes:
         size = _SIZE * _NUM_PROCESSES if is_gather else _SIZE
         problem = {"num_processes": _NUM_PROCESSES, "size": size, "dtype": dtype}
-        if contract.name == FUSED_OP:
+        if "max_num_tokens" in contract.axes:
             problem["max_num_tokens"] = max(_ROWS)
         kernel = spec.factory()(problem, group)
         tolerance = contract.tolerance(dtype)
@@ -102,8 +115,9 @@ def _check(rank: int, spec: KernelSpec, contract: OpContract, platform: str, sto
                 arguments, expected = _routed(num_rows, rank, dtype, device)
                 _check_close(kernel(*arguments), expected, tolerance)
                 continue
-            if contract.name == FUSED_OP:
-                _check_norm(kernel, num_rows, rank, dtype, device, tolerance)
+            if "max_num_tokens" in contract.axes:
+                part = load_target(quantize)(problem) if quantize else None
+                _check_norm(kernel, part, num_rows, rank, dtype, device, tolerance)
                 continue
             if contract.name in _OF_TOKENS:
                 for num_others in (num_rows, 2 * num_rows + 1):
@@ -119,22 +133,37 @@ def _check(rank: int, spec: KernelSpec, contract: OpContract, platform: str, sto
 
 
 def _check_norm(
-    kernel: Any, num_rows: int, rank: int, dtype: str, device: torch.device, tolerance: Tolerance
+    kernel: Any,
+    quantize: Any,
+    num_rows: int,
+    rank: int,
+    dtype: str,
+    device: torch.device,
+    tolerance: Tolerance,
 ) -> None:
-    """Check repeated calls of the fused op. Their inputs differ, so that no call may read those of another."""
+    """Check repeated calls of an op with a norm. Their inputs differ, so that no call may read those of another.
+
+    With `quantize`, the reference of an op, the kernel returns the values and scales of the norm.
+    """
     weight = _input(1, _NUM_PROCESSES, dtype, device)[0].contiguous()
     for call in range(3):
         inputs = [_input(num_rows, each + 10 * call, dtype, device) for each in range(2)]
         residual = _input(num_rows, 99, dtype, device).clone()
         total = residual + _sum(inputs).to(residual.dtype)
-        expected = torch.rms_norm(total.float(), total.shape[-1:], None, 1e-6) * weight.float()
-        found, sums = kernel(inputs[rank], residual, weight, 1e-6)
+        norm = torch.rms_norm(total.float(), total.shape[-1:], None, 1e-6) * weight.float()
+        rounded = norm.to(total.dtype)
+        expected = (rounded,) if quantize is None else quantize(rounded)
+        *found, sums = kernel(inputs[rank], residual, weight, 1e-6)
         assert sums is residual
-        for value, wanted in ((found, expected), (sums, total.float())):
-            _check_close(value, wanted, tolerance)
-        parts = [torch.empty_like(found) for _ in range(_NUM_PROCESSES)]
-        distributed.all_gather(parts, found)
-        assert torch.equal(parts[0], parts[1]), "processes got different bits"
+        for value, wanted in zip((*found, sums), (*expected, total), strict=True):
+            assert value.dtype == wanted.dtype
+            _check_close(value, wanted.float(), tolerance)
+        for value in found:
+            # gloo does not send FP8.
+            mine = value.view(torch.uint8) if value.element_size() == 1 else value
+            parts = [torch.empty_like(mine) for _ in range(_NUM_PROCESSES)]
+            distributed.all_gather(parts, mine)
+            assert torch.equal(parts[0], parts[1]), "processes got different bits"
 
 
 def _check_close(found: Tensor, expected: Tensor, tolerance: Tolerance) -> None:

@@ -1,13 +1,16 @@
-"""All-reduce, residual addition and RMS norm in one kernel: each process writes its rows to the memory of the others.
+"""All-reduce, residual addition, RMS norm and FP8 quantization in one kernel.
 
-The values are their own signals. Every process has an inbox for the rows of each other process, which is empty at
-first: full of negative zeros. A sender replaces negative zeros by zeros. The receiver reads a value until it is not
-empty, and empties it again. So a row arrives after one transfer, without a fence or a signal after it.
+Each process writes its rows to the memory of the others. The values are their own signals: every process has an inbox
+for the rows of each other process, which is empty at first, that is, full of negative zeros. A sender replaces negative
+zeros by zeros. The receiver reads a value until it is not empty, and empties it again. So a row arrives after one
+transfer, without a fence or a signal after it.
 
 Two inboxes take turns. A sender writes to an inbox again two calls later, after it has received a row of the call
 between, which the other process sends when it has emptied the first inbox. Programs count their calls on the device:
 captured calls can replay. Each program has its own rows, and sends some ahead of those that it receives, so that
 transfers and norms overlap. Rows are added up in the order of ranks.
+
+The norm's output is rounded to the dtype before it is quantized, so that a separate kernel gives the same codes.
 
 Emptied inboxes as signals: Lamport, "Specifying concurrent program modules", 1983.
 """
@@ -16,7 +19,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import triton
@@ -26,7 +28,10 @@ from torch import Tensor, distributed
 from tokenspeed_core.api import CommGroup, Problem
 from tokenspeed_kernels.symmetric_memory import allocate
 from tokenspeed_kernels.triton import precompile
+from tokenspeed_kernels.triton.norm.rms_norm import precompile_add_norm
 from tokenspeed_kernels.triton.pdl import supports_pdl
+from tokenspeed_kernels.triton.quantize.fp8_per_group import GROUP, quantize_groups
+from tokenspeed_kernels.triton.quantize.fp8_per_token import normalized, quantize_row
 
 # Two per multiprocessor of an H100. Programs start in order, and wait only for programs of the same index.
 NUM_PROGRAMS = 256
@@ -55,12 +60,50 @@ def _inbox(
     return base + offset + index * inbox_size
 
 
+@triton.jit
+def _store_row(
+    y,
+    y_ptr,
+    scale_ptr,
+    row,
+    num_rows,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    VECTOR: tl.constexpr,
+    NUM_SCALES: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Store a float32 row y, which is zero beyond its end, unless it is beyond the last row.
+
+    NUM_SCALES: 0 stores y in the dtype of `y_ptr`. 1 quantizes it with one scale, and more with one scale per group.
+    VECTOR: values that a thread loads at once. With codes stored in the same layout, the sum of squares does not
+    depend on NUM_SCALES.
+    """
+    end = tl.where(row < num_rows, N, 0)
+    column = tl.arange(0, BLOCK_N)
+    if NUM_SCALES == 0:
+        tl.store(y_ptr + row * N + column, y.to(y_ptr.dtype.element_ty), mask=column < end)
+    elif NUM_SCALES == 1:
+        codes, scale = quantize_row(y)
+        target = tl.multiple_of(y_ptr + row * N + column, VECTOR)
+        tl.store(target, codes, mask=column < end)
+        tl.store(scale_ptr + row, scale, mask=row < num_rows)
+    else:
+        group = tl.arange(0, BLOCK_N // GROUP)
+        column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        codes, scale = quantize_groups(tl.reshape(y, (BLOCK_N // GROUP, GROUP)))
+        target = tl.multiple_of(y_ptr + row * N + column, (1, VECTOR))
+        tl.store(target, codes, mask=column < end)
+        tl.store(scale_ptr + row * NUM_SCALES + group, scale, mask=group * GROUP < end)
+
+
 @precompile.jit(do_not_specialize=["num_rows"])
 def _all_reduce_add_rms_norm(
     x_ptr,
     residual_ptr,
     weight_ptr,
     y_ptr,
+    scale_ptr,
     inboxes_ptr,
     calls_ptr,
     num_rows,
@@ -76,6 +119,8 @@ def _all_reduce_add_rms_norm(
     BLOCK_N: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     BITS: tl.constexpr,
+    NUM_SCALES: tl.constexpr,
+    GROUP: tl.constexpr,
     SEND: tl.constexpr,
     RECEIVE: tl.constexpr,
     PDL: tl.constexpr,
@@ -87,9 +132,10 @@ def _all_reduce_add_rms_norm(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     EMPTY: tl.constexpr = -(1 << (BITS.primitive_bitwidth - 1))  # negative zero
+    VECTOR: tl.constexpr = ALIGNMENT * 8 // x_ptr.dtype.element_ty.primitive_bitwidth
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_N)
-    weight = tl.load(weight_ptr + column, mask=column < N, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + column, mask=column < N, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
     call = tl.load(calls_ptr + program) + 1
@@ -112,8 +158,8 @@ def _all_reduce_add_rms_norm(
                     BITS,
                 )
                 tl.store(tl.multiple_of(inbox + row * N + column, ALIGNMENT), bits, mask=mask)
-        row = program + start
-        mask = column < tl.where((start >= 0) & (row < num_rows), N, 0)
+        row = tl.where(start >= 0, program + start, num_rows)
+        mask = column < tl.where(row < num_rows, N, 0)
         if RECEIVE:
             target = residual_ptr + row * residual_stride + column
             residual = tl.load(target, mask=mask, other=0.0)
@@ -138,9 +184,8 @@ def _all_reduce_add_rms_norm(
             )
             tl.store(target, stored, mask=mask)
             wide = stored.to(tl.float32)
-            scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / N + eps)
-            y = (wide * scale).to(residual.dtype).to(tl.float32) * weight
-            tl.store(y_ptr + row * N + column, y.to(residual.dtype), mask=mask)
+            y = normalized(stored, tl.sum(wide * wide, axis=0), weight, eps, N)
+            _store_row(y, y_ptr, scale_ptr, row, num_rows, N, BLOCK_N, VECTOR, NUM_SCALES, GROUP)
     if RECEIVE:
         tl.store(calls_ptr + program, call)
 
@@ -155,11 +200,14 @@ class SharedMemory:
     own: Tensor | None = None  # keeps this process's inboxes alive
 
 
-class FusedAllReduce:
-    """The launch parameters of the kernel for one process."""
+class _Launches:
+    """The launch parameters of the kernel for one process. Rows have `num_scales` scales, 0: they are not quantized."""
 
-    def __init__(self, problem: Problem, rank: int, memory: SharedMemory) -> None:
+    def __init__(
+        self, problem: Problem, rank: int, memory: SharedMemory, num_scales: int = 0
+    ) -> None:
         self._size, self._num_processes = problem["size"], problem["num_processes"]
+        self.num_scales = num_scales
         self._rank, self._memory = rank, memory
         self._block = triton.next_power_of_2(self._size)
         item_size = getattr(torch, problem["dtype"]).itemsize
@@ -169,14 +217,6 @@ class FusedAllReduce:
         self._num_warps = min(16, max(4, self._block // 512))
         self._pdl = supports_pdl()
 
-    def __call__(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """Return the RMS norm of the residual after the x [T, N] of all processes are added, and the residual."""
-        y = x.new_empty(x.shape)
-        self.launch(x, residual, weight, y, eps)
-        return y, residual
-
     def launch(
         self,
         x: Tensor,
@@ -184,6 +224,7 @@ class FusedAllReduce:
         weight: Tensor,
         y: Tensor,
         eps: float,
+        scale: Tensor | None = None,
         *,
         send: bool = True,
         receive: bool = True,
@@ -197,6 +238,7 @@ class FusedAllReduce:
             residual,
             weight,
             y,
+            scale,
             self._memory.inboxes,
             self._memory.calls,
             num_rows,
@@ -212,12 +254,39 @@ class FusedAllReduce:
             BLOCK_N=self._block,
             ALIGNMENT=self._alignment,
             BITS=self._bits,
+            NUM_SCALES=self.num_scales,
+            GROUP=GROUP,
             SEND=send,
             RECEIVE=receive,
             PDL=self._pdl,
             num_warps=self._num_warps,
             launch_pdl=self._pdl,
         )
+
+
+class FusedAllReduce(_Launches):
+    """The kernel of one process for a norm that is not quantized."""
+
+    def __call__(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return the RMS norm of the residual after the x [T, N] of all processes are added, and the residual."""
+        y = x.new_empty(x.shape)
+        self.launch(x, residual, weight, y, eps)
+        return y, residual
+
+
+class QuantizingAllReduce(_Launches):
+    """The kernel of one process for a norm that is quantized to FP8 (e4m3)."""
+
+    def __call__(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the codes [T, N] and scales [T, num_scales] of what `FusedAllReduce` returns, and the residual."""
+        y = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
+        scale = x.new_empty((x.shape[0], self.num_scales), dtype=torch.float32)
+        self.launch(x, residual, weight, y, eps, scale)
+        return y, scale, residual
 
 
 def num_inbox_values(problem: Problem) -> int:
@@ -231,9 +300,39 @@ def all_reduce_add_rms_norm(problem: Problem, group: CommGroup) -> FusedAllReduc
 
     Raises RuntimeError in all processes if two of them cannot address each other's memory.
     """
-    dtype, size = problem["dtype"], problem["size"]
+    kernel = FusedAllReduce(problem, group.group.rank, _allocate(problem, group))
+    precompile_add_norm(kernel, problem)
+    return kernel
+
+
+def all_reduce_add_rms_norm_fp8(problem: Problem, group: CommGroup) -> QuantizingAllReduce:
+    """Return `reduce(x [T, N], residual, weight, eps) -> (y float8_e4m3fn, scale [T, 1], residual)`.
+
+    Raises as `all_reduce_add_rms_norm` does.
+    """
+    return _quantizing(problem, group, 1)
+
+
+def all_reduce_add_rms_norm_fp8_groups(problem: Problem, group: CommGroup) -> QuantizingAllReduce:
+    """Return `reduce(x [T, N], residual, weight, eps) -> (y float8_e4m3fn, scale [T, ceil(N / 128)], residual)`.
+
+    Raises as `all_reduce_add_rms_norm` does.
+    """
+    return _quantizing(problem, group, triton.cdiv(problem["size"], GROUP))
+
+
+def _quantizing(problem: Problem, group: CommGroup, num_scales: int) -> QuantizingAllReduce:
+    memory = _allocate(problem, group)
+    kernel = QuantizingAllReduce(problem, group.group.rank, memory, num_scales)
+    precompile_add_norm(kernel, problem)
+    return kernel
+
+
+def _allocate(problem: Problem, group: CommGroup) -> SharedMemory:
+    """Allocate the memory of a kernel in all processes."""
     inbox_size = num_inbox_values(problem)
-    inboxes = allocate(group, 2 * (group.group.size - 1) * inbox_size, getattr(torch, dtype))
+    dtype = getattr(torch, problem["dtype"])
+    inboxes = allocate(group, 2 * (group.group.size - 1) * inbox_size, dtype)
     inboxes.own.fill_(-0.0)
     device = inboxes.own.device
     memory = SharedMemory(
@@ -244,7 +343,4 @@ def all_reduce_add_rms_norm(problem: Problem, group: CommGroup) -> FusedAllReduc
     )
     torch.cuda.synchronize(device)
     distributed.barrier(group.handle, device_ids=[device.index])
-    kernel = FusedAllReduce(problem, group.group.rank, memory)
-    blank = partial(precompile.blank, dtype)
-    precompile.compile_for(kernel, blank(1, size), blank(1, size), blank(size), 0.0)
-    return kernel
+    return memory

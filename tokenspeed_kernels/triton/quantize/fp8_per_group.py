@@ -24,13 +24,20 @@ GROUPS_AT_ONCE = 8  # groups per program, unless it needs the whole row
 
 
 @triton.jit
+def quantize_groups(x):
+    """Return the codes of float32 x [groups, 128], which is zero beyond the end of the row, and its scales [groups]."""
+    scale = tl.maximum(tl.max(tl.abs(x), axis=1), MIN_AMAX) / E4M3_MAX
+    y = tl.minimum(tl.maximum(x / scale[:, None], -E4M3_MAX), E4M3_MAX)
+    return y.to(tl.float8e4nv), scale
+
+
+@triton.jit
 def _store_groups(
     x, y_ptr, scale_ptr, row, group, column, N: tl.constexpr, NUM_GROUPS: tl.constexpr
 ):
     """Quantize and store float32 x [groups, 128], which is zero beyond the end of the row, and its scales."""
-    scale = tl.maximum(tl.max(tl.abs(x), axis=1), MIN_AMAX) / E4M3_MAX
-    y = tl.minimum(tl.maximum(x / scale[:, None], -E4M3_MAX), E4M3_MAX)
-    tl.store(y_ptr + row * N + column, y.to(tl.float8e4nv), mask=column < N)
+    codes, scale = quantize_groups(x)
+    tl.store(y_ptr + row * N + column, codes, mask=column < N)
     tl.store(scale_ptr + row * NUM_GROUPS + group, scale, mask=group < NUM_GROUPS)
 
 

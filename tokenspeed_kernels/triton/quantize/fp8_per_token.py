@@ -46,11 +46,18 @@ def gated(gate, up):
 
 
 @triton.jit
-def _store_quantized(x, y_ptr, scale_ptr, row, column, mask, N: tl.constexpr):
-    """Quantize and store a float32 row x, which is zero where masked, and its scale."""
+def quantize_row(x):
+    """Return the codes and the scale of a float32 row x, which is zero where masked."""
     scale = scale_of_row(x)
     y = tl.minimum(tl.maximum(x / scale, -E4M3_MAX), E4M3_MAX)
-    tl.store(y_ptr + row * N + column, y.to(tl.float8e4nv), mask=mask)
+    return y.to(tl.float8e4nv), scale
+
+
+@triton.jit
+def _store_quantized(x, y_ptr, scale_ptr, row, column, mask, N: tl.constexpr):
+    """Quantize and store a float32 row x, which is zero where masked, and its scale."""
+    codes, scale = quantize_row(x)
+    tl.store(y_ptr + row * N + column, codes, mask=mask)
     tl.store(scale_ptr + row, scale)
 
 
