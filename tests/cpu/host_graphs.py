@@ -15,6 +15,7 @@ from tokenspeed_core.worker import graphs
 from tokenspeed_core.worker.attention import AttentionGroup, Batch
 from tokenspeed_core.worker.buckets import bucket_sizes, draft_sizes
 from tokenspeed_core.worker.execute import LocalRunner
+from tokenspeed_core.worker.graph_recorder import GraphRecorder
 from tokenspeed_core.worker.staged import BucketSize
 
 
@@ -24,6 +25,10 @@ class HostGraph:
 
     stages: tuple[Callable[[], None], ...]
     prepared: list[tuple[AttentionGroup, torch.Tensor, list[Batch]]]
+    is_reset: bool = False
+
+    def reset(self) -> None:
+        self.is_reset = True
 
     def replay(self) -> None:
         for group, kv_slots, batches in self.prepared:
@@ -32,19 +37,19 @@ class HostGraph:
             stage()
 
 
-class HostRecorder:
+class HostRecorder(GraphRecorder):
     """Records stages instead of kernels."""
 
     def __init__(self, groups: Sequence[AttentionGroup]) -> None:
         self.groups = groups
+        self._graphs: list[Any] = []
 
-    def __call__(self, *stages: Callable[[], None]) -> HostGraph:
-        return HostGraph(stages, [(each, each.kv_slots, each.batches) for each in self.groups])
+    def __call__(self, *stages: Callable[[], None]) -> Any:
+        prepared = [(each, each.kv_slots, each.batches) for each in self.groups]
+        self._graphs.append(HostGraph(stages, prepared))
+        return self._graphs[-1]
 
     def synchronize(self) -> None:
-        """Do nothing."""
-
-    def release(self) -> None:
         """Do nothing."""
 
 

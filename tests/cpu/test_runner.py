@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from host_graphs import capture_decodes
 from tokenspeed_testing.plans import PlanMaker
 
 from tokenspeed_core.api.step import OutOfMemory, StepFailed, StepPlan
@@ -167,3 +168,18 @@ def test_unsupported_plan_fails_only_its_step(
     with pytest.raises(StepFailed, match="adapter"):
         runner.forward(plan)
     check_next_step(runner, expected)
+
+
+def test_closing_frees_every_captured_step(
+    make_runner: Callable[..., LocalRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = make_runner()
+    capture_decodes(runner, (1, 2), monkeypatch)
+    captured = runner._graphs
+    assert captured is not None
+    graphs = [graph for bucket in captured._buckets.values() for graph in bucket.graphs]
+    graphs += [*captured._draws.values()]
+    assert len(graphs) >= 4
+    runner.close()
+    runner.close()
+    assert all(graph.is_reset for graph in graphs)

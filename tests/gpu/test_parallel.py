@@ -80,6 +80,23 @@ def texts_of_one_engine(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return batch_texts(tmp_path_factory.mktemp("one"), 40)
 
 
+PROGRAM = """
+import time
+from tokenspeed_core import LLM
+if __name__ == "__main__":
+    llm = LLM(tensor_parallel_size=2, max_total_tokens=2048)
+    llm.generate(["1 + 1"])
+    time.sleep(5)
+    llm.shutdown()
+"""
+
+
+def test_program_exits_after_it_was_idle(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    subprocess.run([sys.executable, script], check=True, timeout=180)
+
+
 @pytest.mark.parametrize("num_prompts", [1, 40], ids=["idle", "busy"])
 @pytest.mark.parametrize("more", [(), ("--enforce-eager",)], ids=["graphs", "eager"])
 def test_two_engines_that_share_experts_give_the_tokens_of_one(

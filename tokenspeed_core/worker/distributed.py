@@ -80,6 +80,9 @@ def _store(layout: ParallelLayout, address: str) -> Any:
     if kind == "file":
         # Otherwise gloo listens on the address of the host name, which other machines may reach.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        # A thread of NCCL's group would read the file every second. The file is deleted once all ranks have met, and
+        # torch waits for a missing file until the timeout, also when the process exits.
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
         return dist.FileStore(str(Path(rest)), layout.world_size)  # type: ignore[attr-defined]
     host, _, port = rest.rpartition(":")
     return dist.TCPStore(  # type: ignore[attr-defined]
