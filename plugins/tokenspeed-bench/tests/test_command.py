@@ -455,7 +455,7 @@ def test_rows_of_another_device_are_marked(
     assert bench(["anchors", "--groups", "bf16"]) == 0
     captured = capsys.readouterr()
     assert "condition not met: measured on CPU (2 threads)" in captured.out
-    assert "the targets were measured on one H200, but this machine has no GPU" in captured.err
+    assert "the targets were measured on H200s, but this machine has no GPU" in captured.err
 
 
 def test_anchors_write_one_plot_and_json_to_stdout(

@@ -1,4 +1,4 @@
-"""Targets on one H200: vLLM's figure, our minimum and goal, and the lower bound, per row.
+"""Targets on H200s: vLLM's figure, our minimum and goal, and the lower bound, per row. The group "tp" has two.
 
 vLLM 0.26.0, torch 2.11.0+cu130, dummy weights, greedy, the same traffic, best of 3 (2026-11-20).
 Lower bounds are bytes over 4.5 TB/s or FLOPs over 804 TFLOP/s (BF16) and 1,500 TFLOP/s (FP8), rates
@@ -36,6 +36,7 @@ class Row:
     floor: float | None = None
     users: int | None = None
     quantization: str | None = None
+    num_processes: int = 1  # --tensor-parallel-size
 
     def is_rate(self) -> bool:
         """Return whether more is better."""
@@ -78,9 +79,10 @@ def _offline(
     floor: float | None = None,
 ) -> Row:
     traffic = START if name == "start" else {"name": name, **parameters_of(name)}
-    quantization = "fp8" if group == "fp8" else None
     return Row(
-        group, "offline", shape, traffic, metric, peer, must, aim, floor, quantization=quantization
+        *(group, "offline", shape, traffic, metric, peer, must, aim, floor),
+        quantization="fp8" if group == "fp8" else None,
+        num_processes=2 if group == "tp" else 1,
     )
 
 
@@ -128,6 +130,11 @@ ROWS: tuple[Row, ...] = (
     _offline("mla", "deepseek-v2-lite", "prefill", "prompt_per_s", 88685, 98000, 120000),
     _offline("mla", "deepseek-v2-lite", "agentic", "s", 5.16, 3.9, 3.2),
     _offline("mla", "deepseek-v2-lite", "start", "s", 147, 30, 15),
+    _offline("tp", "qwen3-32b", "latency", "ms_per_output", 11.01, 8.9, 8.0, 7.1),
+    _offline("tp", "qwen3-32b", "throughput", "out_per_s", 4870, 5600, 6200),
+    _offline("tp", "qwen3-32b", "prefill", "prompt_per_s", 17277, 19000, 21000, 25000),
+    _offline("tp", "qwen3-32b", "agentic", "s", 15.03, 12.0, 10.5),
+    _offline("tp", "qwen3-32b", "start", "s", 63.5, 40, 25),
 )
 GROUPS = tuple(dict.fromkeys(row.group for row in ROWS))
 HTTP_LOADS = {
@@ -142,13 +149,16 @@ def rows_of(result: Mapping[str, Any], run: Mapping[str, Any]) -> Sequence[Row]:
     """Return the rows that match a run: same shape, quantization, traffic and device."""
     if DEVICE not in str(result.get("device", "")):
         return ()
-    quantization = result.get("settings", {}).get("quantization")
+    settings = result.get("settings", {})
+    quantization = settings.get("quantization")
+    num_processes = int(settings.get("tensor_parallel_size", 1))
     return [
         row
         for row in ROWS
         if row.kind == result["kind"]
         and row.shape == result.get("shape")
         and row.quantization == quantization
+        and row.num_processes == num_processes
         and row.traffic == run["traffic"]
         and row.users == run.get("pace", {}).get("users")
         and run.get("pace", {}).get("rate") is None

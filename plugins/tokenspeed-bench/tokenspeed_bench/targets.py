@@ -34,6 +34,10 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "http": ("serve", "--shape", "qwen3-0.6b"),
     "moe": ("all", "--shape", "qwen3-30b-a3b"),
     "mla": ("all", "--shape", "deepseek-v2-lite"),
+    "tp": (
+        *("all", "--shape", "qwen3-32b", "--tensor-parallel-size", "2"),
+        "--enable-allreduce-fusion",
+    ),
 }
 CACHES = (
     "TRITON_CACHE_DIR",
@@ -60,7 +64,7 @@ def measure(words: Sequence[str]) -> int:
     whole = results.new("anchors", "", None, {})
     if DEVICE not in str(whole["gpus"]):
         warn(
-            f"the targets were measured on one {DEVICE}, but this machine has {whole['gpus'] or 'no GPU'}. The models "
+            f"the targets were measured on {DEVICE}s, but this machine has {whole['gpus'] or 'no GPU'}. The models "
             "have billions of weights. Press Ctrl-C to stop; `tokenspeed bench all` measures any model."
         )
     del whole["runs"]
@@ -160,7 +164,7 @@ def _described(row: Row, value: float | None, why: str) -> dict[str, Any]:
 def failed_conditions(whole: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each condition that failed."""
     if DEVICE not in str(whole["device"]):
-        yield f"condition not met: measured on {whole['device']}, but the targets are for one {DEVICE}"
+        yield f"condition not met: measured on {whole['device']}, but the targets are for {DEVICE}s"
     for part, run in runs_of(whole):
         figures, name = run["figures"], f"{part['shape']} {run['traffic']['name']}"
         share, ratio = figures.get("event_share"), figures.get("first_over_median")
