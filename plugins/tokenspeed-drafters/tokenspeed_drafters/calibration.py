@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 
 _NUM_LENGTHS, _NUM_SHARES = 7, 4
@@ -39,6 +40,15 @@ def cell_of(source: Source, context_length: int, share: float) -> int:
     return (source * _NUM_LENGTHS + length) * _NUM_SHARES + bucket
 
 
+_AGREED = {source: [cell_of(source, length, 1.0) for length in range(18)] for source in Source}
+
+
+def agreed_cells(source: Source, context_length: int, count: int) -> list[int]:
+    """Return the indices of `count` tokens that all votes are for. The context of the first has a given length."""
+    cells = _AGREED[source][context_length : context_length + count]
+    return cells + _AGREED[source][-1:] * (count - len(cells))
+
+
 class Calibration:
     """The share of right tokens of each cell."""
 
@@ -52,11 +62,17 @@ class Calibration:
         self._rights = [_PRIOR_WEIGHT * each for each in self.probabilities]
         self._totals = [_PRIOR_WEIGHT] * len(self.probabilities)
 
-    def observe(self, cell: int, *, is_right: bool) -> None:
-        """Record whether a token of a cell was right, given that all draft tokens before it were."""
-        if self._totals[cell] >= _MAX_WEIGHT:
-            self._totals[cell] /= 2
-            self._rights[cell] /= 2
-        self._totals[cell] += 1.0
-        self._rights[cell] += is_right
-        self.probabilities[cell] = self._rights[cell] / self._totals[cell]
+    def observe(self, cells: Sequence[int], num_right: int, *, has_wrong: bool) -> None:
+        """Record that the first tokens of a draft were right, and whether the next one was wrong.
+
+        `cells` are those of its tokens.
+        """
+        totals, rights = self._totals, self._rights
+        for place in range(num_right + has_wrong):
+            cell = cells[place]
+            if totals[cell] >= _MAX_WEIGHT:
+                totals[cell] /= 2
+                rights[cell] /= 2
+            totals[cell] += 1.0
+            rights[cell] += place < num_right
+            self.probabilities[cell] = rights[cell] / totals[cell]

@@ -144,9 +144,13 @@ class MatchIndex:
 
     def continuation(self, position: int, num_tokens: int) -> list[int]:
         """Return up to `num_tokens` tokens from a position on. At the end of the text they repeat from the position."""
-        if position < self.oldest or position >= self.num_tokens:
+        num_left, capacity = self.num_tokens - position, self._capacity
+        if num_left <= 0 or num_left > capacity or position < 0:
             return []
-        num_left = self.num_tokens - position
+        at = position & (capacity - 1)
+        if num_tokens <= num_left and at + num_tokens <= capacity:
+            direct: list[int] = self._tokens[at : at + num_tokens].tolist()
+            return direct
         found = self._slice(position, min(num_tokens, num_left))
         while len(found) < num_tokens:
             found += found[: num_tokens - len(found)] if len(found) >= num_left else []
@@ -169,6 +173,9 @@ class MatchIndex:
         """Return how many tokens up to and with a position equal the end of the context."""
         mask, tokens = self._capacity - 1, self._tokens
         limit = min(len(context), MAX_CONTEXT, position - self.oldest + 1)
+        start = (position & mask) + 1 - limit
+        if start >= 0 and tokens[start : start + limit].tolist() == context[-limit:]:
+            return limit
         length = 1  # the caller compared the last token
         while length < limit and tokens[(position - length) & mask] == context[-1 - length]:
             length += 1

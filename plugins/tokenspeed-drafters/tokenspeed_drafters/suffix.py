@@ -15,7 +15,7 @@ import numpy as np
 
 from tokenspeed_core.api import DrafterContext, Drafts
 from tokenspeed_drafters.arrays import I32
-from tokenspeed_drafters.calibration import Calibration, Source, cell_of
+from tokenspeed_drafters.calibration import Calibration, Source, agreed_cells, cell_of
 from tokenspeed_drafters.match_index import (
     BYTES_PER_TOKEN,
     MAX_CONTEXT,
@@ -124,7 +124,7 @@ class FollowedMatches:
     @property
     def length(self) -> int:
         """Length of the longest match."""
-        return max((each.length for each in self.occurrences), default=0)
+        return max([each[1] for each in self.occurrences], default=0)
 
     def follow(self, new_tokens: list[int]) -> Deviation | None:
         """Advance over new tokens; drop occurrences that continued otherwise.
@@ -173,7 +173,12 @@ def vote(matches: FollowedMatches, calibration: Calibration, limit: int) -> Draf
     cells: list[int] = []
     probabilities: list[float] = []
     num_expected, probability = 0.0, 1.0
-    for i in range(limit if continuations else 0):
+    if not continuations:
+        return _NO_DRAFT
+    first = continuations[0][1]
+    if all(tokens == first for _, tokens in continuations):
+        return _agreed(first, matches.source, longest, calibration)
+    for i in range(limit):
         token, share = _most_voted(continuations, i)
         if token == SEPARATOR:
             break
@@ -191,11 +196,30 @@ def vote(matches: FollowedMatches, calibration: Calibration, limit: int) -> Draf
     return Draft(token_ids, probabilities, cells, num_expected)
 
 
+def _agreed(token_ids: list[int], source: Source, length: int, calibration: Calibration) -> Draft:
+    """Return the continuation of all occurrences, of which the longest has a given length."""
+    if SEPARATOR in token_ids:
+        token_ids = token_ids[: token_ids.index(SEPARATOR)]
+    cells = agreed_cells(source, length, len(token_ids))
+    probabilities = list(map(calibration.probabilities.__getitem__, cells))
+    num_expected, probability = 0.0, 1.0
+    for i, estimate in enumerate(probabilities):
+        probability *= estimate
+        if probability < MIN_PROBABILITY:
+            return Draft(token_ids[:i], probabilities[:i], cells[:i], num_expected)
+        num_expected += probability
+    return Draft(token_ids, probabilities, cells, num_expected)
+
+
 def _most_voted(continuations: list[tuple[int, list[int]]], i: int) -> tuple[int, float]:
     """Return token i with the most votes, and its share of them. SEPARATOR: all continuations have ended."""
     if len(continuations) == 1:
         tokens = continuations[0][1]
         return (tokens[i] if i < len(tokens) else SEPARATOR), 1.0
+    tokens = [each[1][i] if i < len(each[1]) else SEPARATOR for each in continuations]
+    token = tokens[0]
+    if tokens.count(token) == len(tokens):
+        return token, 1.0
     votes: dict[int, int] = {}
     for weight, tokens in continuations:
         if i < len(tokens):
@@ -235,9 +259,11 @@ class SuffixSequence:
         """Return a draft of at most `limit` tokens; it may be empty."""
         self._learn()
         self._follow()
-        own = vote(self._own, self._calibration, limit)
-        answers = vote(self._answers, self._calibration, limit)
-        self._draft = answers if answers.num_expected > own.num_expected else own
+        self._draft = vote(self._own, self._calibration, limit)
+        if self._answers.occurrences:
+            answers = vote(self._answers, self._calibration, limit)
+            if answers.num_expected > self._draft.num_expected:
+                self._draft = answers
         return self._draft
 
     def answer(self) -> I32:
@@ -247,32 +273,36 @@ class SuffixSequence:
 
     def _learn(self) -> None:
         """Compare the last draft with the tokens that came."""
-        observe = self._calibration.observe
-        for cell, token, new in zip(
-            self._draft.cells, self._draft.token_ids, self._new_tokens, strict=False
-        ):
-            observe(cell, is_right=token == new)
-            if token != new:
-                break
-        self._draft = _NO_DRAFT
+        draft, self._draft = self._draft, _NO_DRAFT
+        if draft is _NO_DRAFT:
+            return
+        num_right = _num_equal(draft.token_ids, self._new_tokens)
+        num_known = min(len(draft.token_ids), len(self._new_tokens))
+        self._calibration.observe(draft.cells, num_right, has_wrong=num_right < num_known)
 
     def _follow(self) -> None:
         """Advance all matches over the new tokens, and search again if longer matches are possible."""
         new_tokens, own, answers = self._new_tokens, self._own, self._answers
-        context = own.index.last(MAX_CONTEXT)
         self._new_tokens = []
         if new_tokens:
-            self._deviations = [
-                Deviation(each.position, each.num_after + len(new_tokens))
-                for each in self._deviations
-            ]
+            if self._deviations:
+                self._deviations = [
+                    Deviation(each.position, each.num_after + len(new_tokens))
+                    for each in self._deviations
+                ]
             deviation = own.follow(new_tokens)
             if deviation is not None:
                 self._deviations = [deviation, *self._deviations[:1]]
-            answers.follow(new_tokens)
-        if answers.length < _EXACT_LENGTH:
+            if answers.occurrences:
+                answers.follow(new_tokens)
+        has_exact = own.length >= _EXACT_LENGTH
+        needs_answers = answers.index.num_tokens and answers.length < _EXACT_LENGTH
+        if has_exact and not needs_answers:
+            return
+        context = own.index.last(MAX_CONTEXT)
+        if needs_answers:
             answers.occurrences = answers.index.find(own.index.hashes, context)
-        if own.length >= _EXACT_LENGTH:
+        if has_exact:
             return
         found = own.index.find(own.index.hashes, context)
         if found and found[0].length > max(own.length, _LOCAL_LENGTH):
@@ -308,6 +338,8 @@ class SuffixSequence:
 
 def _num_equal(one: list[int], other: list[int]) -> int:
     """Return the number of equal tokens at the start."""
+    if one == other[: len(one)]:
+        return len(one)
     for i, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
             return i
