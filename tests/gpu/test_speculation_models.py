@@ -112,10 +112,10 @@ def note_sizes(runner: LocalRunner, patch: pytest.MonkeyPatch) -> list[BucketSiz
     if runner._graphs is not None:
         upload = runner._graphs._upload
 
-        def note(bucket: Any, plan: Any) -> None:
+        def note(bucket: Any, plan: Any) -> bytes:
             if plan.next_drafts is not None:
                 used.append(bucket.layout.size)
-            upload(bucket, plan)
+            return upload(bucket, plan)
 
         patch.setattr(runner._graphs, "_upload", note)
     return used

@@ -28,13 +28,20 @@ class SharedBuffers:
         self.seq_lens = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self.new_positions = torch.zeros(num_sampled, dtype=torch.int64, device=device)
         self.ids = torch.zeros(num_sampled, dtype=torch.int32, device=device)
-        self.num_new = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        # With draft tokens, the host gets the ids and the numbers of new tokens in one copy.
+        self._verified = torch.zeros(
+            _aligned(num_rows) + num_sampled, dtype=torch.int32, device=device
+        )
         self.places = torch.arange(num_sampled, device=device)
         self.tables = [torch.zeros_like(table[:1]).repeat(num_rows, 1) for table in state.tables]
         self.kv_slots = [
             torch.zeros(num_tokens, dtype=torch.int64, device=device) for _ in state.tables
         ]
         self.logits: torch.Tensor | None = None  # allocated by the first capture, the largest
+
+    def verified(self, size: BucketSize) -> torch.Tensor:
+        """Return the results of a bucket with draft tokens, int32: new tokens of each row, padding, and ids."""
+        return self._verified[: _aligned(size.num_rows) + size.num_sampled]
 
     def of(self, size: BucketSize, columns: Columns) -> StepBuffers:
         """Return a bucket's views."""
@@ -50,6 +57,11 @@ class SharedBuffers:
             tables=[table[: size.num_rows] for table in self.tables],
             kv_slots=[kv_slots[: size.num_tokens] for kv_slots in self.kv_slots],
         )
+
+
+def _aligned(num_rows: int) -> int:
+    """Return a number of int32 after which an address is aligned to 16 bytes."""
+    return -(-num_rows // 4) * 4
 
 
 def captured_group_inputs(

@@ -364,7 +364,7 @@ class LocalRunner:
                     graph.choose_again(bool(asked & DRAWS))
                 elif asked & DRAWS:
                     graph.draw()
-                step.at, step.num_new = graph.at, graph.num_new
+                step.at, step.num_new, step.verified = graph.at, graph.num_new, graph.verified
                 step.fetch_to_host(self._transfer, graph.ids)
                 return graph.ids
             logits = graph.logits()

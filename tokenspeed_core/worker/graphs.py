@@ -36,6 +36,8 @@ from tokenspeed_core.worker.transfer import PinnedRing
 
 # Words of a chunk: its length, its sampling parameters, and a few blocks more than its tokens fill.
 _WORDS_OF_CHUNK = 16
+_HAS_CAPACITY = b"\xff\xff\xff\xff"  # no number of query tokens, so that keys differ
+_MAX_KNOWN = 64  # launches that a bucket with draft tokens keeps
 
 
 class StepGraphs:
@@ -127,13 +129,13 @@ class StepGraphs:
     def run(self, bucket: Bucket, plan: StepPlan) -> GraphLaunch:
         """Launch a step that a bucket holds. It has no rows if only other engines have some."""
         size = bucket.layout.size
-        self._upload(bucket, plan)
+        key = self._upload(bucket, plan)
         bucket.graphs[0].replay()
         if self._needs_prepare:
             self._prepare(bucket)
             bucket.graphs[1].replay()
         if bucket.drafts is not None:
-            return self._draft_launch(bucket, bucket.drafts, plan)
+            return self._draft_launch(bucket, bucket.drafts, plan, key)
         if not size.num_chunks:
             return self._decode_launch(bucket, plan)
         sampled = np.flatnonzero(plan.wants_logits)
@@ -173,11 +175,23 @@ class StepGraphs:
         again = partial(self._stages.choose_again, bucket)
         return GraphLaunch(rows, ids, None, bucket.logits, bucket.draw, again)
 
-    def _draft_launch(self, bucket: Bucket, drafts: DraftRows, plan: StepPlan) -> GraphLaunch:
+    def _draft_launch(
+        self, bucket: Bucket, drafts: DraftRows, plan: StepPlan, key: bytes
+    ) -> GraphLaunch:
+        """Return the launch of decodes with draft tokens. Steps with the same `key` have the same rows."""
+        launch = bucket.known.get(key)
+        if launch is None:
+            if len(bucket.known) >= _MAX_KNOWN:
+                bucket.known.clear()
+            launch = bucket.known[key] = self._verifying_launch(bucket, drafts, plan)
+        follow = self._follow_of(bucket, plan, launch.rows, None)
+        return launch if follow is None else replace(launch, follow=follow)
+
+    def _verifying_launch(self, bucket: Bucket, drafts: DraftRows, plan: StepPlan) -> GraphLaunch:
         num_tokens, num_rows = plan.num_tokens, plan.num_rows
         rows = SamplingRows(
-            np.repeat(self._plan_rows[:num_rows], plan.num_query_tokens),
-            np.repeat(plan.slots, plan.num_query_tokens),
+            self._plan_rows[:num_rows].repeat(plan.num_query_tokens),
+            plan.slots.repeat(plan.num_query_tokens),
             bucket.slots[:num_tokens],
             bucket.buffers.new_positions[:num_tokens],
             bucket.buffers.token_ids,
@@ -192,7 +206,7 @@ class StepGraphs:
             bucket.draw,
             partial(self._stages.choose_again, bucket),
             bucket.num_new[:num_rows],
-            self._follow_of(bucket, plan, rows, None),
+            bucket.verified[: len(bucket.verified) - len(bucket.ids) + num_tokens],
         )
 
     def _follow_of(
@@ -209,8 +223,11 @@ class StepGraphs:
         num_words = per_group * len(self._context.groups) + _WORDS_OF_CHUNK * size.num_chunks
         return num_words + size.num_draft_tokens
 
-    def _upload(self, bucket: Bucket, plan: StepPlan) -> None:
-        """Copy a plan to the device. Copy nothing if the device has exactly these decodes already."""
+    def _upload(self, bucket: Bucket, plan: StepPlan) -> bytes:
+        """Copy a plan to the device. Copy nothing if the device has exactly these decodes already.
+
+        Returns a key of the rows of decodes: their slots, query tokens, and the capacity for a draft model.
+        """
         layout, state = bucket.layout, self._context.state
         words, values = state.layout.writes(plan)
         if len(words) > layout.num_words:
@@ -221,20 +238,22 @@ class StepGraphs:
         if bucket.drafts is not None:
             rows += plan.num_query_tokens.tobytes()
         if plan.next_drafts is not None:
-            rows += plan.next_drafts.capacity.tobytes()
+            rows += plan.next_drafts.capacity.tobytes() + _HAS_CAPACITY
         if self._counts is not None:
             rows += self._counts.tobytes()
         uploaded = None if layout.size.num_chunks else (layout.size, rows)
         if uploaded is not None and not len(words) and uploaded == self._uploaded:
-            return
+            return rows
         num_bytes = bucket.staged.nbytes
         pinned, host, event = self._ring.take(num_bytes)
+        key = None if uploaded is None or bucket.drafts is None else rows
         layout.fill(
-            host[:num_bytes].view(np.int64), plan, words, values, state.layout, self._counts
+            host[:num_bytes].view(np.int64), plan, words, values, state.layout, self._counts, key
         )
         bucket.staged.copy_(pinned[:num_bytes].view(torch.int64), non_blocking=True)
         event.record()
         self._uploaded = uploaded
+        return rows
 
     def _prepare(self, bucket: Bucket) -> None:
         for group, inputs in zip(self._context.groups, bucket.inputs, strict=True):
@@ -332,11 +351,15 @@ class StepGraphs:
             )
         )
         slots = columns["token_slots"] if has_drafts else columns["slots"]
-        ids, num_new = self._buffers.ids[: size.num_sampled], self._buffers.num_new[: size.num_rows]
+        verified = self._buffers.verified(size)
+        holder = verified if has_drafts else self._buffers.ids[: size.num_sampled]
+        ids, num_new = holder[-size.num_sampled :], verified[: size.num_rows]
         drafts = None
         if has_drafts:
             drafts = DraftRows.staged(columns, buffers.seq_lens, self._context.max_drafts)
-        bucket = Bucket(layout, staged, columns, buffers, inputs, slots, ids, num_new, drafts)
+        bucket = Bucket(
+            layout, staged, columns, buffers, inputs, slots, ids, num_new, verified, drafts
+        )
         if "counts" in columns:
             bucket.padding = SharedPadding(size, columns["counts"])
         return bucket

@@ -31,6 +31,9 @@ class LaunchedStep:
     at: I64 | None = None
     fetch: Fetch | None = None
     num_new: torch.Tensor | None = None  # with drafts, the new tokens of each row that samples
+    verified: torch.Tensor | None = (
+        None  # a buffer that starts with `num_new` and ends with the chosen tokens
+    )
     target: TargetStep | None = None  # the draft model follows the step
     drafts: Fetch | None = None  # its draft tokens for the next step
     logprobs: RawLogprobs | None = None
@@ -40,6 +43,11 @@ class LaunchedStep:
         """Start to copy the chosen tokens, int32 [R], and all log-probabilities to the host."""
         found = (self.logprobs, self.prompt)
         others = [tensor for each in found if each is not None for tensor in each.tensors()]
+        if others:
+            self.verified = None
+        if self.verified is not None:
+            self.fetch = transfer.fetch_ids(self.verified)
+            return
         if self.num_new is not None:
             others.insert(0, self.num_new)
         self.fetch = transfer.fetch((ids, *others)) if others else transfer.fetch_ids(ids)
@@ -48,6 +56,10 @@ class LaunchedStep:
         """Wait for the step. Returns the arrays of `fetch_to_host`, then the draft tokens if they were fetched."""
         assert self.fetch is not None, "a step is sampled before it is collected"
         arrays = self.fetch()
+        if self.verified is not None:
+            assert self.rows is not None and self.num_new is not None, "draft tokens were verified"
+            (verified,) = arrays
+            arrays = [verified[-len(self.rows.plan_rows) :], verified[: len(self.num_new)]]
         if self.drafts is not None:
             arrays += self.drafts()
         return arrays

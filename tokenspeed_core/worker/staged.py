@@ -16,6 +16,7 @@ import torch
 from tokenspeed_core.api.step import I32, I64, StepPlan
 from tokenspeed_core.worker.slots import SlotLayout
 
+_MAX_KNOWN = 64  # buffers that a layout keeps
 _NONE = np.zeros(0, np.int32)
 _NO_ROWS = StepPlan(-1, 0, _NONE, _NONE, _NONE, _NONE.astype(bool), _NONE, _NONE, (), None)
 
@@ -108,6 +109,7 @@ class StagedLayout:
         self.wide, self.middle = _place(wide)
         self.narrow, length = _place(narrow)
         self.num_int64 = self.middle + -(-length // 2)
+        self._known: dict[bytes, I64] = {}  # buffers of earlier plans, by their keys
 
     def columns(self, staged: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """Return views of the columns in an uploaded buffer, int64 [num_int64]."""
@@ -124,14 +126,31 @@ class StagedLayout:
         values: I32,
         state: SlotLayout,
         counts: I32 | None = None,
+        key: bytes | None = None,
     ) -> None:
-        """Write a plan, the words of the state that it changes, and the `counts` of all engines."""
+        """Write a plan, the words of the state that it changes, and the `counts` of all engines.
+
+        Plans with the same `key` are equal, except for these words.
+        """
+        known = None if key is None else self._known.get(key)
+        if known is not None:
+            host[:] = known
+        else:
+            self._fill_rows(host, plan, state, counts)
+            if key is not None:
+                if len(self._known) >= _MAX_KNOWN:
+                    self._known.clear()
+                self._known[key] = host.copy()
+        num_words = len(words)
+        all_words = host[self.wide["words"]]
+        all_values = host[self.middle :].view(np.int32)[self.narrow["values"]]
+        all_words[:num_words], all_words[num_words:] = words, state.padding[1]
+        all_values[:num_words], all_values[num_words:] = values, 0
+
+    def _fill_rows(self, host: I64, plan: StepPlan, state: SlotLayout, counts: I32 | None) -> None:
         size, middle, padding = self.size, plan.num_decodes, state.padding
         narrow = host[self.middle :].view(np.int32)
         narrow[:] = 0
-        all_words = host[self.wide["words"]]
-        all_words[: len(words)], all_words[len(words) :] = words, padding[1]
-        narrow[self.narrow["values"]][: len(values)] = values
         slots, advance = host[self.wide["slots"]], narrow[self.narrow["advance"]]
         slots[:middle], slots[middle:] = plan.slots[:middle], padding[0]
         advance[:middle] = plan.num_query_tokens[:middle]
