@@ -66,6 +66,7 @@ class KeptTokens:
     num_tokens: I32
     token_ids: I32
     rows: I64  # the row of each token
+    offsets: I64  # the place of each token in its row
     finish: I32  # FinishReason of each row
 
 
@@ -77,7 +78,7 @@ def collect(columns: SlotColumns, flight: StepInFlight, result: StepResult) -> C
     slots = plan.slots[plan_rows]
     num_tokens = counts[plan_rows]
     columns.num_bound[slots] -= flight.max_new_tokens[plan_rows] - num_tokens
-    if len(plan_rows) == len(counts) == len(result.token_ids):
+    if len(plan_rows) == len(counts):
         token_ids = result.token_ids
     else:
         starts = (np.cumsum(counts) - counts)[plan_rows]
@@ -87,8 +88,7 @@ def collect(columns: SlotColumns, flight: StepInFlight, result: StepResult) -> C
     room = columns.max_len[slots] - num_known
     kept = cut_at_end(num_tokens, token_ids, room, columns.stop_ids[slots])
     rows = kept.rows
-    positions = num_known[rows] + _offsets(kept.num_tokens, len(rows))
-    columns.tokens[slots[rows], positions] = kept.token_ids
+    columns.tokens[slots[rows], num_known[rows] + kept.offsets] = kept.token_ids
     columns.num_known[slots] = num_known + kept.num_tokens
     num_cached = columns.num_cached[slots]
     columns.num_cached[slots[kept.num_tokens > 0]] = 0
@@ -110,24 +110,23 @@ def cut_at_end(num_tokens: I32, token_ids: I32, room: I32, stop_ids: I32) -> Kep
     dropped: its row had no finite logit. `room` [N] is how many tokens a sequence can still get, `stop_ids` [N, W] its
     stop tokens, padded with -1.
     """
-    rows = _rows(num_tokens, len(token_ids))
+    rows, offsets = _rows_and_offsets(num_tokens, len(token_ids))
     finish = np.zeros(len(num_tokens), np.int32)
     finish[num_tokens >= room] = FinishReason.LENGTH
     num_kept = np.minimum(num_tokens, room)
     is_stop = (token_ids[:, None] == stop_ids[rows]).any(axis=1) | (token_ids < 0)
     if is_stop.any():
-        position = _offsets(num_tokens, len(rows))
         # Ascending, so that the first stop of a row comes first; later stops are then past the row's end.
         for i in np.flatnonzero(is_stop):
             row = rows[i]
-            if position[i] < num_kept[row]:
+            if offsets[i] < num_kept[row]:
                 has_failed = token_ids[i] < 0
-                num_kept[row] = position[i] + (0 if has_failed else 1)
+                num_kept[row] = offsets[i] + (0 if has_failed else 1)
                 finish[row] = FinishReason.ERROR if has_failed else FinishReason.STOP
     if (num_kept == num_tokens).all():
-        return KeptTokens(num_tokens, token_ids, rows, finish)
-    keep = _offsets(num_tokens, len(rows)) < num_kept[rows]
-    return KeptTokens(num_kept.astype(np.int32), token_ids[keep], rows[keep], finish)
+        return KeptTokens(num_tokens, token_ids, rows, offsets, finish)
+    keep = offsets < num_kept[rows]
+    return KeptTokens(num_kept.astype(np.int32), token_ids[keep], rows[keep], offsets[keep], finish)
 
 
 def rows_without_slot(collected: Collected, result: StepResult) -> Iterator[tuple[int, I32]]:
@@ -239,11 +238,16 @@ def _select(logprobs: StepLogprobs, counts: I32, tokens: NewTokens) -> StepLogpr
     )
 
 
-def _rows(counts: I32, total: int) -> I64:
-    """Return each row's index `counts[row]` times; `total` is their sum."""
+def _rows_and_offsets(counts: I32, total: int) -> tuple[I64, I64]:
+    """Return the row of each token and its place there. Row i has `counts[i]` tokens; `total` is their sum."""
     if total == len(counts) and counts.all():  # one each
-        return np.arange(total)
-    return np.repeat(np.arange(len(counts)), counts)
+        return np.arange(total), np.zeros(total, np.int64)
+    if len(counts) == 1:
+        return np.zeros(total, np.int64), np.arange(total)
+    starts = counts.cumsum(dtype=np.int64)
+    starts -= counts
+    rows = np.arange(len(counts)).repeat(counts)
+    return rows, np.arange(total) - starts[rows]
 
 
 def _offsets(counts: I32, total: int) -> I64:

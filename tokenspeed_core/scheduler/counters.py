@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
+
 from tokenspeed_core.api.step import I32, StepPlan
 from tokenspeed_core.engine.stats import (
     HOST_BOUNDS,
@@ -58,11 +60,15 @@ class EngineCounters:
 
     def verify(self, num_drafts: I32, num_accepted: I32) -> None:
         """Count the draft tokens of the rows that had any, and those that were accepted."""
-        self._num_draft_rows += len(num_drafts)
-        self._num_draft_tokens += int(num_drafts.sum())
-        self._num_accepted += [0] * (int(num_drafts.max()) - len(self._num_accepted))
-        for position in range(int(num_accepted.max())):
-            self._num_accepted[position] += int((num_accepted > position).sum())
+        drafts, total = num_drafts.tolist(), self._num_accepted
+        self._num_draft_rows += len(drafts)
+        self._num_draft_tokens += sum(drafts)
+        total += [0] * (max(drafts) - len(total))
+        num_rows = np.bincount(num_accepted).tolist()  # by their accepted tokens
+        num_more = len(drafts)
+        for position in range(len(num_rows) - 1):
+            num_more -= num_rows[position]
+            total[position] += num_more
 
     def finish_step(self, plan: StepPlan, num_output_tokens: int, seconds: float) -> None:
         """Count a collected step and the host time since the previous one."""
