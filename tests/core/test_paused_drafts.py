@@ -11,7 +11,7 @@ from tokenspeed_testing.requests import request
 from tokenspeed_core.api.drafters import Drafts
 from tokenspeed_core.api.step import I32, StepResult
 from tokenspeed_core.scheduler import drafts as drafts_module
-from tokenspeed_core.scheduler.draft_depth import AdaptiveDepth
+from tokenspeed_core.scheduler.draft_depth import MAX_LOSS, AdaptiveDepth
 from tokenspeed_core.scheduler.drafts import FinishedStep
 
 NUM_SEQUENCES = 3
@@ -127,12 +127,15 @@ def test_few_sequences_begin_before_a_step(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_account_limits_the_time_to_begin_and_end_sequences() -> None:
     depth = AdaptiveDepth(4, 3)
-    for _ in range(8):
+    for _ in range(100):
         depth.finish_step(FinishedStep(4, 4, 0, 0.5))
     before = depth.max_seconds(4)
     assert before == pytest.approx(0.5 * depth.account.balance)
     assert depth.max_drafts(4) == 3
     depth.spend(2.0)
-    depth.finish_step(FinishedStep(4, 4, 0, 0.5))
-    assert depth.max_seconds(4) == pytest.approx(before - 2.0 + 0.005)
+    depth.finish_step(FinishedStep(4, 4, 0, 2.5))
+    assert depth.max_seconds(4) == pytest.approx(before - 2.0 + 0.5 * MAX_LOSS)
     assert depth.max_drafts(4) == 0, "the account has nothing left to lose"
+    for _ in range(round(4 / MAX_LOSS)):
+        depth.finish_step(FinishedStep(4, 4, 0, 0.5))
+    assert depth.max_drafts(4) == 3

@@ -84,6 +84,9 @@ def serve(
     if captures:
         captured = capture_decodes(runner, captures, patch, with_prompts=True)
         started.engine._depth = 2
+        if started.engine.scheduler.drafts is not None:
+            depth: Any = started.engine.scheduler.drafts._depth
+            depth.account.pause = 0  # the outputs are short
     delay = delays[rank] if delays else 0
 
     def submit() -> None:

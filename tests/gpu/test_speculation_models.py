@@ -233,7 +233,7 @@ def test_depth_follows_the_measured_times(name: str) -> None:
         ) as llm:
             outputs = llm.generate(
                 [{"prompt_token_ids": ids} for ids in prompts(12)],
-                SamplingParams(temperature=0, max_tokens=64),
+                SamplingParams(temperature=0, max_tokens=160),  # drafts are tried after 100 steps
                 use_tqdm=False,
             )
             answers.append([list(each.outputs[0].token_ids) for each in outputs])

@@ -134,12 +134,10 @@ class Engine:
         in_flight = self.scheduler.in_flight
         if self._grammars is not None and self._grammars.is_compiling:
             self._grammars.poll(0.0 if self.scheduler.has_work else IDLE_SECONDS)
-        if self.scheduler.drafts is not None and in_flight:
-            drafts = self.scheduler.drafts_of_next_step
-            # Lengths after a step with draft tokens are upper bounds, and an eager step needs exact ones.
-            if in_flight[-1].plan.num_draft_tokens or (drafts and drafts.needs_results):
-                while in_flight:
-                    outputs.append(self.collect())
+        # Lengths after a step with draft tokens are upper bounds, and an eager step needs exact ones.
+        if in_flight and (in_flight[-1].plan.num_draft_tokens or self.scheduler.needs_results):
+            while in_flight:
+                outputs.append(self.collect())
         has_decodes = self.scheduler.columns.has_decodes
         started_at = perf_counter()
         builder = self.scheduler.plan(
@@ -210,13 +208,14 @@ class Engine:
             return self._fail(error)
         self._num_failures = 0
         self.num_steps += 1
-        seconds = self._prefill_budget.finish_step(plan.num_tokens, len(plan.token_ids))
+        num_tokens, num_prompt_tokens = plan.num_tokens, len(plan.token_ids)
+        seconds = self._prefill_budget.finish_step(num_tokens, num_prompt_tokens)
         # Its time includes the planning of the next step, which is long if that admits sequences.
         is_overlapped = len(in_flight) > 1 and not len(in_flight[1].plan.token_ids)
         was_overlapped, self._is_overlapped = self._is_overlapped, len(in_flight) > 1
         if self._observe is not None:
             self._observe(
-                StepRecord(plan.step_id, plan.num_rows, plan.num_decodes, plan.num_tokens, seconds)
+                StepRecord(plan.step_id, plan.num_rows, plan.num_decodes, num_tokens, seconds)
             )
         started_at = perf_counter()
         outputs = self.scheduler.apply(result)
@@ -226,9 +225,8 @@ class Engine:
         drafts = self.scheduler.drafts
         if drafts is not None:
             is_steady = self._depth == 1 or (was_overlapped and is_overlapped)
-            num_prompt_tokens = len(plan.token_ids)
             drafts.finish_step(
-                FinishedStep(plan.num_rows, plan.num_tokens, num_prompt_tokens, seconds, is_steady)
+                FinishedStep(plan.num_rows, num_tokens, num_prompt_tokens, seconds, is_steady)
             )
         if outputs.finish.any():
             _log_errors(plan.step_id, outputs)

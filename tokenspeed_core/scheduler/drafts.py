@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import operator
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -30,8 +31,7 @@ class NextDraftCount:
     returns_ids: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedStep:
+class FinishedStep(NamedTuple):
     """A step that was collected: its rows, its query tokens, and how many of these are of prompts.
 
     `seconds` is the time since the step before was collected. `is_steady` says whether a sequence of such steps takes
@@ -43,6 +43,27 @@ class FinishedStep:
     num_chunk_tokens: int
     seconds: float
     is_steady: bool = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Proposed:
+    """The tokens that a drafter proposed for the next step: `counts[i]` for `slots[i]`, concatenated."""
+
+    slots: I32
+    counts: I32
+    token_ids: I32
+
+    def has_exactly(self, slots: I32, counts: I32) -> bool:
+        """Whether these slots take all tokens."""
+        is_equal = counts.tobytes() == self.counts.tobytes()
+        return is_equal and slots.tobytes() == self.slots.tobytes()
+
+    def table(self, width: int) -> I32:
+        """Return the tokens as rows of this width, padded with 0."""
+        has_token = np.arange(width) < self.counts[:, np.newaxis]
+        ids = np.zeros(has_token.shape, np.int32)
+        ids[has_token] = self.token_ids
+        return ids
 
 
 class DraftDepth(Protocol):
@@ -58,7 +79,7 @@ class DraftDepth(Protocol):
         """Return how long the drafter may take to begin sequences before a step with `num_rows` decode rows."""
 
     def spend(self, seconds: float) -> None:
-        """Learn that the drafter took this long at the end of a sequence."""
+        """Learn that the drafter took this long to begin or end sequences, in the time of the next step."""
 
     def choose(
         self, slots: I32, counts: I32, probabilities: F32 | None, num_rows: int, num_left: int
@@ -94,9 +115,14 @@ class DraftSource(ABC):
         self._ids = np.zeros((limits.max_num_seqs, limits.max_drafts), np.int32)
 
     @property
+    def is_on(self) -> bool:
+        """Whether decode rows may get draft tokens now."""
+        return self._depth.max_drafts(len(self._columns.decoding())) > 0
+
+    @property
     @abstractmethod
     def needs_results(self) -> bool:
-        """Whether all steps in flight must be collected before the next one is planned."""
+        """Whether all steps in flight must be collected before the next one is planned, if drafts are on."""
 
     @abstractmethod
     def count(self, slots: I32, room: I32) -> I32 | None:
@@ -163,54 +189,65 @@ class HostDrafts(DraftSource):
         # The sequence that the drafter follows in each slot, and how many of its tokens it has seen.
         self._sequence_id = np.full(limits.max_num_seqs, VACANT, np.int64)
         self._num_seen = np.zeros(limits.max_num_seqs, np.int32)
+        nothing = np.zeros(0, np.int32)
+        self._proposed = Proposed(nothing, nothing, nothing)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the drafter works, and drafts are not paused."""
+        return not self._is_off and self._depth.max_drafts(len(self._columns.decoding())) > 0
 
     @property
     def needs_results(self) -> bool:
         """Whether a decoding row may draft: its newest tokens must be known."""
-        slots = self._columns.decoding()
-        is_on = not self._is_off and self._depth.max_drafts(len(slots))
-        return bool(is_on and self._columns.may_draft[slots].any())
+        return bool(self._columns.may_draft[self._columns.decoding()].any())
 
     def count(self, slots: I32, room: I32) -> I32 | None:
         """Let the drafter propose tokens, and return their number for each row.
 
         While the depth allows none, the drafter is not called. It gets the tokens of that time with the next call.
         """
-        if self._is_off or not len(slots):
+        num_rows = len(slots)
+        if self._is_off or not num_rows:
             return None
-        max_drafts = self._depth.max_drafts(len(slots))
+        max_drafts = self._depth.max_drafts(num_rows)
         if not max_drafts:
             return None
-        columns = self._columns
-        is_ready = columns.may_draft[slots] & (columns.num_known[slots] == columns.num_bound[slots])
         most = np.minimum(room, np.int32(max_drafts))
+        drafting, places = slots, None
         try:
-            self._begin(slots[is_ready], self._depth.max_seconds(len(slots)))
-            is_ready &= self._sequence_id[slots] != VACANT
-            self._follow(slots[is_ready])
-            places = np.flatnonzero(is_ready & (most > 0))
-            if not len(places):
-                return None
-            most = most[places].astype(np.int32)
-            drafts = self._drafter.propose(slots[places], most)
+            # Built-in functions on lists of few numbers take less time than NumPy's.
+            if VACANT in self._sequence_id[slots].tolist() or min(most.tolist()) < 1:
+                self._begin(slots, num_rows)
+                is_ready = (self._sequence_id[slots] != VACANT) & (most > 0)
+                places = is_ready.nonzero()[0]
+                if not len(places):
+                    return None
+                drafting, most = slots[places], most[places]
+            self._follow(drafting)
+            drafts = self._drafter.propose(drafting, most)
             self._check(drafts, most)
         except Exception:  # plugin code may raise anything
             self._switch_off()
             return None
-        counts = np.zeros(len(slots), np.int32)
-        counts[places] = drafts.counts
-        has_token = np.arange(self._limits.max_drafts) < counts[:, None]
-        ids = np.zeros(has_token.shape, np.int32)
-        ids[has_token] = drafts.token_ids
-        self._ids[slots] = ids
-        counts[places] = self._depth.choose(
-            slots[places],
-            drafts.counts,
-            drafts.probabilities,
-            len(slots),
-            self._num_left(len(slots)),
-        )
-        return counts
+        counts, num_left = drafts.counts, self._num_left(num_rows)
+        self._proposed = Proposed(drafting, counts, drafts.token_ids)
+        chosen = self._depth.choose(drafting, counts, drafts.probabilities, num_rows, num_left)
+        if places is None:
+            return chosen
+        of_rows = np.zeros(num_rows, np.int32)
+        of_rows[places] = chosen
+        return of_rows
+
+    def take(self, slots: I32, counts: I32) -> I32:
+        """Return the first `counts[i]` draft tokens of each row, concatenated."""
+        proposed = self._proposed
+        if proposed.has_exactly(slots, counts):
+            return proposed.token_ids
+        self._ids[proposed.slots] = proposed.table(self._ids.shape[1])
+        found = super().take(slots, counts)
+        assert found is not None, "the host has the draft tokens"
+        return found
 
     def end(self, slot: int) -> None:
         """Give the drafter the last tokens of the sequence in a slot, and end it there."""
@@ -225,47 +262,58 @@ class HostDrafts(DraftSource):
         self._sequence_id[slot] = VACANT
         self._depth.spend(perf_counter() - started_at)
 
-    def _begin(self, slots: I32, max_seconds: float) -> None:
+    def _begin(self, slots: I32, num_rows: int) -> None:
         """Begin the new sequences of some slots until the time is over, at least one."""
+        new = slots[(self._sequence_id[slots] == VACANT) & self._columns.may_draft[slots]]
         columns, started_at = self._columns, perf_counter()
-        for slot in slots[self._sequence_id[slots] == VACANT].tolist():
+        max_seconds, seconds = self._depth.max_seconds(num_rows), 0.0
+        for slot in new.tolist():
             sequence, known = self._sequences.at(slot).sequence, columns.known(slot)
             self._depth.begin(slot)
             tenant = sequence.request.cache_namespace
             self._drafter.begin(slot, known.copy(), sequence.num_prompt, tenant)
             self._sequence_id[slot] = sequence.sequence_id
             self._num_seen[slot] = len(known)
-            if perf_counter() - started_at > max_seconds:
-                return
+            seconds = perf_counter() - started_at
+            if seconds > max_seconds:
+                break
+        self._depth.spend(seconds)
 
     def _follow(self, slots: I32) -> None:
         """Give the drafter the new tokens of the sequences in some slots."""
         columns = self._columns
-        counts = columns.num_known[slots] - self._num_seen[slots]
-        slots, counts = slots[counts > 0], counts[counts > 0]
+        ends = columns.num_known[slots]
+        counts = ends - self._num_seen[slots]
+        if 0 in counts.tolist():
+            has_new = counts > 0
+            slots, ends, counts = slots[has_new], ends[has_new], counts[has_new]
         if len(slots):
             parts = [
                 columns.tokens[slot, end - count : end]
                 for slot, count, end in zip(
-                    slots.tolist(), counts.tolist(), columns.num_known[slots].tolist(), strict=True
+                    slots.tolist(), counts.tolist(), ends.tolist(), strict=True
                 )
             ]
-            self._drafter.extend(slots, counts, np.concatenate(parts))
-            self._num_seen[slots] += counts
+            token_ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            self._drafter.extend(slots, counts, token_ids)
+            self._num_seen[slots] = ends
 
     def _check(self, drafts: Drafts, most: I32) -> None:
         """Raise ValueError if proposals are invalid."""
-        counts, ids = drafts.counts, drafts.token_ids
-        if len(counts) != len(most) or ((counts < 0) | (counts > most)).any():
-            raise ValueError(f"counts are {counts.tolist()}; at most {most.tolist()} are allowed")
-        if len(ids) != int(counts.sum()):
-            raise ValueError(f"{len(ids)} tokens, but the sum of counts is {counts.sum()}")
-        if drafts.probabilities is not None and len(drafts.probabilities) != len(ids):
-            raise ValueError(f"{len(drafts.probabilities)} probabilities, but {len(ids)} tokens")
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self._limits.vocab_size:
-            raise ValueError(
-                f"token ids {ids.tolist()}: allowed are 0..{self._limits.vocab_size - 1}"
-            )
+        counts, ids = drafts.counts.tolist(), drafts.token_ids.tolist()
+        num_ids, vocab_size = len(ids), self._limits.vocab_size
+        if (
+            len(counts) != len(most)
+            or min(counts) < 0
+            or any(map(operator.gt, counts, most.tolist()))
+        ):
+            raise ValueError(f"counts are {counts}; at most {most.tolist()} are allowed")
+        if num_ids != sum(counts):
+            raise ValueError(f"{num_ids} tokens, but the sum of counts is {sum(counts)}")
+        if drafts.probabilities is not None and len(drafts.probabilities) != num_ids:
+            raise ValueError(f"{len(drafts.probabilities)} probabilities, but {num_ids} tokens")
+        if num_ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            raise ValueError(f"token ids {ids}: allowed are 0..{vocab_size - 1}")
 
     def _switch_off(self) -> None:
         self._is_off = True

@@ -32,8 +32,6 @@ class ModelDrafts(DraftSource):
     def needs_results(self) -> bool:
         """Whether the next plan needs all results: a row has draft tokens, and its depth follows the newest acceptance."""
         slots = self._columns.decoding()
-        if not self._depth.max_drafts(len(slots)):
-            return False
         return bool(self._num_made[slots].any() and self._columns.may_draft[slots].any())
 
     def count(self, slots: I32, room: I32) -> I32 | None:

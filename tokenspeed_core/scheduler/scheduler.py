@@ -86,12 +86,22 @@ class Scheduler:
         self._drafts_with_prompts = with_prompts
 
     @property
-    def drafts_of_next_step(self) -> DraftSource | None:
+    def needs_results(self) -> bool:
+        """Whether all steps in flight must be collected before the next one is planned, for its draft tokens."""
+        drafts = self._drafts_of_next_step
+        return drafts is not None and drafts.needs_results
+
+    @property
+    def _drafts_of_next_step(self) -> DraftSource | None:
         """The source of draft tokens, if the next step may have some."""
-        if self.drafts is None or self._drafts_with_prompts:
-            return self.drafts
-        has_prompts = len(self.columns.prefilling()) or self._admission.may_admit
-        return None if has_prompts else self.drafts
+        drafts = self.drafts
+        if drafts is None or not drafts.is_on:
+            return None
+        if not self._drafts_with_prompts and (
+            self._admission.may_admit or len(self.columns.prefilling())
+        ):
+            return None
+        return drafts
 
     # -- requests -------------------------------------------------------------------------------------
 
@@ -201,7 +211,9 @@ class Scheduler:
 
     def _plan_running(self, builder: StepPlanBuilder, max_prefill_tokens: int) -> None:
         """Plan decodes and chunks of the running sequences, and preempt the policy's victims."""
-        view = view_of_running(self.columns, self.kv, self.sequences, self.drafts_of_next_step)
+        # Draft tokens depend on the results of all steps in flight.
+        drafts = None if self.in_flight else self._drafts_of_next_step
+        view = view_of_running(self.columns, self.kv, self.sequences, drafts)
         counts = self.kv.counts()
         limits = Limits(
             self.limits.token_budget,
@@ -262,14 +274,20 @@ class Scheduler:
     def _observe_drafts(self, flight: StepInFlight, result: StepResult) -> None:
         """Count the accepted draft tokens of a step, and tell the source about them."""
         num_decodes = flight.plan.num_decodes
+        slots, sequence_ids = flight.plan.slots[:num_decodes], flight.sequence_ids[:num_decodes]
         num_drafts = flight.plan.num_query_tokens[:num_decodes] - 1
-        rows = np.flatnonzero(num_drafts)
-        num_accepted = result.num_tokens[rows] - 1
-        self.counters.verify(num_drafts[rows], num_accepted)
-        has_slot = self.columns.sequence_id[flight.plan.slots[rows]] == flight.sequence_ids[rows]
-        kept = rows[has_slot]
+        num_accepted = result.num_tokens[:num_decodes] - 1
+        if not num_drafts.all():
+            rows = num_drafts.nonzero()[0]
+            slots, sequence_ids = slots[rows], sequence_ids[rows]
+            num_drafts, num_accepted = num_drafts[rows], num_accepted[rows]
+        self.counters.verify(num_drafts, num_accepted)
+        has_slot = self.columns.sequence_id[slots] == sequence_ids
+        if not has_slot.all():
+            slots, num_drafts = slots[has_slot], num_drafts[has_slot]
+            num_accepted = num_accepted[has_slot]
         assert self.drafts is not None, "the policy cannot add draft tokens"
-        self.drafts.observe(flight.plan.slots[kept], num_drafts[kept], num_accepted[has_slot])
+        self.drafts.observe(slots, num_drafts, num_accepted)
 
     def _receive_drafts(self, flight: StepInFlight, token_ids: I32) -> None:
         """Give the source the draft tokens that were made after the newest step."""

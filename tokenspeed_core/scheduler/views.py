@@ -27,13 +27,15 @@ def view_of_running(
     if not has_room.all():
         decoding, room, bound = decoding[has_room], room[has_room], bound[has_room]
     num_query = np.ones(len(decoding), np.int32)
+    slots, end = decoding, bound
     num_drafts = None if drafts is None else drafts.count(decoding, room - 1)
     if num_drafts is not None:
         end = bound + num_drafts
         num_pages = kv.num_new_pages(columns.resumed[decoding], columns.capacity[decoding], end)
         if int(num_pages.sum()) <= kv.pool.num_available:
             num_query += num_drafts
-    slots, end = decoding, bound - 1 + num_query
+        else:
+            end = bound
     prefilling = columns.prefilling()
     if len(prefilling):
         num_planned = columns.num_planned[prefilling]

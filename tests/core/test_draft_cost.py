@@ -1,0 +1,205 @@
+"""Drafts that cost more time than they save hardly slow an engine down. The time is virtual."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from tokenspeed_testing.requests import request
+
+from tokenspeed_core.api.cache_groups import FullAttention
+from tokenspeed_core.api.drafters import Drafts
+from tokenspeed_core.api.step import I32, LateInputs, StepPlan, StepResult
+from tokenspeed_core.engine.engine import Engine
+from tokenspeed_core.kv_cache.manager import KVManager
+from tokenspeed_core.scheduler import drafts as drafts_module
+from tokenspeed_core.scheduler import prefill_budget
+from tokenspeed_core.scheduler.draft_depth import AdaptiveDepth
+from tokenspeed_core.scheduler.drafts import HostDrafts
+from tokenspeed_core.scheduler.limits import SchedulerLimits
+from tokenspeed_core.scheduler.policy import POLICIES
+from tokenspeed_core.scheduler.scheduler import Scheduler
+
+MAX_DRAFTS = 8
+VOCAB_SIZE = 100
+
+
+@dataclass
+class Costs:
+    """Times in steps of a host that plans as fast as the device runs."""
+
+    host: float = 1.0  # to plan and launch a step
+    device: float = 0.9
+    propose: float = 0.0  # on the host, in addition
+    verify: float = 0.0  # on the device, for each draft token
+    begin: float = 0.0
+    end: float = 0.0
+
+
+class Clock:
+    """A virtual clock."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class TimedRunner:
+    """Advances the clock as a host and a device do that work at the same time.
+
+    A draft token is right with a given probability.
+    """
+
+    def __init__(self, clock: Clock, costs: Costs, acceptance: float, seed: int) -> None:
+        self.clock, self.costs, self.acceptance = clock, costs, acceptance
+        self.random = np.random.default_rng(seed)
+        self.device_end = 0.0
+        self.results: deque[tuple[float, StepResult]] = deque()
+
+    def forward(self, plan: StepPlan) -> None:
+        costs = self.costs
+        self.clock.now += costs.host
+        seconds = costs.device + costs.verify * plan.num_draft_tokens
+        self.device_end = max(self.device_end, self.clock.now) + seconds
+        num_new = plan.wants_logits.astype(np.int32)
+        for row in range(plan.num_decodes):
+            while (
+                num_new[row] < plan.num_query_tokens[row] and self.random.random() < self.acceptance
+            ):
+                num_new[row] += 1
+        tokens = np.zeros(int(num_new.sum()), np.int32)
+        self.results.append((self.device_end, StepResult(plan.step_id, num_new, tokens, None)))
+
+    def sample(self, step_id: int, late: LateInputs | None) -> None:
+        return None
+
+    def collect(self, step_id: int) -> StepResult:
+        end, result = self.results.popleft()
+        self.clock.now = max(self.clock.now, end)
+        return result
+
+    def close(self) -> None:
+        return None
+
+
+class TimedDrafter:
+    """Proposes as many tokens as it may."""
+
+    def __init__(self, clock: Clock, costs: Costs) -> None:
+        self.clock, self.costs = clock, costs
+
+    def begin(self, slot: int, token_ids: I32, num_prompt_tokens: int, tenant: str) -> None:
+        self.clock.now += self.costs.begin
+
+    def extend(self, slots: I32, counts: I32, token_ids: I32) -> None:
+        return None
+
+    def propose(self, slots: I32, max_drafts: I32) -> Drafts:
+        self.clock.now += self.costs.propose
+        return Drafts(max_drafts, np.zeros(int(max_drafts.sum()), np.int32))
+
+    def end(self, slot: int) -> None:
+        self.clock.now += self.costs.end
+
+
+def seconds_of(
+    monkeypatch: pytest.MonkeyPatch,
+    costs: Costs,
+    acceptances: list[float],
+    *,
+    drafting: bool,
+    num_users: int = 1,
+    num_sequences: int = 20,
+    num_tokens: int = 60,
+) -> list[float]:
+    """Return the virtual time in which an engine answers some sequences, for each acceptance of a token in turn."""
+    clock = Clock()
+    monkeypatch.setattr(prefill_budget, "perf_counter", clock)
+    monkeypatch.setattr(drafts_module, "perf_counter", clock)
+    limits = SchedulerLimits(
+        num_users, 512, 256, 256, 10_000, VOCAB_SIZE, max_drafts=MAX_DRAFTS * drafting
+    )
+    scheduler = Scheduler(
+        limits, KVManager((FullAttention("full", 1, 1, 1),), 16, 32 * num_users), POLICIES["fcfs"]
+    )
+    if drafting:
+        depth = AdaptiveDepth(num_users, MAX_DRAFTS)
+        drafter = TimedDrafter(clock, costs)
+        columns, sequences = scheduler.columns, scheduler.sequences
+        scheduler.use_drafts(
+            HostDrafts(drafter, "timed", depth, limits, columns, sequences), with_prompts=False
+        )
+    runner = TimedRunner(clock, costs, 0.0, 0)
+    engine, seconds = Engine(scheduler, runner), []
+    for acceptance in acceptances:
+        runner.acceptance, started_at = acceptance, clock.now
+        for i in range(num_sequences):
+            number = len(seconds) * num_sequences + i
+            engine.submit(request(number, [number % 90 + 1] * 20, max_tokens=num_tokens))
+        while engine.has_work:
+            engine.step()
+        seconds.append(clock.now - started_at)
+    return seconds
+
+
+def speedups(
+    monkeypatch: pytest.MonkeyPatch,
+    costs: Costs,
+    acceptances: list[float],
+    num_users: int = 1,
+    num_sequences: int = 20,
+) -> list[float]:
+    """Return the ratio of the times without and with drafts, for each acceptance."""
+    plain, drafting = (
+        seconds_of(
+            monkeypatch,
+            costs,
+            acceptances,
+            drafting=drafting,
+            num_users=num_users,
+            num_sequences=num_sequences,
+        )
+        for drafting in (False, True)
+    )
+    return [a / b for a, b in zip(plain, drafting, strict=True)]
+
+
+SIX_TIMES = Costs(propose=4.1)  # as long as a step without drafts, host and device after each other
+
+
+@pytest.mark.parametrize("costs", [SIX_TIMES, Costs(propose=4.1, begin=2.0, end=1.0)])
+@pytest.mark.parametrize(("num_users", "num_sequences"), [(1, 20), (8, 160)])
+@pytest.mark.parametrize("acceptance", [0.0, 0.6, 0.9])
+def test_steps_of_six_times_the_cost_lose_less_than_two_percent(
+    monkeypatch: pytest.MonkeyPatch,
+    costs: Costs,
+    num_users: int,
+    num_sequences: int,
+    acceptance: float,
+) -> None:
+    (found,) = speedups(monkeypatch, costs, [acceptance], num_users, num_sequences)
+    assert found >= 0.98
+
+
+@pytest.mark.parametrize(("num_users", "num_sequences", "expected"), [(1, 20, 2.7), (8, 160, 1.5)])
+def test_gain_of_cheap_steps_is_kept(
+    monkeypatch: pytest.MonkeyPatch, num_users: int, num_sequences: int, expected: float
+) -> None:
+    costs = Costs(host=0.3, device=1.0, verify=0.2 / MAX_DRAFTS)
+    (found,) = speedups(monkeypatch, costs, [0.9], num_users, num_sequences)
+    assert found >= expected
+
+
+@pytest.mark.parametrize(
+    "costs", [SIX_TIMES, Costs(host=0.3, verify=0.6), Costs(host=0.8, propose=0.3, begin=0.5)]
+)
+def test_gain_of_earlier_requests_is_not_spent(
+    monkeypatch: pytest.MonkeyPatch, costs: Costs
+) -> None:
+    found = speedups(monkeypatch, costs, [0.97, 0.6, 0.3])
+    assert found[0] >= 0.98
+    assert min(found[1:]) >= 0.98

@@ -1,0 +1,92 @@
+"""The measured times of decode steps, by their rows and draft tokens."""
+
+from __future__ import annotations
+
+MAX_OUTLIER = 8.0  # a longer step counts as this multiple of the mean
+_WEIGHT = 0.1  # of the newest step in the running means
+
+
+def size_class(number: int) -> int:
+    """Return the class of a number: exact up to 4, then four classes for each power of two."""
+    if number <= 4:
+        return number
+    shift = number.bit_length() - 3
+    return 4 * shift + (number >> shift)
+
+
+class RowsCost:
+    """Running means of the seconds of steps with about the same number of rows: plain ones, and by draft tokens."""
+
+    __slots__ = ("_classes", "_num_steps", "_seconds", "most_tried", "num_plain", "plain")
+
+    def __init__(self, classes: list[int]) -> None:
+        """`classes` are the size classes of all numbers of draft tokens."""
+        self.plain = 0.0
+        self.num_plain = 0
+        self.most_tried = 0  # draft tokens
+        self._classes = classes
+        # By class of draft tokens, 0: not measured. Class 0: the drafter was called, and no token was verified.
+        self._seconds = [0.0] * (classes[-1] + 1)
+        self._num_steps = [0] * len(self._seconds)
+
+    def observe_plain(self, seconds: float) -> None:
+        """Record a step for which the drafter was not called."""
+        self.num_plain += 1
+        self.plain = _next_mean(self.plain, self.num_plain, seconds)
+
+    def observe(self, num_drafts: int, seconds: float) -> float:
+        """Record a step for which the drafter was called. Returns its seconds without the excess of an outlier."""
+        each = self._classes[num_drafts]
+        mean, count = self._seconds[each], self._num_steps[each] + 1
+        self._num_steps[each] = count
+        self._seconds[each] = _next_mean(mean, count, seconds)
+        self.most_tried = max(self.most_tried, num_drafts)
+        return min(seconds, MAX_OUTLIER * max(mean, self.plain)) if mean else seconds
+
+    def with_drafts(self, max_drafts: int) -> list[float]:
+        """Return the seconds of steps with 0 to `max_drafts` draft tokens for which the drafter was called.
+
+        An unmeasured number is interpolated. More than were tried count as the most that were tried. More tokens never
+        count as faster.
+        """
+        found = [self.plain]
+        newest, start = self.plain, 0
+        for each, seconds in enumerate(self._seconds):
+            if seconds == 0.0:
+                continue
+            if each == 0:
+                found[0] = newest = seconds
+                continue
+            previous, newest = newest, max(newest, seconds)
+            growth = (newest - previous) / (each - start)
+            found += [previous + growth * i for i in range(1, each - start + 1)]
+            start = each
+        classes = self._classes[: max_drafts + 1]
+        found += [newest] * (classes[-1] + 1 - len(found))
+        return [found[each] for each in classes]
+
+
+def _next_mean(mean: float, count: int, seconds: float) -> float:
+    """Return the running mean after the measurement number `count`."""
+    if count == 1:
+        return seconds
+    weight = max(_WEIGHT, 1 / count)  # an average at first, so that no single step dominates
+    return mean + weight * (min(seconds, MAX_OUTLIER * mean) - mean)
+
+
+class StepCost:
+    """The seconds of steps, by classes of their rows."""
+
+    def __init__(self, max_num_seqs: int, max_drafts: int) -> None:
+        """Start without measurements. A row has at most `max_drafts` draft tokens."""
+        self._row_classes = [size_class(number) for number in range(max_num_seqs + 1)]
+        self._classes = [size_class(number) for number in range(max_num_seqs * max_drafts + 1)]
+        self._rows: dict[int, RowsCost] = {}
+
+    def of(self, num_rows: int) -> RowsCost:
+        """Return the cost of steps with about this many rows."""
+        each = self._row_classes[num_rows]
+        found = self._rows.get(each)
+        if found is None:
+            found = self._rows[each] = RowsCost(self._classes)
+        return found
