@@ -41,6 +41,15 @@ def test_host_step_reports_target_floor_and_machine() -> None:
     assert "CPUs, " in report["machine"]
 
 
+def test_host_step_measures_steps_with_drafts() -> None:
+    words = ("--rows", "1", "--steps", "40", "--context", "64", "--drafts", "0", "paused", "4")
+    done = script("host_step.py", *words, "--worker")
+    assert done.returncode == 0, done.stderr
+    plain, paused, drafting = map(json.loads, done.stdout.splitlines())
+    assert [plain["drafts"], paused["drafts"], drafting["drafts"]] == ["0", "paused", "4"]
+    assert 0 < plain["median_us"] < drafting["median_us"]
+
+
 @pytest.mark.release
 def test_gpu_script_reports_a_missing_gpu() -> None:
     assert "Triton attention" in script("attention_tilings.py", "--help").stdout
