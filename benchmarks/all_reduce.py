@@ -15,13 +15,15 @@ import argparse
 import json
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, distributed, multiprocessing
+from torch import Tensor, distributed
+from torch.multiprocessing.spawn import spawn
 
-from tokenspeed_core.api import CommGroup, ProcessGroup
+from tokenspeed_core.api import FUSED_OP, CommGroup, KernelSpec, ProcessGroup
 from tokenspeed_kernels.collectives import NCCL_COMM, SYMM_COMM, TRITON_COMM
 from tokenspeed_kernels.triton.norm.rms_norm import add_rms_norm
 
@@ -41,10 +43,10 @@ class Kernels:
     def __init__(self, group: CommGroup, size: int) -> None:
         problem = {"num_processes": group.group.size, "size": size, "dtype": "bfloat16"}
         max_num_tokens = MAX_FUSED_BYTES // (2 * size)
-        nccl = next(spec for spec in NCCL_COMM if spec.op == "all_reduce")
-        self._nccl = nccl.factory()(problem, group)
+        self._nccl = _of_op(NCCL_COMM, "all_reduce").factory()(problem, group)
         self._symm = SYMM_COMM.factory()(problem, group)
-        self._fused = TRITON_COMM.factory()({**problem, "max_num_tokens": max_num_tokens}, group)
+        fused = {**problem, "max_num_tokens": max_num_tokens}
+        self._fused = _of_op(TRITON_COMM, FUSED_OP).factory()(fused, group)
         self._norm = add_rms_norm({"size": size, "dtype": "bfloat16"})
         self.max_num_fused = max_num_tokens
 
@@ -70,13 +72,17 @@ class Kernels:
         total = torch.stack([part.float() for part in parts]).sum(0)
         added = residual.float() + total.to(x.dtype).float()
         normed = torch.rms_norm(added, added.shape[-1:], weight.float(), EPS)
-        close = {"rtol": TOLERANCE, "atol": TOLERANCE}
-        torch.testing.assert_close(self._nccl(x.clone()).float(), total, **close)
-        torch.testing.assert_close(self._symm(x.clone()).float(), total, **close)
+        check = partial(torch.testing.assert_close, rtol=TOLERANCE, atol=TOLERANCE)
+        check(self._nccl(x.clone()).float(), total)
+        check(self._symm(x.clone()).float(), total)
         if x.shape[0] <= self.max_num_fused:
             found, stream = self._fused(x, residual.clone(), weight, EPS)
-            torch.testing.assert_close(found.float(), normed, **close)
-            torch.testing.assert_close(stream.float(), added, **close)
+            check(found.float(), normed)
+            check(stream.float(), added)
+
+
+def _of_op(specs: Sequence[KernelSpec], op: str) -> KernelSpec:
+    return next(spec for spec in specs if spec.op == op)
 
 
 def time_call(call: Call) -> float:
@@ -154,7 +160,7 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder, "store"))
-        multiprocessing.spawn(run, (arguments, store), arguments.processes)
+        spawn(run, (arguments, store), arguments.processes)
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ class ParallelSettings(Settings):
     comm_fusion_max_num_tokens: int | None = setting(
         None,
         "parallel",
-        "Most tokens of a step with fused all-reduces; default: any number with 2 processes, else 512 KB of activations.",
+        "Most tokens of a step with fused all-reduces; default: 512 KB, with --tp 2 all.",
         unit="tokens",
         ge=1,
         le=65536,
