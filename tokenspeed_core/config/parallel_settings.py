@@ -120,12 +120,12 @@ class ParallelSettings(Settings):
     enable_allreduce_fusion: bool = setting(
         False,
         "parallel",
-        "Fuse all-reduces of few tokens with the residual addition and the next norm.",
+        "Fuse all-reduces with the residual addition and the next norm.",
     )
     comm_fusion_max_num_tokens: int | None = setting(
         None,
         "parallel",
-        "Most tokens of a step with fused all-reduces; default: 512 KB, with --tp 2 all.",
+        "Largest step with fused all-reduces; default: 512 KB, or any with two processes.",
         unit="tokens",
         ge=1,
         le=65536,
