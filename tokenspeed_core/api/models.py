@@ -189,8 +189,8 @@ class BuildContext(Protocol):
     """The context of a model's constructor: its device and dtype, its quantization, and access to kernels.
 
     `max_model_len` is the engine's longest sequence, in tokens. With an `expert_balance`, layers let the engine move
-    their experts. If it `routes_tokens`, experts that processes with their own tokens share get only the tokens that are
-    routed to them, with `exchange_tokens`; otherwise they get all tokens, of which `token_counts` says which are padding.
+    their experts. If it `routes_tokens`, shared experts of processes with their own tokens get only the tokens that are
+    routed to them, with `exchange_tokens`. Otherwise they get all tokens, and `token_counts` says which are padding.
     """
 
     dtype: torch.dtype
@@ -227,8 +227,8 @@ class BuildContext(Protocol):
     def fused_comm(self, all_reduce: Collective) -> FusedCollective | None:
         """Return the kernels of an all-reduce that is added to the residual and normalized, and add it to the plan.
 
-        If no kernel of its `fused_op` fits, FUSED_OP runs instead, which does not quantize. Without
-        --enable-allreduce-fusion, return None: `comm` has the kernel then.
+        If no kernel of its `fused_op` fits, use FUSED_OP, which does not quantize. Without
+        --enable-allreduce-fusion, return None; `comm` then returns the kernel.
         """
 
     def side_stream(self) -> torch.cuda.Stream | None:

@@ -98,7 +98,7 @@ ONE_PROCESS = ParallelLayout.of(0)
 class TokenCounts:
     """How many tokens each process of the group "data" has in the current step, in the order of their ranks.
 
-    `padding` is a bool tensor [tokens of all processes], True for padding tokens, which experts skip; None: none is known.
+    `padding` is a bool tensor [tokens of all processes], True for padding tokens, which experts skip. None: unknown.
     """
 
     __slots__ = ("_counts", "_num_processes", "padding")
@@ -153,9 +153,9 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class FusedCollective:
-    """An all-reduce that the residual addition and the RMS norm after it may join.
+    """An all-reduce that may be fused with the residual addition and the RMS norm after it.
 
-    `kernel` is that of FUSED_OP, for at most `max_num_tokens` rows. If it `quantizes`, it returns values, scales and
+    `kernel` computes the fused op for at most `max_num_tokens` rows. If it `quantizes`, it returns values, scales and
     the residual instead of the norm and the residual. `all_reduce` is for more rows.
     """
 

@@ -141,9 +141,9 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """The size of one engine's step, from which engines that share experts choose how all of them execute it.
+    """The size of one engine's step. From all sizes, engines that share experts choose how to execute the step.
 
-    By default, the step of an engine without requests.
+    The defaults describe the step of an engine without requests.
     """
 
     num_decodes: int = 0
@@ -160,7 +160,7 @@ class StepSize:
 
     @property
     def num_tokens(self) -> int:
-        """Query tokens in an eager step: one of padding if there is no row."""
+        """Query tokens in an eager step; without rows, it has one padding token."""
         return self.num_decode_tokens + self.num_chunk_tokens or 1
 
 

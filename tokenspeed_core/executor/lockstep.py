@@ -1,7 +1,7 @@
 """Engines that share experts: each plans its own steps, and all of them execute a step at the same time.
 
 Before each step the engines exchange the sizes of their steps, because the collectives depend on them. If a captured
-step holds all of these steps, all engines execute that one. Otherwise all steps are eager. An engine without work
+step fits all of these sizes, all engines replay it. Otherwise all engines execute eagerly. An engine without work
 executes a step of padding whenever another one waits for it, and sleeps otherwise.
 """
 
@@ -37,7 +37,7 @@ _MAX_BYTES = 4096  # of a text
 _SIZE = struct.Struct("<4i2?")
 _FINISHED = b"\0"  # instead of a size: this engine has no requests, and gets no others
 _NO_REQUESTS = StepSize()
-_EMPTY_STEPS = (-1, -2)  # the ids of two successive steps without a request
+_EMPTY_STEP_IDS = (-1, -2)  # used in turn by steps without a request
 
 
 class Peers:
@@ -77,7 +77,7 @@ class Peers:
         return data.decode()
 
     def exchange(self, size: StepSize) -> Sequence[StepSize]:
-        """Return the sizes of the next step of all engines. Waits for them. Raises StepFailed."""
+        """Send the size of the next step and return those of all engines. Waits for them. Raises StepFailed."""
         sizes, message = [size] * self.num_engines, _pack(size)
         for rank in self._sockets:
             self._send(rank, message)
@@ -179,13 +179,13 @@ class SharingRunner(Runner, Protocol):
     def step_size(self, plan: StepPlan) -> StepSize:
         """Return the size of this engine's next step."""
 
-    def agree(self, sizes: Sequence[StepSize]) -> bool:
-        """Choose how all engines execute the next step. Return whether it is captured, and needs no padding row."""
+    def choose_shared_step(self, sizes: Sequence[StepSize]) -> bool:
+        """Choose how all engines execute the next step. Return whether it is captured and needs no padding row."""
 
 
 @dataclass(frozen=True, slots=True)
 class EmptyStep:
-    """The plan of a step of padding, if it is captured and if it is eager."""
+    """The plans of a step of padding: one to replay a captured step, one to execute eagerly."""
 
     captured: StepPlan
     eager: StepPlan
@@ -214,7 +214,7 @@ class LockstepRunner:
             EmptyStep(
                 empty_plan(step_id, [], num_groups), empty_plan(step_id, [unused_slot], num_groups)
             )
-            for step_id in _EMPTY_STEPS
+            for step_id in _EMPTY_STEP_IDS
         ]
         self._joined: int | None = None  # the step without a request that is in flight
 
@@ -222,7 +222,8 @@ class LockstepRunner:
         """Launch the forward of a step on all engines. Raises StepFailed."""
         if plan.num_rows:
             self.num_steps += 1
-            self._runner.agree(self._peers.exchange(self._runner.step_size(plan)))
+            sizes = self._peers.exchange(self._runner.step_size(plan))
+            self._runner.choose_shared_step(sizes)
         self._runner.forward(plan)
         self._collect_joined()
 
@@ -237,7 +238,7 @@ class LockstepRunner:
     def join(self) -> None:
         """Launch a step without requests if another engine waits for this one. Raises EngineDeadError.
 
-        No step of this engine is in flight. The device executes the step while the others launch the next one.
+        No step with requests may be in flight. The device executes the step while the others launch the next one.
         """
         try:
             if self._peers.is_waiting():
@@ -248,7 +249,7 @@ class LockstepRunner:
     def _launch_empty(self) -> None:
         empty = self._empty[self.num_steps % len(self._empty)]
         self.num_steps += 1
-        is_captured = self._runner.agree(self._peers.exchange(_NO_REQUESTS))
+        is_captured = self._runner.choose_shared_step(self._peers.exchange(_NO_REQUESTS))
         plan = empty.captured if is_captured else empty.eager
         self._runner.forward(plan)
         self._runner.sample(plan.step_id, None)
@@ -279,7 +280,7 @@ class LockstepRunner:
 
 
 def empty_plan(step_id: int, slots: Sequence[int], num_groups: int) -> StepPlan:
-    """Return a step of a padding token for each of `slots`, which are unused: it writes to the page for padding."""
+    """Return a step with a padding token for each of the unused `slots`. It writes to the padding page."""
     none = np.zeros(0, np.int32)
     zeros, ones = np.zeros(len(slots), np.int32), np.ones(len(slots), np.int32)
     return StepPlan(

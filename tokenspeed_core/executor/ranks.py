@@ -192,7 +192,7 @@ class Ranks:
             os.close(self._failed)
             self._changed.notify_all()
         self._on_failure(reason)
-        # NCCL waits for captured graphs to be freed, although the kernels that wait for the lost rank end at once.
+        # An abort ends the kernels that wait for the lost rank at once, but returns only after captured graphs are freed.
         threading.Thread(target=self._abort, name="abort", daemon=True).start()
 
 

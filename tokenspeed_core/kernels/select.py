@@ -127,7 +127,7 @@ class Selector:
     def select_fused_collective(self, collective: Collective, num_processes: int) -> Choice:
         """Return the kernel of the op that a collective is fused into; raises as `select` does.
 
-        If that op quantizes and no kernel of it fits, return the kernel of FUSED_OP, which does not.
+        If that op quantizes and has no fitting kernel, return the kernel of FUSED_OP, which does not quantize.
         """
         problem = {
             "num_processes": num_processes,

@@ -66,7 +66,7 @@ class KeptTokens:
     num_tokens: I32
     token_ids: I32
     rows: I64  # the row of each token
-    offsets: I64  # the place of each token in its row
+    offsets: I64  # the index of each token in its row
     finish: I32  # FinishReason of each row
 
 
@@ -239,8 +239,8 @@ def _select(logprobs: StepLogprobs, counts: I32, tokens: NewTokens) -> StepLogpr
 
 
 def _rows_and_offsets(counts: I32, total: int) -> tuple[I64, I64]:
-    """Return the row of each token and its place there. Row i has `counts[i]` tokens; `total` is their sum."""
-    if total == len(counts) and counts.all():  # one each
+    """Return each token's row and its index in that row. Row i has `counts[i]` tokens; `total` is their sum."""
+    if total == len(counts) and counts.all():  # one token per row
         return np.arange(total), np.zeros(total, np.int64)
     if len(counts) == 1:
         return np.zeros(total, np.int64), np.arange(total)
@@ -252,7 +252,7 @@ def _rows_and_offsets(counts: I32, total: int) -> tuple[I64, I64]:
 
 def _offsets(counts: I32, total: int) -> I64:
     """Return 0, 1, ... within each row of `counts` tokens; `total` is their sum."""
-    if total == len(counts) and counts.all():  # one each
+    if total == len(counts) and counts.all():  # one token per row
         return np.zeros(total, np.int64)
     ends = np.cumsum(counts, dtype=np.int64)
     return np.arange(total) - np.repeat(ends - counts, counts)

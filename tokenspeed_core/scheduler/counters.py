@@ -65,10 +65,10 @@ class EngineCounters:
         self._num_draft_tokens += sum(drafts)
         total += [0] * (max(drafts) - len(total))
         num_rows = np.bincount(num_accepted).tolist()  # by their accepted tokens
-        num_more = len(drafts)
+        num_remaining = len(drafts)  # rows that accepted more
         for position in range(len(num_rows) - 1):
-            num_more -= num_rows[position]
-            total[position] += num_more
+            num_remaining -= num_rows[position]
+            total[position] += num_remaining
 
     def finish_step(self, plan: StepPlan, num_output_tokens: int, seconds: float) -> None:
         """Count a collected step and the host time since the previous one."""

@@ -1,9 +1,9 @@
 """Chooses how many draft tokens each row verifies, from measured step times and the rows' acceptance.
 
-Steps with drafts are worth it if they yield more tokens per second than plain steps of the same rows. Both times are
-measured online, from result to result, so they include the drafter and all other work of the host. An account bounds
-the loss: speculation pauses when its steps have cost more time than they saved, and is tried again when the time that
-it may lose has grown.
+Steps with drafts are worth it if they yield more tokens per second than plain steps of the same rows, for which the
+drafter is not called. Both times are measured online, from result to result, so they include the drafter and all other
+work of the host. An account bounds the loss: speculation pauses when its budget is used up, and is tried again when the
+budget has grown.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ F64 = np.ndarray[Any, np.dtype[np.float64]]
 
 MAX_LOSS = 0.005  # share of the time of all steps that speculation may lose
 MARGIN = 1.02  # predicted speed-up from which drafts are verified
-_STAKE = 0.5  # plain steps that speculation may lose when it is tried
+_STAKE = 0.5  # budget with which speculation is tried, in plain steps
 _MAX_SAVED = 4.0  # plain steps of savings that later losses may use
-_MAX_LOST = 32.0  # plain steps that a pause makes up for at most
+_MAX_LOST = 32.0  # largest loss that the account keeps, in plain steps
 _MIN_PAUSE, _MAX_PAUSE = 16, 1024  # steps
-_NUM_MEASURED = 16  # steps before the end of a pause that are measured
+_NUM_MEASURED = 16  # last steps of a pause, which are measured
 # Draft tokens of the first step with drafts. Later steps have at most twice the number tried before.
 _FIRST_DRAFTS = 4
 _NUM_PLAIN = 4  # plain steps that are measured before drafts are tried
@@ -38,13 +38,13 @@ _PRIOR_WEIGHT = 3.0  # draft tokens that a prior counts for
 _MAX_RATIO = 1.25  # of a row's acceptance and the drafter's estimates
 _MAX_ESTIMATE = 0.99
 _FORGET = 0.95  # factor of a row's observations in each of its steps
-_MAX_TRIED_BY_ALL = 100.0  # draft tokens of all rows that are remembered
+_MAX_TRIED_BY_ALL = 100.0  # newest draft tokens of all rows that count for their acceptance
 
 
 def choose_counts(probabilities: F32, num_rows: int, seconds: Sequence[float]) -> tuple[I32, F64]:
-    """Return the number of draft tokens of each row, and how many of them are expected to be right.
+    """Return the number of draft tokens of each row, and how many of them are expected to be accepted.
 
-    `probabilities` [S, K] say how probable a draft token is if all before it in its row are right, 0 after the last.
+    `probabilities` [S, K] are those of each draft token, given that all before it in its row are right; 0 after the last.
     The step has `num_rows` rows, of which S may have draft tokens. `seconds` [N + 1] are the times of steps with 0 to N
     draft tokens. The counts maximize expected tokens per second; they are 0 unless that exceeds the rate without draft
     tokens by MARGIN.
@@ -66,7 +66,7 @@ def choose_counts(probabilities: F32, num_rows: int, seconds: Sequence[float]) -
 
 
 def choose_count(probabilities: Sequence[float], seconds: Sequence[float]) -> tuple[int, float]:
-    """Return what `choose_counts` does for one row, without NumPy, whose calls would take most of the time."""
+    """Return the result of `choose_counts` for one row. NumPy calls would take most of the time."""
     best, best_gain, best_rate = 0, 0.0, MARGIN / seconds[0]
     gain, all_right = 0.0, 1.0
     for number, (probability, each) in enumerate(zip(probabilities, seconds[1:], strict=False), 1):
@@ -80,20 +80,20 @@ def choose_count(probabilities: Sequence[float], seconds: Sequence[float]) -> tu
 
 @dataclass(slots=True)
 class Account:
-    """The time that speculation has saved, in plain steps, within bounds. It starts with a pause."""
+    """The budget of speculation: the time that it may lose, in plain steps. It starts with a pause."""
 
     balance: float = 0.0
     pause: int = ceil(_STAKE / MAX_LOSS)  # steps until drafts are tried
     _next_pause: int = _MIN_PAUSE
 
     def earn(self) -> None:
-        """Record a step: its share of time may be lost."""
+        """Record a step, which adds MAX_LOSS to the budget."""
         self.balance += MAX_LOSS
         if self.pause:
             self.pause -= 1
 
     def record(self, saved: float) -> None:
-        """Record the plain steps that drafts saved; negative: lost. Pauses if nothing is left."""
+        """Record the plain steps that drafts saved; negative: lost. Pauses if the budget is used up."""
         self.balance = max(-_MAX_LOST, min(_MAX_SAVED, self.balance + saved))
         if saved > 0.0 and self.balance >= 2 * _STAKE:
             self._next_pause = _MIN_PAUSE
@@ -114,8 +114,8 @@ class AdaptiveDepth:
         self.account = Account()
         self._max_drafts = max_drafts
         self._places = np.arange(max_drafts, dtype=np.int32)
-        # Draft tokens of each slot that were accepted, that were expected to be, and that were verified until the first
-        # wrong one of each step; the newest with most weight.
+        # Numbers of draft tokens of each slot: accepted, expected to be accepted, and verified until the first wrong one
+        # of each step. The newest have most weight.
         self._history = np.zeros((3, max_num_seqs), np.float32)
         self._accepted, self._expected, self._tried = self._history
         self._step_expected = np.zeros(max_num_seqs, np.float32)
@@ -125,10 +125,10 @@ class AdaptiveDepth:
         self._num_accepted = 0
         self._since_plain = 0
         self._num_plain_wanted = 0  # plain steps to measure before drafts are verified again
-        # Seconds to begin and end sequences, not yet in the account: in the current step, and in steps with prompts.
+        # Seconds to begin and end sequences, not yet in the account: of this step, and of earlier steps with prompts.
         self._spent = self._spent_before = 0.0
-        self._is_drafting = False  # the drafter was asked for the step that finishes next
-        self._was_drafting = False  # and for the step before
+        self._is_drafting = False  # the drafter was called for the step that finishes next
+        self._was_drafting = False  # the drafter was called for the step before that
 
     def max_drafts(self, num_rows: int) -> int:
         """Return the maximum number of draft tokens of a row; 0 while drafts cost more than they save."""
@@ -141,7 +141,7 @@ class AdaptiveDepth:
         return self.account.balance * self.cost.of(num_rows).plain
 
     def spend(self, seconds: float) -> None:
-        """Record the time of the drafter to begin or end sequences. It is a part of the next step's time."""
+        """Record the drafter's time to begin or end sequences. It is a part of the next step's time."""
         self._spent += seconds
 
     def choose(
@@ -166,7 +166,7 @@ class AdaptiveDepth:
         return chosen
 
     def _prior(self) -> float:
-        """Return the acceptance that a row is expected to have."""
+        """Return the acceptance that is assumed for a new row."""
         by_all = (self._accepted_by_all + _PRIOR_ACCEPTANCE * _PRIOR_WEIGHT) / (
             self._tried_by_all + _PRIOR_WEIGHT
         )
@@ -174,7 +174,7 @@ class AdaptiveDepth:
         return max(_PRIOR_ACCEPTANCE, by_all)
 
     def _estimates(self, slots: I32, counts: I32, probabilities: F32 | None) -> F32:
-        """Return how probable each draft token is if all before it are right [S, K], 0 after the last of its row."""
+        """Return each draft token's probability, given that all before it are right, [S, K]; 0 after the last of its row."""
         has_token = self._places < counts[:, np.newaxis]
         estimates = np.zeros(has_token.shape, np.float32)
         accepted, expected, tried = self._history[:, slots]
@@ -190,7 +190,7 @@ class AdaptiveDepth:
     def _estimates_of_row(
         self, history: list[float], count: int, probabilities: F32 | None
     ) -> list[float]:
-        """Return the `_estimates` of a row."""
+        """Return the same as `_estimates`, for one row."""
         accepted, expected, tried = history
         if probabilities is None:
             rate = (accepted + self._prior() * _PRIOR_WEIGHT) / (tried + _PRIOR_WEIGHT)
@@ -235,14 +235,14 @@ class AdaptiveDepth:
         cost = self.cost.of(step.num_rows)
         seconds = max(0.0, step.seconds - self._spent)
         self._spent = self._spent_before = 0.0
-        # A step for which the drafter found nothing is not a plain one: asking took time.
+        # A step for which the drafter found nothing is not a plain one: the call took time.
         if is_called:
             seconds = cost.observe(num_drafts, seconds)
             self._since_plain += 1
             if self._since_plain >= _PLAIN_INTERVAL:
                 self._since_plain, self._num_plain_wanted = 0, _NUM_PLAIN_AGAIN
         elif step.is_steady and not spent:
-            # Plain steps follow each other with several in flight. The first and the last take another time.
+            # Successive plain steps overlap. The first and the last of them take a different time.
             cost.observe_plain(seconds)
             self._since_plain, self._num_plain_wanted = 0, max(0, self._num_plain_wanted - 1)
         plain = cost.plain

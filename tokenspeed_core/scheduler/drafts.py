@@ -32,10 +32,10 @@ class NextDraftCount:
 
 
 class FinishedStep(NamedTuple):
-    """A step that was collected: its rows, its query tokens, and how many of these are of prompts.
+    """A collected step: its rows, its query tokens, and how many of these are prompt tokens.
 
-    `seconds` is the time since the step before was collected. `is_steady` says whether a sequence of such steps takes
-    that long for each: if the engine keeps several in flight, those before and after it were in flight with it.
+    `seconds` is the time since the step before was collected. `is_steady` says whether it is typical of successive
+    steps: if the engine keeps several in flight, the steps before and after it were in flight with it.
     """
 
     num_rows: int
@@ -54,7 +54,7 @@ class Proposed:
     token_ids: I32
 
     def has_exactly(self, slots: I32, counts: I32) -> bool:
-        """Whether these slots take all tokens."""
+        """Return whether these slots take all proposed tokens, in the same order."""
         is_equal = counts.tobytes() == self.counts.tobytes()
         return is_equal and slots.tobytes() == self.slots.tobytes()
 
@@ -79,7 +79,7 @@ class DraftDepth(Protocol):
         """Return how long the drafter may take to begin sequences before a step with `num_rows` decode rows."""
 
     def spend(self, seconds: float) -> None:
-        """Learn that the drafter took this long to begin or end sequences, in the time of the next step."""
+        """Record the drafter's time to begin or end sequences. It is a part of the next step's time."""
 
     def choose(
         self, slots: I32, counts: I32, probabilities: F32 | None, num_rows: int, num_left: int
@@ -205,7 +205,7 @@ class HostDrafts(DraftSource):
     def count(self, slots: I32, room: I32) -> I32 | None:
         """Let the drafter propose tokens, and return their number for each row.
 
-        While the depth allows none, the drafter is not called. It gets the tokens of that time with the next call.
+        While drafting is paused, the drafter is not called. The next call gives it the tokens of the pause.
         """
         num_rows = len(slots)
         if self._is_off or not num_rows:
@@ -216,7 +216,7 @@ class HostDrafts(DraftSource):
         most = np.minimum(room, np.int32(max_drafts))
         drafting, places = slots, None
         try:
-            # Built-in functions on lists of few numbers take less time than NumPy's.
+            # Built-in functions are faster than NumPy on short lists.
             if VACANT in self._sequence_id[slots].tolist() or min(most.tolist()) < 1:
                 self._begin(slots, num_rows)
                 is_ready = (self._sequence_id[slots] != VACANT) & (most > 0)
@@ -263,7 +263,7 @@ class HostDrafts(DraftSource):
         self._depth.spend(perf_counter() - started_at)
 
     def _begin(self, slots: I32, num_rows: int) -> None:
-        """Begin the new sequences of some slots until the time is over, at least one."""
+        """Begin new sequences of some slots until the time limit, at least one."""
         new = slots[(self._sequence_id[slots] == VACANT) & self._columns.may_draft[slots]]
         columns, started_at = self._columns, perf_counter()
         max_seconds, seconds = self._depth.max_seconds(num_rows), 0.0

@@ -15,7 +15,7 @@ def size_class(number: int) -> int:
 
 
 class RowsCost:
-    """Running means of the seconds of steps with about the same number of rows: plain ones, and by draft tokens."""
+    """Mean seconds of steps with about the same number of rows: plain steps, and steps by their draft tokens."""
 
     __slots__ = ("_classes", "_num_steps", "_seconds", "most_tried", "num_plain", "plain")
 
@@ -23,9 +23,9 @@ class RowsCost:
         """`classes` are the size classes of all numbers of draft tokens."""
         self.plain = 0.0
         self.num_plain = 0
-        self.most_tried = 0  # draft tokens
+        self.most_tried = 0  # draft tokens of a measured step
         self._classes = classes
-        # By class of draft tokens, 0: not measured. Class 0: the drafter was called, and no token was verified.
+        # By class of draft tokens; 0.0: not measured. Class 0: the drafter was called, but no token was verified.
         self._seconds = [0.0] * (classes[-1] + 1)
         self._num_steps = [0] * len(self._seconds)
 
@@ -35,7 +35,7 @@ class RowsCost:
         self.plain = _next_mean(self.plain, self.num_plain, seconds)
 
     def observe(self, num_drafts: int, seconds: float) -> float:
-        """Record a step for which the drafter was called. Returns its seconds without the excess of an outlier."""
+        """Record a step for which the drafter was called. Returns its seconds, limited if it is an outlier."""
         each = self._classes[num_drafts]
         mean, count = self._seconds[each], self._num_steps[each] + 1
         self._num_steps[each] = count
@@ -46,8 +46,8 @@ class RowsCost:
     def with_drafts(self, max_drafts: int) -> list[float]:
         """Return the seconds of steps with 0 to `max_drafts` draft tokens for which the drafter was called.
 
-        An unmeasured number is interpolated. More than were tried count as the most that were tried. More tokens never
-        count as faster.
+        Times of unmeasured numbers are interpolated. Numbers above `most_tried` get its time. More tokens never count as
+        faster.
         """
         found = [self.plain]
         newest, start = self.plain, 0

@@ -143,7 +143,7 @@ class BucketFinder:
     def find(self, plan: StepPlan) -> BucketSize | None:
         """Return the bucket with the fewest tokens, then decodes, that holds a step.
 
-        None holds chunks and drafts, or scores the tokens of a prompt.
+        No bucket holds both chunks and drafts, or computes prompt logprobs.
         """
         if plan.prompt_targets is not None:  # graphs keep the hidden states of sampling rows only
             return None
@@ -158,7 +158,7 @@ class BucketFinder:
         return _with_chunks(among, decodes, chunks, len(plan.token_ids))
 
     def find_shared(self, sizes: Sequence[StepSize]) -> BucketSize | None:
-        """Return the bucket that holds each of these steps, so that several engines can execute it together."""
+        """Return the bucket that holds each of these steps, for several engines to execute together."""
         if any(each.is_eager for each in sizes):
             return None
         decodes = max(each.num_decodes for each in sizes)

@@ -46,8 +46,8 @@ from tokenspeed_core.worker.attention import (
 )
 from tokenspeed_core.worker.latent import OPS, LatentKernels, LatentLayer
 
-# Activations of a step of more than two processes. A fused all-reduce sends all summands to all processes, which takes
-# longer than sending each part once or twice if they are large. Between two processes both send the same bytes.
+# Most activations of a fused step with more than two processes. A fused all-reduce sends all summands to all processes.
+# If they are large, sending each part once or twice is faster. With two processes, both send the same number of bytes.
 _MAX_FUSED_BYTES = 512 << 10
 
 

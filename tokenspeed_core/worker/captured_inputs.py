@@ -40,7 +40,7 @@ class SharedBuffers:
         self.logits: torch.Tensor | None = None  # allocated by the first capture, the largest
 
     def verified(self, size: BucketSize) -> torch.Tensor:
-        """Return the results of a bucket with draft tokens, int32: new tokens of each row, padding, and ids."""
+        """Return the results of a bucket with draft tokens, int32: the number of new tokens of each row, padding, token ids."""
         return self._verified[: _aligned(size.num_rows) + size.num_sampled]
 
     def of(self, size: BucketSize, columns: Columns) -> StepBuffers:
@@ -60,7 +60,7 @@ class SharedBuffers:
 
 
 def _aligned(num_rows: int) -> int:
-    """Return a number of int32 after which an address is aligned to 16 bytes."""
+    """Round up a number of int32 values to a multiple of 16 bytes."""
     return -(-num_rows // 4) * 4
 
 

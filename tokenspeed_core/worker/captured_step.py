@@ -24,11 +24,11 @@ class Bucket:
     """A captured step: its part of the upload, its inputs (views of shared buffers), and its graphs.
 
     `slots` are those of its rows of logits, int64 [R]. `drafts` are its rows with draft tokens, with as many sampled
-    tokens as `num_new` says; `ids` and `num_new` are then parts of `verified`. `known` are launches
-    by their rows, since the steps of few users are often alike. `own_logits` and `own_states` (those that a draft model reads) are the forward's output
-    while the graphs that read it are captured. `follow` are the graphs of the draft model, if there is one.
-    `no_shared_prefix` is the variant for short decodes without a shared prefix, if there is one. `padding` is set if
-    several engines execute the step together.
+    tokens as `num_new` says; `ids` and `num_new` are then parts of `verified`. `launches` caches launches by their rows,
+    because the steps of few users often repeat. `own_logits` and `own_states` (those that a draft model reads) are the
+    forward's output while the graphs that read it are captured. `follow` are the graphs of the draft model, if there is
+    one. `no_shared_prefix` is the variant for short decodes without a shared prefix, if there is one. `padding` is set
+    if several engines execute the step together.
     """
 
     layout: StagedLayout
@@ -41,7 +41,7 @@ class Bucket:
     num_new: torch.Tensor
     verified: torch.Tensor
     drafts: DraftRows | None = None
-    known: dict[bytes, GraphLaunch] = field(default_factory=dict)
+    launches: dict[bytes, GraphLaunch] = field(default_factory=dict)
     graphs: list[torch.cuda.CUDAGraph] = field(default_factory=list)
     own_logits: torch.Tensor = field(init=False)
     own_states: torch.Tensor | None = None
@@ -68,10 +68,10 @@ class GraphLaunch:
     """A launched step. `ids` int32 [rows of the bucket] are greedy until `draw` is called; `logits` returns the logits.
 
     `at` are the indices of the R sampling rows among them, None if they are the first. With draft tokens, `num_new`
-    int32 is the number of new tokens of each row of the plan, and `verified` holds it and `ids`. All tensors are views of buffers
-    that the next step overwrites (later on the stream). Until then `draw` or `logits` may be called, once. After
-    `logits` were changed in place, `choose_again` replaces `ids`; its argument says whether a row draws. `follow` runs a
-    draft model after the step.
+    int32 is the number of new tokens of each row of the plan, and `verified` holds it and `ids`. All tensors are views
+    of buffers that the next step overwrites (later on the stream). Until then `draw` or `logits` may be called, once.
+    After `logits` were changed in place, `choose_again` replaces `ids`; its argument says whether a row draws. `follow`
+    runs a draft model after the step.
     """
 
     rows: SamplingRows

@@ -80,8 +80,8 @@ def _store(layout: ParallelLayout, address: str) -> Any:
     if kind == "file":
         # Otherwise gloo listens on the address of the host name, which other machines may reach.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        # A thread of NCCL's group would read the file every second. The file is deleted once all ranks have met, and
-        # torch waits for a missing file until the timeout, also when the process exits.
+        # Otherwise a thread of torch's NCCL group reads the file every second. The file is deleted once all ranks are
+        # connected, and torch waits for a missing file until the timeout, even at process exit.
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
         return dist.FileStore(str(Path(rest)), layout.world_size)  # type: ignore[attr-defined]
     host, _, port = rest.rpartition(":")

@@ -93,7 +93,7 @@ class LocalRunner:
         self._drafter = self._new_drafter()
         self._graphs: StepGraphs | None = None
         self._num_engines = self.resolved.parallel.group("data").size
-        self._agreed: Bucket | None = None  # for the next step of all engines
+        self._shared_bucket: Bucket | None = None  # for the next step of all engines
         self._balancer: ExpertBalancer | None = None
         self.resize(num_pages)
 
@@ -160,7 +160,7 @@ class LocalRunner:
         return self._masks.buffer()
 
     def step_size(self, plan: StepPlan) -> StepSize:
-        """Return the size of this engine's next step, for `agree`."""
+        """Return the size of this engine's next step, for `choose_shared_step`."""
         num_decodes = plan.num_decodes
         return StepSize(
             num_decodes,
@@ -171,14 +171,14 @@ class LocalRunner:
             num_decodes == 0 or self._flags.no_shared_prefix(plan),
         )
 
-    def agree(self, sizes: Sequence[StepSize]) -> bool:
+    def choose_shared_step(self, sizes: Sequence[StepSize]) -> bool:
         """Choose how the engines that share experts execute the next step, from the sizes of all of them.
 
-        All engines choose the same. Return whether the step is captured: an engine without requests then needs no
-        padding row in its plan.
+        All engines choose the same. Return whether the step is captured. An engine without requests then needs no padding
+        row in its plan.
         """
-        self._agreed = None if self._graphs is None else self._graphs.agree(sizes)
-        is_captured = self._agreed is not None
+        self._shared_bucket = None if self._graphs is None else self._graphs.find_shared(sizes)
+        is_captured = self._shared_bucket is not None
         self._token_counts.begin(None if is_captured else tuple(each.num_tokens for each in sizes))
         return is_captured
 
@@ -289,13 +289,13 @@ class LocalRunner:
             self._sampler.begin(plan.slot_inits)
         if self._graphs is not None:  # only graphs ask for shared prefixes
             self._flags.note_blocks(plan.block_deltas)
-        agreed, self._agreed = self._agreed, None
-        if plan.num_rows == 0 and agreed is None:
+        shared_bucket, self._shared_bucket = self._shared_bucket, None
+        if plan.num_rows == 0 and shared_bucket is None:
             return LaunchedStep(plan, None, None)
         if self._balancer is not None:
             self._balancer.begin_step()
         if self._graphs is not None:
-            bucket = agreed if self._num_engines > 1 else self._graphs.find(plan)
+            bucket = shared_bucket if self._num_engines > 1 else self._graphs.find(plan)
             if bucket is not None:
                 graph = self._graphs.run(bucket, plan)
                 return LaunchedStep(

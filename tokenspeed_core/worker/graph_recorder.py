@@ -30,7 +30,7 @@ class GraphRecorder:
         return graph
 
     def release(self) -> None:
-        """Free all graphs. None may be running. NCCL waits for this before it ends the communication of its group."""
+        """Free all graphs. None may be running. NCCL waits for this before it shuts down a process group."""
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()

@@ -5,7 +5,7 @@ Each bucket therefore has one graph, or two if attention backends prepare betwee
 lengths on the device); one graph that keeps the logits for draws; and, for each number of rows, one that draws. Buckets
 of many decodes have a variant for short rows that share no prefix, for which attention prepares on the host. Buckets
 with draft tokens also verify them, after greedy tokens and again after draws, and a draft model may follow them.
-Engines that share experts run the same bucket in a step, so that collectives always have the size that was captured.
+Engines that share experts run the same bucket in a step, so that collectives always have their captured size.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from tokenspeed_core.worker.transfer import PinnedRing
 
 # Words of a chunk: its length, its sampling parameters, and a few blocks more than its tokens fill.
 _WORDS_OF_CHUNK = 16
-_HAS_CAPACITY = b"\xff\xff\xff\xff"  # no number of query tokens, so that keys differ
-_MAX_KNOWN = 64  # launches that a bucket with draft tokens keeps
+_HAS_CAPACITY = b"\xff\xff\xff\xff"  # ends keys with a capacity; not a number of query tokens
+_MAX_LAUNCHES = 64  # that a bucket with draft tokens caches
 
 
 class StepGraphs:
@@ -69,7 +69,7 @@ class StepGraphs:
         self._buckets: dict[BucketSize, Bucket] = {}
         self._draws: dict[int | BucketSize, torch.cuda.CUDAGraph] = {}
         self._uploaded: tuple[BucketSize, bytes] | None = None
-        self._counts: I32 | None = None  # of the next step, if several engines execute it together
+        self._counts: I32 | None = None  # each engine's tokens in a step that several execute
         self._plan_rows = np.arange(len(self._buffers.ids), dtype=np.int32)
         self._views: dict[int, tuple[torch.Tensor, ...]] = {}
         self._recorder: GraphRecorder | None = None
@@ -110,10 +110,10 @@ class StepGraphs:
             return variant
         return bucket
 
-    def agree(self, sizes: Sequence[StepSize]) -> Bucket | None:
-        """Return the bucket for the next step of all engines, None if no bucket holds them. All engines find the same.
+    def find_shared(self, sizes: Sequence[StepSize]) -> Bucket | None:
+        """Return the bucket for the next step of all engines, None if no bucket holds it. All engines find the same.
 
-        NCCL may register the buffers of a captured collective with all processes, so variants must be the same too.
+        They must find the same variant, because NCCL may register a captured collective's buffers with all processes.
         """
         size = self._finder.find_shared(sizes)
         if size is None:
@@ -127,7 +127,7 @@ class StepGraphs:
         return bucket
 
     def run(self, bucket: Bucket, plan: StepPlan) -> GraphLaunch:
-        """Launch a step that a bucket holds. It has no rows if only other engines have some."""
+        """Launch a step that a bucket holds. The plan has no rows if only other engines have requests."""
         size = bucket.layout.size
         key = self._upload(bucket, plan)
         bucket.graphs[0].replay()
@@ -179,11 +179,11 @@ class StepGraphs:
         self, bucket: Bucket, drafts: DraftRows, plan: StepPlan, key: bytes
     ) -> GraphLaunch:
         """Return the launch of decodes with draft tokens. Steps with the same `key` have the same rows."""
-        launch = bucket.known.get(key)
+        launch = bucket.launches.get(key)
         if launch is None:
-            if len(bucket.known) >= _MAX_KNOWN:
-                bucket.known.clear()
-            launch = bucket.known[key] = self._verifying_launch(bucket, drafts, plan)
+            if len(bucket.launches) >= _MAX_LAUNCHES:
+                bucket.launches.clear()
+            launch = bucket.launches[key] = self._verifying_launch(bucket, drafts, plan)
         follow = self._follow_of(bucket, plan, launch.rows, None)
         return launch if follow is None else replace(launch, follow=follow)
 

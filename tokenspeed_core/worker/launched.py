@@ -31,9 +31,7 @@ class LaunchedStep:
     at: I64 | None = None
     fetch: Fetch | None = None
     num_new: torch.Tensor | None = None  # with drafts, the new tokens of each row that samples
-    verified: torch.Tensor | None = (
-        None  # a buffer that starts with `num_new` and ends with the chosen tokens
-    )
+    verified: torch.Tensor | None = None  # starts with `num_new` and ends with the chosen tokens
     target: TargetStep | None = None  # the draft model follows the step
     drafts: Fetch | None = None  # its draft tokens for the next step
     logprobs: RawLogprobs | None = None

@@ -8,9 +8,9 @@ from tokenspeed_core.worker.staged import BucketSize
 
 
 class SharedPadding:
-    """Finds the padding tokens of all engines, which execute a step of the same bucket.
+    """Finds the padding tokens of all engines in a step of one bucket.
 
-    Without it, each padding token of an engine would be computed by the experts of all engines.
+    Without it, experts would compute the padding tokens of all engines.
     """
 
     def __init__(self, size: BucketSize, counts: torch.Tensor) -> None:

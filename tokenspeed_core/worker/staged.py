@@ -16,7 +16,7 @@ import torch
 from tokenspeed_core.api.step import I32, I64, StepPlan
 from tokenspeed_core.worker.slots import SlotLayout
 
-_MAX_KNOWN = 64  # buffers that a layout keeps
+_MAX_FILLED = 64  # buffers that a layout caches
 _NONE = np.zeros(0, np.int32)
 _NO_ROWS = StepPlan(-1, 0, _NONE, _NONE, _NONE, _NONE.astype(bool), _NONE, _NONE, (), None)
 
@@ -109,7 +109,7 @@ class StagedLayout:
         self.wide, self.middle = _place(wide)
         self.narrow, length = _place(narrow)
         self.num_int64 = self.middle + -(-length // 2)
-        self._known: dict[bytes, I64] = {}  # buffers of earlier plans, by their keys
+        self._filled: dict[bytes, I64] = {}  # buffers of earlier plans, by their keys
 
     def columns(self, staged: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """Return views of the columns in an uploaded buffer, int64 [num_int64]."""
@@ -132,15 +132,15 @@ class StagedLayout:
 
         Plans with the same `key` are equal, except for these words.
         """
-        known = None if key is None else self._known.get(key)
-        if known is not None:
-            host[:] = known
+        filled = None if key is None else self._filled.get(key)
+        if filled is not None:
+            host[:] = filled
         else:
             self._fill_rows(host, plan, state, counts)
             if key is not None:
-                if len(self._known) >= _MAX_KNOWN:
-                    self._known.clear()
-                self._known[key] = host.copy()
+                if len(self._filled) >= _MAX_FILLED:
+                    self._filled.clear()
+                self._filled[key] = host.copy()
         num_words = len(words)
         all_words = host[self.wide["words"]]
         all_values = host[self.middle :].view(np.int32)[self.narrow["values"]]
