@@ -61,7 +61,7 @@ class ShardingSpec:
 
     An output that `is_added` is added to the residual stream, before anything else reads it. `fuse` receives the
     kernels that add up such outputs of all processes, for a norm that can use them; it replaces `bind` of the module
-    before. `fused_op` is the op that it takes, FUSED_OP or one that also quantizes.
+    before. `fused_op` is the op of these kernels: FUSED_OP, or one that also quantizes.
     """
 
     module: str

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from tokenspeed_core.api import FUSED_OP, OpContract, Tolerance
 from tokenspeed_kernels.contracts.common import CODES, NORM_AXES, REFERENCE
 
-# They return the norm in the dtype, or quantized with one scale per token or per 128 elements.
+# They return the norm in its dtype, or in FP8 with one scale per token or per 128 elements.
 FUSED_OPS = (FUSED_OP, f"{FUSED_OP}_fp8", f"{FUSED_OP}_fp8_groups")
 
 _SUMS = (
@@ -57,15 +57,15 @@ COMM = (
     ),
     _contract(
         "all_gather_tokens",
-        "(x [T of this process, N]) -> [T of all processes, N]: the tokens of all processes in their order, as many of "
-        "each as the group's TokenCounts says; captured in CUDA graphs, as many of each as of this process",
+        "(x [T of this process, N]) -> [T of all processes, N]: the tokens of all processes in rank order; the "
+        "group's TokenCounts has their numbers, which are equal in captured CUDA graphs",
         _COPIES,
         (),
     ),
     _contract(
         "reduce_scatter_tokens",
         "(x [T of all processes, N]) -> [T of this process, N]: the rows of this process's tokens in the sum of the x "
-        "of all processes, in the order of all_gather_tokens; captured in CUDA graphs, as many of each process",
+        "of all processes, in the order of all_gather_tokens; the numbers of tokens are equal in captured CUDA graphs",
         _SUMS,
         (),
     ),
@@ -90,7 +90,7 @@ COMM = (
         _contract(
             op,
             f"(x [T, N], residual [T, N], weight [N], eps) -> (y float8_e4m3fn [T, N], scale float32 [T, {scales}], "
-            f"residual): {quantize}(y) of the y of {FUSED_OP}, and its residual",
+            f"residual): the results of {FUSED_OP}, with y quantized by {quantize}",
             CODES,
             ("residual",),
             _FUSED_AXES,

@@ -40,8 +40,7 @@ class LocalExperts:
     def choose(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the slots, int32 [T, k], of the experts `ids`, counted from this process's first one.
 
-        Those of other processes' experts, and of padding tokens, become `num_slots`, which means no expert to the ops, so
-        that they are not computed.
+        Slots of other processes' experts, and of padding tokens, become `num_slots`, which the ops skip.
         """
         return self._without_padding(self._local_ids.index_select(0, ids.flatten()).view(ids.shape))
 
@@ -71,7 +70,7 @@ class BalancedExperts(LocalExperts):
         self._table = first[:, None].repeat(1, self._num_turns)
 
     def choose(self, ids: torch.Tensor) -> torch.Tensor:
-        """Count the experts of all tokens but padding, and return the slots of this process's turns, as `LocalExperts` does.
+        """Count the experts of all tokens except padding, and return slots as `LocalExperts.choose` does.
 
         All processes see the same tokens, so that one of them computes each pair.
         """

@@ -115,7 +115,7 @@ class MLP:
         self._norm_mlp = sum_before(fused, self._norm_mlp, of_normed)
 
     def _gate_of_normed(self, build: BuildContext) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return a function of a normalized x [T, hidden] that returns the activated gate times up [T, intermediate]."""
+        """Return a function from normalized x [T, hidden] to activation(gate) * up [T, intermediate]."""
         linear, size, dtype = self.gate_up, self.down.in_size, dtype_name(build.dtype)
         if self.activation == "silu" and linear.bias is None:
             fused = build.fused(

@@ -148,7 +148,7 @@ class NormedLinear:
     ) -> None:
         """Take summands, and add up those of all processes.
 
-        `gate_of_normed` replaces this layer and the gate of its two halves, if it has one, after the norm.
+        `gate_of_normed` computes this layer and the gate of its two halves; None: there is no gate.
 
         Without a fused op for the norm, the norm itself adds them up.
         """

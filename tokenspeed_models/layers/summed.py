@@ -29,8 +29,9 @@ def sum_before(
 ) -> Callable[..., Any]:
     """Return `separate(x, residual, weight, eps, ...) -> (result, residual)` for summands x of all processes.
 
-    Few rows are added up and normalized by one kernel; `of_normed` computes the result of the normalized rows, or of
-    their values and scales if the kernel quantizes (None: they are the result). More rows are added up first.
+    One kernel adds up and normalizes at most `fused.max_num_tokens` rows. `of_normed` computes the result from the
+    normalized rows, or from values and scales if the kernel quantizes; None: the rows are the result. More rows are added
+    up first.
     """
     kernel, all_reduce, max_num_tokens = fused.kernel, fused.all_reduce, fused.max_num_tokens
 

@@ -1,18 +1,18 @@
 """All-reduce, residual addition, RMS norm and FP8 quantization in one kernel.
 
-Each process writes its rows to the memory of the others. The values are their own signals: every process has an inbox
-for the rows of each other process, which is empty at first, that is, full of negative zeros. A sender replaces negative
-zeros by zeros. The receiver reads a value until it is not empty, and empties it again. So a row arrives after one
-transfer, without a fence or a signal after it.
+Each process writes its rows to the memory of the others. Every process has one inbox for each other process. The values
+are their own flags: a negative zero means empty. Inboxes are empty at first, and senders replace negative zeros by
+zeros. The receiver polls a value until it is not empty, and then empties it. A row therefore arrives after one transfer,
+without a fence or a separate flag.
 
-Two inboxes take turns. A sender writes to an inbox again two calls later, after it has received a row of the call
-between, which the other process sends when it has emptied the first inbox. Programs count their calls on the device:
+Two inboxes take turns. A sender reuses an inbox two calls later. By then it has received a row of the call in between,
+which the other process sends only after it has emptied the first inbox. Programs count their calls on the device, so
 captured calls can replay. Each program has its own rows, and sends some ahead of those that it receives, so that
-transfers and norms overlap. Rows are added up in the order of ranks.
+transfers and norms overlap. Rows are added up in rank order.
 
 The norm's output is rounded to the dtype before it is quantized, so that a separate kernel gives the same codes.
 
-Emptied inboxes as signals: Lamport, "Specifying concurrent program modules", 1983.
+Values as flags: Lamport, "Specifying concurrent program modules", 1983.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tokenspeed_kernels.triton.quantize.fp8_per_token import normalized, quantiz
 
 # Two per multiprocessor of an H100. Programs start in order, and wait only for programs of the same index.
 NUM_PROGRAMS = 256
-NUM_AHEAD = 4  # rows of a program that are sent before the first is received
+NUM_AHEAD = 4  # rows that a program sends before it receives the first
 
 
 @triton.jit
@@ -73,11 +73,11 @@ def _store_row(
     NUM_SCALES: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Store a float32 row y, which is zero beyond its end, unless it is beyond the last row.
+    """Store a float32 row y, padded with zeros. A row beyond the last one is not stored.
 
     NUM_SCALES: 0 stores y in the dtype of `y_ptr`. 1 quantizes it with one scale, and more with one scale per group.
-    VECTOR: values that a thread loads at once. With codes stored in the same layout, the sum of squares does not
-    depend on NUM_SCALES.
+    VECTOR: values that a thread loads at once. Codes are stored in the same layout, so that the order of the sum of
+    squares does not depend on NUM_SCALES.
     """
     end = tl.where(row < num_rows, N, 0)
     column = tl.arange(0, BLOCK_N)
@@ -125,9 +125,9 @@ def _all_reduce_add_rms_norm(
     RECEIVE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid: programs with a row each, at most NUM_PROGRAMS, which take turns with the rows.
+    """Grid: one program per row, at most NUM_PROGRAMS. A program processes every NUM_PROGRAMS-th row.
 
-    BITS is the integer type of the values' size. Tests of one process run SEND and RECEIVE one after another.
+    BITS is the integer type with the size of a value. Tests in one process launch SEND and RECEIVE separately.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -201,7 +201,7 @@ class SharedMemory:
 
 
 class _Launches:
-    """The launch parameters of the kernel for one process. Rows have `num_scales` scales, 0: they are not quantized."""
+    """The launch parameters of the kernel for one process. Rows have `num_scales` scales; 0: no quantization."""
 
     def __init__(
         self, problem: Problem, rank: int, memory: SharedMemory, num_scales: int = 0
@@ -212,7 +212,7 @@ class _Launches:
         self._block = triton.next_power_of_2(self._size)
         item_size = getattr(torch, problem["dtype"]).itemsize
         self._bits = tl.int32 if item_size == 4 else tl.int16
-        # Bytes. Triton does not know that of addresses in memory, and would copy one value at a time.
+        # Bytes. Triton cannot infer the alignment of loaded addresses, and would copy one value at a time.
         self._alignment = math.gcd(16, self._size * item_size)
         self._num_warps = min(16, max(4, self._block // 512))
         self._pdl = supports_pdl()
@@ -282,7 +282,7 @@ class QuantizingAllReduce(_Launches):
     def __call__(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the codes [T, N] and scales [T, num_scales] of what `FusedAllReduce` returns, and the residual."""
+        """Return codes [T, N] and scales [T, num_scales] of the norm of `FusedAllReduce`, and the residual."""
         y = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
         scale = x.new_empty((x.shape[0], self.num_scales), dtype=torch.float32)
         self.launch(x, residual, weight, y, eps, scale)
