@@ -40,13 +40,13 @@ def cell_of(source: Source, context_length: int, share: float) -> int:
     return (source * _NUM_LENGTHS + length) * _NUM_SHARES + bucket
 
 
-_AGREED = {source: [cell_of(source, length, 1.0) for length in range(18)] for source in Source}
+_UNANIMOUS = {source: [cell_of(source, length, 1.0) for length in range(18)] for source in Source}
 
 
-def agreed_cells(source: Source, context_length: int, count: int) -> list[int]:
-    """Return the indices of `count` tokens that all votes are for. The context of the first has a given length."""
-    cells = _AGREED[source][context_length : context_length + count]
-    return cells + _AGREED[source][-1:] * (count - len(cells))
+def unanimous_cells(source: Source, context_length: int, count: int) -> list[int]:
+    """Return the cells of `count` successive tokens that get all votes. The first has `context_length`."""
+    cells = _UNANIMOUS[source][context_length : context_length + count]
+    return cells + _UNANIMOUS[source][-1:] * (count - len(cells))
 
 
 class Calibration:
@@ -63,9 +63,9 @@ class Calibration:
         self._totals = [_PRIOR_WEIGHT] * len(self.probabilities)
 
     def observe(self, cells: Sequence[int], num_right: int, *, has_wrong: bool) -> None:
-        """Record that the first tokens of a draft were right, and whether the next one was wrong.
+        """Record that the first `num_right` tokens of a draft were right, and whether the next one was wrong.
 
-        `cells` are those of its tokens.
+        `cells` are the cells of the draft's tokens.
         """
         totals, rights = self._totals, self._rights
         for place in range(num_right + has_wrong):

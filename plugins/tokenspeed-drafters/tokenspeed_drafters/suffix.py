@@ -15,7 +15,7 @@ import numpy as np
 
 from tokenspeed_core.api import DrafterContext, Drafts
 from tokenspeed_drafters.arrays import I32
-from tokenspeed_drafters.calibration import Calibration, Source, agreed_cells, cell_of
+from tokenspeed_drafters.calibration import Calibration, Source, cell_of, unanimous_cells
 from tokenspeed_drafters.match_index import (
     BYTES_PER_TOKEN,
     MAX_CONTEXT,
@@ -177,7 +177,7 @@ def vote(matches: FollowedMatches, calibration: Calibration, limit: int) -> Draf
         return _NO_DRAFT
     first = continuations[0][1]
     if all(tokens == first for _, tokens in continuations):
-        return _agreed(first, matches.source, longest, calibration)
+        return _unanimous(first, matches.source, longest, calibration)
     for i in range(limit):
         token, share = _most_voted(continuations, i)
         if token == SEPARATOR:
@@ -196,11 +196,13 @@ def vote(matches: FollowedMatches, calibration: Calibration, limit: int) -> Draf
     return Draft(token_ids, probabilities, cells, num_expected)
 
 
-def _agreed(token_ids: list[int], source: Source, length: int, calibration: Calibration) -> Draft:
-    """Return the continuation of all occurrences, of which the longest has a given length."""
+def _unanimous(
+    token_ids: list[int], source: Source, length: int, calibration: Calibration
+) -> Draft:
+    """Return a draft of the tokens that follow all occurrences. `length` is that of the longest match."""
     if SEPARATOR in token_ids:
         token_ids = token_ids[: token_ids.index(SEPARATOR)]
-    cells = agreed_cells(source, length, len(token_ids))
+    cells = unanimous_cells(source, length, len(token_ids))
     probabilities = list(map(calibration.probabilities.__getitem__, cells))
     num_expected, probability = 0.0, 1.0
     for i, estimate in enumerate(probabilities):
