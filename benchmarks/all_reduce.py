@@ -3,9 +3,9 @@
 
     python benchmarks/all_reduce.py [--processes 2] [--size 4096] [--kilobytes 8 16 64 256 1024 4096 16384 65536]
 
-Each kernel runs 20 times in a CUDA graph, as in decode steps. Prints one JSON line per size with µs per call, medians
-of 9 times 10 replays, on the slowest process. Every result is compared with sums of the gathered inputs first. The
-sums overflow in the measured graphs, which takes no longer.
+Each kernel runs 20 times in a CUDA graph, as in decode steps. Prints one JSON line per size with µs per call on the
+slowest process: the median of 9 measurements of 10 replays. All results are first compared with sums of the gathered
+inputs. In the measured graphs the sums overflow, which does not change the times.
 `fused` is the op `all_reduce_add_rms_norm`; `norm` is the addition and the norm alone.
 """
 
@@ -28,8 +28,8 @@ from tokenspeed_kernels.collectives import NCCL_COMM, SYMM_COMM, TRITON_COMM
 from tokenspeed_kernels.triton.norm.rms_norm import add_rms_norm
 
 NUM_CALLS = 20  # in a graph
-NUM_GRAPHS = 10  # in a replay
-NUM_REPLAYS = 9
+NUM_REPLAYS = 10  # in a measurement
+NUM_MEASUREMENTS = 9
 MAX_FUSED_BYTES = 80 << 20
 EPS = 1e-6
 TOLERANCE = 2e-2
@@ -51,7 +51,7 @@ class Kernels:
         self.max_num_fused = max_num_tokens
 
     def calls(self, x: Tensor, residual: Tensor, weight: Tensor) -> Iterator[tuple[str, Call]]:
-        """Yield the names of kernels, and calls that return the sum, or the result of the norm."""
+        """Yield the name of each kernel, and a call that returns the sum or the norm."""
         into = residual.clone()
 
         def separate(reduce: Callable[[Tensor], Tensor]) -> Tensor:
@@ -86,7 +86,7 @@ def _of_op(specs: Sequence[KernelSpec], op: str) -> KernelSpec:
 
 
 def time_call(call: Call) -> float:
-    """Return µs per call, captured, on the slowest process."""
+    """Capture a call and return its µs on the slowest process."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -95,17 +95,17 @@ def time_call(call: Call) -> float:
             call()
     graph.replay()
     found = []
-    for _ in range(NUM_REPLAYS):
+    for _ in range(NUM_MEASUREMENTS):
         torch.cuda.synchronize()
         distributed.barrier()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        graph.replay()  # the processes meet in it
+        graph.replay()  # synchronizes the processes
         start.record()
-        for _ in range(NUM_GRAPHS):
+        for _ in range(NUM_REPLAYS):
             graph.replay()
         end.record()
         end.synchronize()
-        found.append(1000 * start.elapsed_time(end) / (NUM_GRAPHS * NUM_CALLS))
+        found.append(1000 * start.elapsed_time(end) / (NUM_REPLAYS * NUM_CALLS))
     slowest = torch.tensor([statistics.median(found)], device="cuda")
     distributed.all_reduce(slowest, distributed.ReduceOp.MAX)
     return float(slowest)

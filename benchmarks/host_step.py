@@ -7,9 +7,9 @@ Rows cross block boundaries at different steps, as they do when requests arrive 
     python benchmarks/host_step.py --rows 256 --profile
     OMP_NUM_THREADS=1 python benchmarks/host_step.py --rows 1 32 --drafts 0 4 --worker --context 256
 
-With `--drafts`, a drafter proposes that many tokens for each row, most of which are right: the outputs repeat, and
-deviate at every 31st token. Only steps with draft tokens count then. `paused` drafts are off, as while they cost more
-than they save. `--worker` adds the worker: it fills the buffers of captured steps, whose graphs are empty, on the CPU.
+With `--drafts N`, a drafter proposes N tokens for each row, and only steps with draft tokens are measured. Most tokens
+are accepted: the outputs repeat, and deviate at every 31st token. `--drafts paused` measures while drafting is paused.
+`--worker` adds a worker on the CPU, which fills the buffers of captured steps. Their graphs are empty.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ def text(start: int, end: int) -> I32:
 
 
 class TextRunner:
-    """Returns the tokens of the text for every row, immediately, and accepts the draft tokens that equal it.
+    """Returns the tokens of `text` for every row, immediately, and accepts the draft tokens that equal it.
 
-    With a `worker`, it runs the step too, and its tokens are replaced. `seconds` is the CPU time of this class.
+    A `worker` also runs the step; its tokens are ignored. `seconds` is the CPU time of this class.
     """
 
     def __init__(self, worker: Runner | None = None) -> None:
-        """Launch nothing yet."""
+        """Start without steps."""
         self.seconds = 0.0
         self.num_draft_tokens = 0  # of the newest step
         self._worker = worker
@@ -107,15 +107,15 @@ class TextRunner:
 
 
 class FreeDepth(AdaptiveDepth):
-    """The engine's depth, for which all steps take equally long, so that drafts always pay."""
+    """An `AdaptiveDepth` for which all steps take the same time, so that drafts always pay off."""
 
     def finish_step(self, step: FinishedStep) -> None:
-        """Learn that the step took a second."""
+        """Record the step as one second long."""
         super().finish_step(step._replace(seconds=1.0, is_steady=True))
 
 
 def paused_depth(max_num_seqs: int, max_drafts: int) -> AdaptiveDepth:
-    """Return the engine's depth, in a pause that does not end."""
+    """Return an `AdaptiveDepth` in a pause that does not end."""
     depth = AdaptiveDepth(max_num_seqs, max_drafts)
     depth.account.pause = 1 << 60
     return depth
@@ -172,7 +172,7 @@ def decoding(
     ):
         engine.step()
     while num_drafts and not is_paused and not runner.num_draft_tokens:
-        engine.step()  # the pause of a new engine
+        engine.step()  # an engine starts with a pause
     return engine
 
 
@@ -193,7 +193,7 @@ def make_drafter(name: str, limits: SchedulerLimits) -> Any:
 
 
 def step_times(engine: Engine, num_steps: int, *, with_drafts: bool = False) -> list[float]:
-    """Return the microseconds of each step, its message to the API process packed; or of steps with drafts only."""
+    """Return the microseconds of each step, or of each with drafts. They include packing its message to the API."""
     runner, times = engine.runner, []
     assert isinstance(runner, TextRunner), "made by `decoding`"
     for _ in range(num_steps):
@@ -226,7 +226,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--drafts", nargs="+", default=["0"], help=f"numbers, or {PAUSED}")
+    parser.add_argument(
+        "--drafts", nargs="+", default=["0"], help=f"draft tokens per row, or {PAUSED}"
+    )
     parser.add_argument("--drafter", choices=("suffix", "ngram"), default="suffix")
     parser.add_argument("--worker", action="store_true", help="add the worker")
     parser.add_argument("--profile", action="store_true", help="print where the time goes")

@@ -1,4 +1,4 @@
-"""A worker on the CPU whose captured steps compute nothing, to measure the host's part of a step."""
+"""A worker on the CPU with empty captured steps, to measure the host's part of a step."""
 
 from __future__ import annotations
 

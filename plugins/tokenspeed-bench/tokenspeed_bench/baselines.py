@@ -1,4 +1,4 @@
-"""Targets on H200s: vLLM's figure, our minimum and goal, and the lower bound, per row. The group "tp" has two.
+"""Targets on H200s: vLLM's figure, our minimum and goal, and the lower bound, per row. Group "tp" uses two GPUs.
 
 vLLM 0.26.0, torch 2.11.0+cu130, dummy weights, greedy, the same traffic, best of 3 (2026-11-20).
 Lower bounds are bytes over 4.5 TB/s or FLOPs over 804 TFLOP/s (BF16) and 1,500 TFLOP/s (FP8), rates
