@@ -1,4 +1,4 @@
-"""Drafts that cost more time than they save hardly slow an engine down. The time is virtual."""
+"""Drafts that do not pay off hardly slow an engine down. The time is virtual."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VOCAB_SIZE = 100
 
 @dataclass
 class Costs:
-    """Times in steps of a host that plans as fast as the device runs."""
+    """Times of the parts of a step; the unit is the time to plan and launch a step."""
 
     host: float = 1.0  # to plan and launch a step
     device: float = 0.9
@@ -49,9 +49,9 @@ class Clock:
 
 
 class TimedRunner:
-    """Advances the clock as a host and a device do that work at the same time.
+    """Advances the clock like a host and a device that work in parallel.
 
-    A draft token is right with a given probability.
+    A draft token is right with probability `acceptance`.
     """
 
     def __init__(self, clock: Clock, costs: Costs, acceptance: float, seed: int) -> None:
@@ -116,7 +116,7 @@ def seconds_of(
     num_sequences: int = 20,
     num_tokens: int = 60,
 ) -> list[float]:
-    """Return the virtual time in which an engine answers some sequences, for each acceptance of a token in turn."""
+    """Return the virtual time in which an engine generates some sequences, for each acceptance in turn."""
     clock = Clock()
     monkeypatch.setattr(prefill_budget, "perf_counter", clock)
     monkeypatch.setattr(drafts_module, "perf_counter", clock)
@@ -168,13 +168,13 @@ def speedups(
     return [a / b for a, b in zip(plain, drafting, strict=True)]
 
 
-SIX_TIMES = Costs(propose=4.1)  # as long as a step without drafts, host and device after each other
+SIX_TIMES = Costs(propose=4.1)  # 4.1 + 1.0 + 0.9 without overlap; 1.0 without drafts
 
 
 @pytest.mark.parametrize("costs", [SIX_TIMES, Costs(propose=4.1, begin=2.0, end=1.0)])
 @pytest.mark.parametrize(("num_users", "num_sequences"), [(1, 20), (8, 160)])
 @pytest.mark.parametrize("acceptance", [0.0, 0.6, 0.9])
-def test_steps_of_six_times_the_cost_lose_less_than_two_percent(
+def test_costly_drafts_lose_less_than_two_percent(
     monkeypatch: pytest.MonkeyPatch,
     costs: Costs,
     num_users: int,
@@ -186,7 +186,7 @@ def test_steps_of_six_times_the_cost_lose_less_than_two_percent(
 
 
 @pytest.mark.parametrize(("num_users", "num_sequences", "expected"), [(1, 20, 2.7), (8, 160, 1.5)])
-def test_gain_of_cheap_steps_is_kept(
+def test_cheap_drafts_keep_their_gain(
     monkeypatch: pytest.MonkeyPatch, num_users: int, num_sequences: int, expected: float
 ) -> None:
     costs = Costs(host=0.3, device=1.0, verify=0.2 / MAX_DRAFTS)
@@ -197,7 +197,7 @@ def test_gain_of_cheap_steps_is_kept(
 @pytest.mark.parametrize(
     "costs", [SIX_TIMES, Costs(host=0.3, verify=0.6), Costs(host=0.8, propose=0.3, begin=0.5)]
 )
-def test_gain_of_earlier_requests_is_not_spent(
+def test_later_requests_do_not_spend_earlier_savings(
     monkeypatch: pytest.MonkeyPatch, costs: Costs
 ) -> None:
     found = speedups(monkeypatch, costs, [0.97, 0.6, 0.3])

@@ -58,7 +58,7 @@ def test_chosen_counts_are_the_fastest(data: st.DataObject, num_rows: int, width
     probabilities=st.lists(st.floats(0, 0.99), min_size=1, max_size=6),
     extra=st.lists(st.floats(0, 1), min_size=6, max_size=6),
 )
-def test_count_of_one_row_equals_the_counts_of_rows(
+def test_one_row_gets_the_count_of_the_batched_choice(
     probabilities: list[float], extra: list[float]
 ) -> None:
     seconds = np.cumsum([1.0, *extra]).astype(np.float32)
@@ -71,7 +71,7 @@ def test_count_of_one_row_equals_the_counts_of_rows(
 
 
 @pytest.mark.parametrize("claimed", [None, 0.3, 0.7, 0.95])
-def test_estimates_of_one_row_equal_those_of_rows(claimed: float | None) -> None:
+def test_one_row_gets_the_batched_estimates(claimed: float | None) -> None:
     depth, slots, most = AdaptiveDepth(2, 8), np.arange(2, dtype=np.int32), np.full(2, 8, np.int32)
     for accepted in (4, 0, 2, 4, 3, 0, 0):
         claims = None if claimed is None else np.full(16, claimed, np.float32)
@@ -83,7 +83,7 @@ def test_estimates_of_one_row_equal_those_of_rows(claimed: float | None) -> None
         depth.observe(slots, most // 2, np.asarray([4, accepted], np.int32))
 
 
-def test_times_of_unmeasured_numbers_are_interpolated() -> None:
+def test_times_of_unmeasured_draft_counts_are_interpolated() -> None:
     cost = StepCost(1, 8).of(1)
     cost.observe_plain(1.0)
     cost.observe(4, 3.0)

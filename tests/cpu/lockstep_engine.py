@@ -52,7 +52,7 @@ def serve(
 ) -> Served:
     """Serve one engine's prompts, each a list of token ids. Its first request is aborted after so many steps.
 
-    `more` are settings that need several engines. An engine gets its prompts after `delays` steps of all. With
+    `more` are settings that need several engines. An engine gets its prompts after `delays[rank]` steps. With
     `captures`, steps of these numbers of decodes, with and without prompts, are captured, and two steps are in flight.
     """
     rank, num_engines = build.group("data").rank, build.group("data").size

@@ -68,7 +68,7 @@ def ptx(size: int, alignment: int, num_scales: int = 0) -> str:
 
 
 def layout_of_squares(size: int, num_scales: int) -> str:
-    """Return how the values of a row that are squared and added up are distributed over threads."""
+    """Return the layout over threads of the values that are squared and added up."""
     code = compiled(size, 16, num_scales)["ttgir"]
     first = re.search(r"\}\) : \(tensor<\d+xf32, (#\w+)>\) ->", code)
     assert first is not None
@@ -78,7 +78,7 @@ def layout_of_squares(size: int, num_scales: int) -> str:
 
 
 @pytest.mark.parametrize("num_scales", [0, 1, 32])
-def test_rows_travel_in_16_bytes(num_scales: int) -> None:
+def test_rows_are_copied_16_bytes_at_a_time(num_scales: int) -> None:
     text = ptx(4096, 16, num_scales)
     assert "ld.volatile.global.v4.b32" in text
     assert "st.global.v4.b32" in text
@@ -86,7 +86,7 @@ def test_rows_travel_in_16_bytes(num_scales: int) -> None:
 
 
 @pytest.mark.parametrize("num_scales", [1, 32])
-def test_quantized_rows_are_converted_and_stored_in_pairs_or_more(num_scales: int) -> None:
+def test_quantized_values_are_stored_in_pairs_or_more(num_scales: int) -> None:
     text = ptx(4096, 16, num_scales)
     assert "cvt.rn.satfinite.e4m3x2.f32" in text
     assert not re.search(r"st\.global\.b8", text)

@@ -25,7 +25,7 @@ def forgetful(problem: Problem, group: CommGroup) -> Callable[[Any], Any]:
 
 
 def rotated(problem: Problem, group: CommGroup) -> Callable[..., Any]:
-    """Return a kernel that gives the second process the codes of other elements."""
+    """Return a kernel that rotates the codes of the second process."""
     reduce = comm.all_reduce_add_rms_norm_fp8(problem, group)
 
     def rotate(*arguments: Any) -> tuple[Tensor, ...]:

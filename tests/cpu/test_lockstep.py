@@ -179,7 +179,7 @@ def test_peers_exchange_sizes_and_notice_an_end() -> None:
     first.close()
 
 
-def test_gpus_capture_all_collectives_but_the_exchange() -> None:
+def test_graphs_capture_all_collectives_except_the_exchange() -> None:
     def plan(backend: str) -> KernelPlan:
         config = read_keywords("demo-deepseek", {"device": "cpu"}).resolved(
             data_parallel_size=2, enable_expert_parallel=True, all2all_backend=(backend,)

@@ -64,7 +64,7 @@ def test_prompts_arrive_while_another_engine_decodes(pool: ProcessPool, qwen3_mo
     assert True in decodes[: decodes.index(False, decodes.index(True))]  # then prompts again
 
 
-def test_a_step_that_is_not_captured_makes_all_engines_eager(
+def test_step_without_captured_size_makes_all_engines_eager(
     pool: ProcessPool, qwen3_moe: str
 ) -> None:
     long = [prompt(80, 5)]  # captured steps hold up to 64 prompt tokens
@@ -76,7 +76,7 @@ def test_a_step_that_is_not_captured_makes_all_engines_eager(
     assert len(served[0].captured) == num_steps(served[0]) - 1
 
 
-def test_abort_leaves_the_tokens_of_captured_steps(pool: ProcessPool, qwen3_moe: str) -> None:
+def test_abort_keeps_the_tokens_of_captured_steps(pool: ProcessPool, qwen3_moe: str) -> None:
     prompts: Sequence[Prompts] = (UNEVEN[0][1:3], UNEVEN[1])
     served = together(pool, qwen3_moe, prompts, abort_after=4, captures=CAPTURES)
     for each, whole in zip(served, alone(qwen3_moe, prompts), strict=True):
@@ -91,7 +91,7 @@ def test_abort_leaves_the_tokens_of_captured_steps(pool: ProcessPool, qwen3_moe:
 def test_captured_drafts_generate_the_tokens_of_one_process(
     pool: ProcessPool, qwen3_moe: str, others: Prompts
 ) -> None:
-    """The engines' numbers of draft tokens change while all other inputs of an idle engine stay the same."""
+    """Draft token counts of the others change, while all other inputs of an idle engine stay the same."""
     prompts: Sequence[Prompts] = ([prompt(4, seed) * 5 for seed in (1, 2, 3, 4)], others)
     limits = {"num_tokens": 60, "captures": (4,)}
     served = together(pool, qwen3_moe, prompts, delays=(0, 20 if others else 0), **limits, **DRAFTS)
@@ -101,7 +101,7 @@ def test_captured_drafts_generate_the_tokens_of_one_process(
 
 
 @pytest.mark.parametrize("settings", [{}, {"enable_eplb": True, "eplb_interval": 4}], ids=str)
-def test_captured_latent_attention_and_shared_experts(
+def test_captured_latent_attention_gives_the_same_tokens(
     pool: ProcessPool, settings: dict[str, object]
 ) -> None:
     prompts: Sequence[Prompts] = ([prompt(20, 1), prompt(3, 2)], [prompt(7, 3)])
@@ -124,7 +124,7 @@ def test_captured_latent_attention_and_shared_experts(
         ([StepSize(1), StepSize(0, 0, 1, 513)], None),
     ],
 )
-def test_engines_agree_on_a_bucket_for_all(
+def test_shared_bucket_holds_the_steps_of_all_engines(
     steps: list[StepSize], expected: BucketSize | None
 ) -> None:
     decodes = (1, 2, 4, 8, 64, 256)
@@ -133,7 +133,7 @@ def test_engines_agree_on_a_bucket_for_all(
     assert finder.find_shared(steps) == finder.find_shared(steps[::-1]) == expected
 
 
-def test_step_with_scored_prompt_tokens_is_eager(make_runner: Callable[..., LocalRunner]) -> None:
+def test_step_with_prompt_logprobs_is_eager(make_runner: Callable[..., LocalRunner]) -> None:
     runner = make_runner()
     limits = runner.resolved.limits
     plan = largest_step(limits, len(runner.resolved.cache_groups)).plan

@@ -292,9 +292,7 @@ def test_fused_collectives_quantize_for_fp8_layers(
     assert op in kernel_table(plan)
 
 
-def test_named_kernel_of_the_unquantized_op_is_used(
-    tiny: Callable[..., Resolved], catalog: Catalog
-) -> None:
+def test_named_unquantized_kernel_is_used(tiny: Callable[..., Resolved], catalog: Catalog) -> None:
     resolved = tiny(
         tensor_parallel_size=2,
         enable_allreduce_fusion=True,

@@ -204,9 +204,9 @@ def both_logits(
 def fused_logits(
     build: RankBuild, config: dict[str, Any], load: str = QWEN3_MOE.load
 ) -> tuple[list[str], tuple[torch.Tensor, ...]]:
-    """Return the ops of fused all-reduces, and the logits with them, of a single process, and without them.
+    """Return the ops of fused all-reduces, and logits: with fusion, of one process, and without fusion.
 
-    Steps have 6 tokens, then 2, of which the latter fuse.
+    The first step has 6 tokens and is not fused; the second has 2 and is fused.
     """
     separate, _ = both_logits(build.new(), config, load, chunk=6)
     build.max_fused_tokens = 5
@@ -242,7 +242,7 @@ def test_quantized_layers_take_summands(form: str, quantizing: str, pool: Proces
         # Before the MLP and the second attention. The router and the head read unquantized values.
         assert fused_ops == [quantizing, quantizing, FUSED_OP, FUSED_OP]
         assert float((sharded - whole).norm() / whole.norm()) < tolerance
-        # Two summands have one order.
+        # The sum of two summands does not depend on their order.
         assert torch.equal(sharded, separate)
 
 

@@ -123,9 +123,7 @@ def assert_same_bits(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> N
 @needs_fp8
 @pytest.mark.parametrize("form", FP8_FORMS)
 @pytest.mark.parametrize(("num_processes", "size"), [(2, 4096), (4, 2048), (2, 5120), (2, 208)])
-def test_codes_equal_those_of_separate_kernels_bitwise(
-    form: str, num_processes: int, size: int
-) -> None:
+def test_codes_equal_separate_kernels_bitwise(form: str, num_processes: int, size: int) -> None:
     make, group = FP8_FORMS[form]
     plain = emulated(num_processes, size, 200, 0)
     quantizing = emulated(num_processes, size, 200, ceil(size / group))
@@ -143,7 +141,7 @@ def test_codes_equal_those_of_separate_kernels_bitwise(
 
 @needs_fp8
 @pytest.mark.parametrize("form", FP8_FORMS)
-def test_captured_calls_that_quantize_replay(form: str) -> None:
+def test_captured_quantizing_calls_replay(form: str) -> None:
     make, group = FP8_FORMS[form]
     size = 4096
     plain, quantizing = (emulated(2, size, 8, count) for count in (0, ceil(size / group)))

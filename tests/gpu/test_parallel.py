@@ -55,7 +55,7 @@ def test_two_gpus_give_the_tokens_of_one(model: str, settings: dict[str, Any]) -
 
 
 def batch_texts(folder: Path, num_prompts: int, *flags: str) -> list[str]:
-    """Return the greedy answers of `run-batch`, which starts one or several engines."""
+    """Return the greedy answers of `run-batch` with one or several engines."""
     body = {"model": "demo-deepseek", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
     lines = (
         {
@@ -91,7 +91,7 @@ if __name__ == "__main__":
 """
 
 
-def test_program_exits_after_it_was_idle(tmp_path: Path) -> None:
+def test_idle_program_exits(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     subprocess.run([sys.executable, script], check=True, timeout=180)
@@ -111,7 +111,7 @@ def test_two_engines_that_share_experts_give_the_tokens_of_one(
     ("quantization", "layout"),
     [("fp8", {"tensor_parallel_size": 2}), ("fp8-block", {"dense_tp_size": 2})],
 )
-def test_fused_all_reduces_before_fp8_layers_only_change_close_tokens(
+def test_fused_fp8_all_reduces_change_only_close_tokens(
     quantization: str, layout: dict[str, int]
 ) -> None:
     params = SamplingParams(temperature=0, max_tokens=24, logprobs=5)

@@ -142,7 +142,7 @@ def test_calls_of_any_number_of_rows_follow_each_other() -> None:
         assert memory.calls[:6].tolist() == [5, 4, 4, 3, 3, 2]
 
 
-def test_a_process_may_send_the_next_call_before_another_receives() -> None:
+def test_next_call_is_sent_before_another_process_receives() -> None:
     where = world(2, 32, 4, "float32")
     first, second = (inputs(2, 4, 32, "float32", seed=seed) for seed in (1, 2))
     (x, residual, weight), (next_x, _, _) = first, second

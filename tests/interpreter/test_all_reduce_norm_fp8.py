@@ -73,7 +73,7 @@ def run_quantizing(
         (4, 66, 129, "float32"),
     ],
 )
-def test_codes_equal_those_of_separate_kernels_bitwise(
+def test_codes_equal_separate_kernels_bitwise(
     form: str, num_processes: int, num_rows: int, size: int, dtype: str
 ) -> None:
     x, residual, weight = inputs(num_processes, num_rows, size, dtype)
@@ -89,7 +89,7 @@ def test_codes_equal_those_of_separate_kernels_bitwise(
 
 
 @pytest.mark.parametrize("form", NUM_SCALES)
-def test_calls_compute_the_contract_one_after_another(form: str) -> None:
+def test_successive_calls_match_the_reference(form: str) -> None:
     size = 300
     where = world(2, size, 70, "float32", NUM_SCALES[form](size))
     quantize = REFERENCES[form]({"size": size, "dtype": "float32"})

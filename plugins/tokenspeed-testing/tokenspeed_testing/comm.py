@@ -87,7 +87,7 @@ def _check(
     platform: str,
     store: str,
 ) -> None:
-    """Check a kernel in one of two processes. `quantize` is the reference of its last part, if it has parts."""
+    """Check a kernel in one of two processes. `quantize` is the reference of the op's last part, if it has parts."""
     device = torch.device(platform, rank) if platform == "cuda" else torch.device(platform)
     if platform == "cuda":
         torch.cuda.set_device(device)
@@ -141,9 +141,9 @@ def _check_norm(
     device: torch.device,
     tolerance: Tolerance,
 ) -> None:
-    """Check repeated calls of an op with a norm. Their inputs differ, so that no call may read those of another.
+    """Check repeated calls of an op with a norm. Their inputs differ, to detect a call that reads those of another.
 
-    With `quantize`, the reference of an op, the kernel returns the values and scales of the norm.
+    With `quantize`, a reference kernel, the checked kernel returns the values and scales of the norm.
     """
     weight = _input(1, _NUM_PROCESSES, dtype, device)[0].contiguous()
     for call in range(3):
