@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,18 +17,20 @@ from tokenspeed_kernels.triton.comm.all_reduce_norm import (
     NUM_AHEAD,
     NUM_PROGRAMS,
     _all_reduce_add_rms_norm,
+    tiling,
 )
 
 
 def compiled(size: int, alignment: int, num_scales: int = 0) -> Mapping[str, str]:
     """Return the kernel's code for compute capability 9.0, bfloat16 and two processes."""
+    block, num_warps = tiling(size)
     constants: dict[str, Any] = {
         "RANK": 1,
         "NUM_PROCESSES": 2,
         "NUM_PROGRAMS": NUM_PROGRAMS,
         "NUM_AHEAD": NUM_AHEAD,
         "N": size,
-        "BLOCK_N": triton.next_power_of_2(size),
+        "BLOCK_N": block,
         "ALIGNMENT": alignment,
         "BITS": tl.int16,
         "NUM_SCALES": num_scales,
@@ -57,7 +60,7 @@ def compiled(size: int, alignment: int, num_scales: int = 0) -> Mapping[str, str
         {(names.index(name),): value for name, value in constants.items()},
         attributes,
     )
-    options = {"num_warps": 8, "launch_pdl": True}
+    options = {"num_warps": num_warps, "launch_pdl": True}
     code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     stages: Mapping[str, str] = code.asm
     return stages
@@ -116,3 +119,13 @@ def test_rows_are_sent_before_any_is_received(size: int, alignment: int, num_sca
     ]
     assert order.count("wait") == 1
     assert order.index("wait") < order.index("send") < order.index("receive")
+
+
+@pytest.mark.parametrize(("size", "alignment"), [(16, 16), (48, 16), (201, 2), (4096, 16)])
+def test_all_threads_agree_that_a_row_has_arrived(size: int, alignment: int) -> None:
+    lines = ptx(size, alignment).splitlines()
+    reads = [at for at, line in enumerate(lines) if "ld.volatile.global" in line]
+    polls = ["\n".join(lines[first:second]) for first, second in pairwise(reads)]
+    assert any("bar.sync" in between for between in polls)
+    block, num_warps = tiling(size)
+    assert block >= 32 * num_warps

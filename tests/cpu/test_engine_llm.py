@@ -7,8 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from tokenspeed_core import LLM, SamplingParams
-from tokenspeed_core.errors import BadRequestError, ConfigError
+from tokenspeed_core.engine import factory
+from tokenspeed_core.errors import BadRequestError, ConfigError, EngineDeadError
 from tokenspeed_core.text import TemplateError
+from tokenspeed_core.worker.local import LocalRunner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=80)
 WEATHER = {
@@ -88,3 +90,19 @@ def test_chat_needs_a_template() -> None:
         pytest.raises(BadRequestError, match="no chat template"),
     ):
         bare.chat(ask("hi"))
+
+
+def test_failed_warmup_frees_the_device_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[LocalRunner] = []
+    close = LocalRunner.close
+
+    def note(runner: LocalRunner) -> None:
+        closed.append(runner)
+        close(runner)
+
+    monkeypatch.setattr(LocalRunner, "close", note)
+    monkeypatch.setattr(factory, "warm_up", lambda engine: False)
+    with pytest.raises(EngineDeadError):
+        LLM(max_model_len=256, max_num_seqs=2)
+    (runner,) = closed
+    assert runner._arena.numel() == 0

@@ -188,20 +188,20 @@ def _start(
     from tokenspeed_core.worker.platform import resolve_device
 
     progress("libraries", 1, 1)
-    config, info = resolved.config, resolved.checkpoint.info
-    is_cpu = resolve_device(config.device).type == "cpu"
+    is_cpu = resolve_device(resolved.config.device).type == "cpu"
     backend = _grammar_backend(resolved)
     runner, executed = build_runner(resolved, catalog, progress, ranks, peers)
-    scheduler = _make_scheduler(resolved, runner, is_batch=is_batch)
+    try:
+        scheduler = _make_scheduler(resolved, runner, is_batch=is_batch)
+        # On a CPU a step is complete when its launch returns, so there is nothing to overlap.
+        depth = 1 if is_cpu else 2
+        _check_warmup(Engine(scheduler, executed, depth=depth, max_failures=0), resolved, runner)
+    except BaseException:
+        executed.close()  # frees captured steps, for which the end of NCCL's communication would wait
+        raise
+    config = resolved.config
     for name, reason in unused_settings(config, is_cpu=is_cpu).items():
         log.warning("%s has %s", flag(name), reason)
-    # On a CPU a step is complete when its launch returns, so there is nothing to overlap.
-    depth = 1 if is_cpu else 2
-    is_finite = warm_up(Engine(scheduler, executed, depth=depth, max_failures=0))
-    # Dummy weights may give any logits.
-    if not is_finite and config.load_format != "dummy":
-        raise EngineDeadError(no_finite_logits(runner.kernel_plan))
-    scheduler.counters.reset()  # without the warm-up
     if resolved.drafter is not None:
         # Captured steps hold draft tokens or prompts.
         is_captured = not (is_cpu or config.enforce_eager)
@@ -221,10 +221,20 @@ def _start(
     )
     num_kv_tokens, max_model_len = scheduler.kv.max_sequence_len, scheduler.limits.max_model_len
     log_start(resolved, runner, backend, num_kv_tokens, max_model_len)
+    info = resolved.checkpoint.info
     report = start_report(info, catalog, runner.kernel_plan)
     ready = Ready(max_model_len, num_kv_tokens, info.vocab_size, report)
     lockstep = executed if isinstance(executed, LockstepRunner) else None
     return Started(engine, ready, runner.kernel_plan, ranks, lockstep)
+
+
+def _check_warmup(engine: Engine, resolved: Resolved, runner: LocalRunner) -> None:
+    """Serve the warm-up requests. Raises EngineDeadError if they fail, or if their logits are not finite."""
+    is_finite = warm_up(engine)
+    # Dummy weights may give any logits.
+    if not is_finite and resolved.config.load_format != "dummy":
+        raise EngineDeadError(no_finite_logits(runner.kernel_plan))
+    engine.scheduler.counters.reset()  # without the warm-up
 
 
 def _make_scheduler(resolved: Resolved, runner: LocalRunner, *, is_batch: bool) -> Scheduler:

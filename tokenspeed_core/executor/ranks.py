@@ -56,6 +56,7 @@ class Ranks:
         self._abort: Callable[[], None] = lambda: None
         self._leave: Callable[[], None] = lambda: None
         self._is_closing = False
+        self._aborting = threading.Thread(target=self._end_collectives, name="abort", daemon=True)
         self._thread = threading.Thread(target=self._receive, name="ranks", daemon=True)
 
     @property
@@ -124,8 +125,13 @@ class Ranks:
         if self._is_closing:
             return
         self._is_closing = True
-        self._leave()
-        self._executor.close(0.0 if self.failure is not None else CLOSE_SECONDS)
+        with self._changed:  # a failure starts the thread before it releases the lock
+            has_failed = self.failure is not None
+        if has_failed:
+            self._aborting.join(CLOSE_SECONDS)
+        if not self._aborting.is_alive():
+            self._leave()
+        self._executor.close(0.0 if has_failed else CLOSE_SECONDS)
         os.close(self._stop)
         self._thread.join()
         if self.failure is None:
@@ -191,9 +197,12 @@ class Ranks:
             self.failure = reason
             os.close(self._failed)
             self._changed.notify_all()
+            self._aborting.start()
         self._on_failure(reason)
-        # An abort ends the kernels that wait for the lost rank at once, but returns only after captured graphs are freed.
-        threading.Thread(target=self._abort, name="abort", daemon=True).start()
+
+    def _end_collectives(self) -> None:
+        """End the collectives that wait for the lost rank. NCCL returns only after captured graphs are freed."""
+        self._abort()
 
 
 def start_ranks(

@@ -69,10 +69,10 @@ def close() -> None:
 
 def abort() -> None:
     """Make collectives that wait for a lost rank fail. Gloo notices by itself; NCCL would wait forever."""
-    if dist.is_initialized() and dist.get_backend() == "nccl":
-        with suppress(RuntimeError):
-            backend: Any = dist.group.WORLD
-            backend._get_backend(torch.device("cuda")).abort()
+    world: Any = dist.group.WORLD if dist.is_available() else None
+    with suppress(RuntimeError, ValueError):  # `close` may have ended the group
+        if world is not None and dist.get_backend(world) == "nccl":
+            world._get_backend(torch.device("cuda")).abort()
 
 
 def _store(layout: ParallelLayout, address: str) -> Any:

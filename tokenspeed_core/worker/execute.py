@@ -136,7 +136,11 @@ class LocalRunner:
                 max_drafts=self.resolved.limits.max_drafts,
             )
             graphs = StepGraphs(context, sizes)
-            graphs.capture(progress)
+            try:
+                graphs.capture(progress)
+            except BaseException:
+                graphs.release()  # the traceback may keep them, and the communication ends before
+                raise
         self._graphs = graphs
 
     def forget(self) -> None:

@@ -34,26 +34,15 @@ def sum_before(
     up first.
     """
     kernel, all_reduce, max_num_tokens = fused.kernel, fused.all_reduce, fused.max_num_tokens
+    quantizes = fused.quantizes
 
     def run(
         x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *operands: Any
     ) -> Any:
         if x.shape[0] > max_num_tokens:
             return separate(all_reduce(x), residual, weight, eps, *operands)
-        normed, residual = kernel(x, residual, weight, eps)
+        *parts, residual = kernel(x, residual, weight, eps)
+        normed = tuple(parts) if quantizes else parts[0]
         return normed if of_normed is None else of_normed(normed), residual
 
-    if not fused.quantizes:
-        return run
-    assert of_normed is not None, "a norm alone does not quantize"
-    of_quantized = of_normed
-
-    def run_quantizing(
-        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *operands: Any
-    ) -> Any:
-        if x.shape[0] > max_num_tokens:
-            return separate(all_reduce(x), residual, weight, eps, *operands)
-        values, scales, residual = kernel(x, residual, weight, eps)
-        return of_quantized((values, scales)), residual
-
-    return run_quantizing
+    return run

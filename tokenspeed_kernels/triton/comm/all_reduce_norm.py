@@ -139,6 +139,7 @@ def _all_reduce_add_rms_norm(
     if PDL:
         tl.extra.cuda.gdc_wait()
     call = tl.load(calls_ptr + program) + 1
+    inbox_size = inbox_size.to(tl.int64)
     offset = (call % 2) * inbox_size * (NUM_PROCESSES - 1)
     ahead = tl.minimum(NUM_AHEAD, (num_rows - 1) // NUM_PROGRAMS) * NUM_PROGRAMS
     for start in range(-ahead, num_rows, NUM_PROGRAMS):
@@ -200,6 +201,15 @@ class SharedMemory:
     own: Tensor | None = None  # keeps this process's inboxes alive
 
 
+def tiling(size: int) -> tuple[int, int]:
+    """Return the values and warps of a program for rows of `size` values.
+
+    No value is held by two threads. Otherwise, one of them could empty the inbox before the other one reads it.
+    """
+    block = max(128, triton.next_power_of_2(size))
+    return block, min(16, max(4, block // 512))
+
+
 class _Launches:
     """The launch parameters of the kernel for one process. Rows have `num_scales` scales; 0: no quantization."""
 
@@ -209,12 +219,11 @@ class _Launches:
         self._size, self._num_processes = problem["size"], problem["num_processes"]
         self.num_scales = num_scales
         self._rank, self._memory = rank, memory
-        self._block = triton.next_power_of_2(self._size)
+        self._block, self._num_warps = tiling(self._size)
         item_size = getattr(torch, problem["dtype"]).itemsize
         self._bits = tl.int32 if item_size == 4 else tl.int16
         # Bytes. Triton cannot infer the alignment of loaded addresses, and would copy one value at a time.
         self._alignment = math.gcd(16, self._size * item_size)
-        self._num_warps = min(16, max(4, self._block // 512))
         self._pdl = supports_pdl()
 
     def launch(
