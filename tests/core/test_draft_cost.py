@@ -152,6 +152,7 @@ def speedups(
     acceptances: list[float],
     num_users: int = 1,
     num_sequences: int = 20,
+    num_tokens: int = 60,
 ) -> list[float]:
     """Return the ratio of the times without and with drafts, for each acceptance."""
     plain, drafting = (
@@ -162,6 +163,7 @@ def speedups(
             drafting=drafting,
             num_users=num_users,
             num_sequences=num_sequences,
+            num_tokens=num_tokens,
         )
         for drafting in (False, True)
     )
@@ -182,6 +184,15 @@ def test_costly_drafts_lose_less_than_two_percent(
     acceptance: float,
 ) -> None:
     (found,) = speedups(monkeypatch, costs, [acceptance], num_users, num_sequences)
+    assert found >= 0.98
+
+
+@pytest.mark.parametrize("num_users", [1, 4])
+def test_short_answers_pay_for_the_end_of_their_sequences(
+    monkeypatch: pytest.MonkeyPatch, num_users: int
+) -> None:
+    costs = Costs(host=0.3, device=1.0, propose=0.1, end=1.3)
+    (found,) = speedups(monkeypatch, costs, [0.99], num_users, 1500, num_tokens=3)
     assert found >= 0.98
 
 

@@ -92,6 +92,16 @@ def test_times_of_unmeasured_draft_counts_are_interpolated() -> None:
     assert cost.with_drafts(4) == [2.0, 2.25, 2.5, 2.75, 3.0]
 
 
+def test_time_of_zero_does_not_stay() -> None:
+    cost = StepCost(1, 8).of(1)
+    cost.observe_plain(1.0)
+    cost.observe(4, 0.0)
+    assert cost.with_drafts(4) == [1.0] * 5, "more tokens never count as faster"
+    for _ in range(3):
+        cost.observe(4, 3.0)
+    assert cost.with_drafts(4)[4] == pytest.approx(3.0)
+
+
 class Simulation:
     """Decodes rows with draft tokens that are right with a given probability, at a given cost of a step."""
 
@@ -136,10 +146,11 @@ class Simulation:
         exact = self.base + self.per_token * num_tokens + self.overhead * is_drafting
         exact += self.alone * is_alone
         seconds = exact * (1 + self.noise * self.random.standard_normal())
-        depth.observe(self.slots, counts, accepted.astype(np.int32))
         seconds = max(0.1 * exact, seconds)
-        depth.finish_step(FinishedStep(rows, num_tokens, 0, seconds, not is_alone))
-        self.tokens += rows + int(accepted.sum())
+        num_accepted = int(accepted.sum())
+        depth.finish_step(FinishedStep(rows, num_tokens, 0, num_accepted, seconds, not is_alone))
+        depth.observe(self.slots, counts, accepted.astype(np.int32))
+        self.tokens += rows + num_accepted
         self.seconds += exact
         self.num_drafts += int(counts.sum())
 
@@ -200,12 +211,13 @@ def test_cheap_drafts_are_used(
 def test_rejecting_rows_get_fewer_drafts() -> None:
     depth, slots = AdaptiveDepth(2, 8), np.arange(2, dtype=np.int32)
     for _ in range(NUM_FIRST):
-        depth.finish_step(FinishedStep(2, 2, 0, 1.0))
+        depth.finish_step(FinishedStep(2, 2, 0, 0, 1.0))
     assert depth.max_drafts(2) == 8
     for _ in range(10):
         counts = depth.choose(slots, np.full(2, 8, np.int32), None, 2, 100)
-        depth.observe(slots, counts, np.asarray([counts[0], 0], np.int32))
-        depth.finish_step(FinishedStep(2, 2 + int(counts.sum()), 0, 1.0 + 0.1 * int(counts.sum())))
+        first, num_drafts = int(counts[0]), int(counts.sum())
+        depth.finish_step(FinishedStep(2, 2 + num_drafts, 0, first, 1.0 + 0.1 * num_drafts))
+        depth.observe(slots, counts, np.asarray([first, 0], np.int32))
     counts = depth.choose(slots, np.full(2, 8, np.int32), None, 2, 100)
     assert counts[0] > counts[1]
 
@@ -213,7 +225,7 @@ def test_rejecting_rows_get_fewer_drafts() -> None:
 def test_new_sequence_does_not_inherit_slot_history() -> None:
     depth, slots = AdaptiveDepth(1, 4), np.zeros(1, np.int32)
     for _ in range(NUM_FIRST):
-        depth.finish_step(FinishedStep(1, 1, 0, 1.0))
+        depth.finish_step(FinishedStep(1, 1, 0, 0, 1.0))
     fresh = depth.choose(slots, np.full(1, 4, np.int32), None, 1, 100)
     for _ in range(50):
         depth.observe(slots, np.full(1, 4, np.int32), np.zeros(1, np.int32))

@@ -128,14 +128,14 @@ def test_few_sequences_begin_before_a_step(monkeypatch: pytest.MonkeyPatch) -> N
 def test_account_limits_the_time_to_begin_and_end_sequences() -> None:
     depth = AdaptiveDepth(4, 3)
     for _ in range(100):
-        depth.finish_step(FinishedStep(4, 4, 0, 0.5))
+        depth.finish_step(FinishedStep(4, 4, 0, 0, 0.5))
     before = depth.max_seconds(4)
     assert before == pytest.approx(0.5 * depth.account.balance)
     assert depth.max_drafts(4) == 3
     depth.spend(2.0)
-    depth.finish_step(FinishedStep(4, 4, 0, 2.5))
+    depth.finish_step(FinishedStep(4, 4, 0, 0, 2.5))
     assert depth.max_seconds(4) == pytest.approx(before - 2.0 + 0.5 * MAX_LOSS)
     assert depth.max_drafts(4) == 0, "the account has nothing left to lose"
     for _ in range(round(4 / MAX_LOSS)):
-        depth.finish_step(FinishedStep(4, 4, 0, 0.5))
+        depth.finish_step(FinishedStep(4, 4, 0, 0, 0.5))
     assert depth.max_drafts(4) == 3

@@ -217,17 +217,24 @@ class Engine:
             self._observe(
                 StepRecord(plan.step_id, plan.num_rows, plan.num_decodes, num_tokens, seconds)
             )
+        drafts = self.scheduler.drafts
+        if drafts is not None:
+            num_accepted = 0
+            if plan.num_draft_tokens:
+                num_decodes = plan.num_decodes
+                num_accepted = sum(result.num_tokens[:num_decodes].tolist()) - num_decodes
+            is_steady = self._depth == 1 or (was_overlapped and is_overlapped)
+            # Before `apply`: the drafter ends sequences there, whose time is in the next step's seconds.
+            drafts.finish_step(
+                FinishedStep(
+                    plan.num_rows, num_tokens, num_prompt_tokens, num_accepted, seconds, is_steady
+                )
+            )
         started_at = perf_counter()
         outputs = self.scheduler.apply(result)
         counters = self.scheduler.counters
         counters.host_seconds += perf_counter() - started_at
         counters.finish_step(plan, len(outputs.token_ids), seconds)
-        drafts = self.scheduler.drafts
-        if drafts is not None:
-            is_steady = self._depth == 1 or (was_overlapped and is_overlapped)
-            drafts.finish_step(
-                FinishedStep(plan.num_rows, num_tokens, num_prompt_tokens, seconds, is_steady)
-            )
         if outputs.finish.any():
             _log_errors(plan.step_id, outputs)
         return outputs

@@ -122,10 +122,10 @@ class AdaptiveDepth:
         # The same of all rows, from which the acceptance of a new row is expected.
         self._accepted_by_all = 0.0
         self._tried_by_all = 0.0
-        self._num_accepted = 0
         self._since_plain = 0
         self._num_plain_wanted = 0  # plain steps to measure before drafts are verified again
-        # Seconds to begin and end sequences, not yet in the account: of this step, and of earlier steps with prompts.
+        # Seconds to begin and end sequences, not yet in the account: of this step, and of earlier steps that were not
+        # compared with plain ones.
         self._spent = self._spent_before = 0.0
         self._is_drafting = False  # the drafter was called for the step that finishes next
         self._was_drafting = False  # the drafter was called for the step before that
@@ -141,7 +141,7 @@ class AdaptiveDepth:
         return self.account.balance * self.cost.of(num_rows).plain
 
     def spend(self, seconds: float) -> None:
-        """Record the drafter's time to begin or end sequences. It is a part of the next step's time."""
+        """Record the drafter's time to begin or end sequences. The step that finishes next includes it."""
         self._spent += seconds
 
     def choose(
@@ -205,7 +205,7 @@ class AdaptiveDepth:
     def observe(self, slots: I32, num_drafts: I32, num_accepted: I32) -> None:
         """Record how many draft tokens of some rows the model accepted."""
         tried = np.minimum(num_accepted + 1, num_drafts)
-        num_accepted_by_all, num_tried = sum(num_accepted.tolist()), sum(tried.tolist())
+        num_tried = sum(tried.tolist())
         history = self._history[:, slots]
         history *= _FORGET
         history[0] += num_accepted
@@ -213,15 +213,14 @@ class AdaptiveDepth:
         history[2] += tried
         self._history[:, slots] = history
         kept = max(0.0, 1.0 - num_tried / _MAX_TRIED_BY_ALL)
-        self._accepted_by_all = kept * self._accepted_by_all + num_accepted_by_all
+        self._accepted_by_all = kept * self._accepted_by_all + sum(num_accepted.tolist())
         self._tried_by_all = kept * self._tried_by_all + num_tried
-        self._num_accepted += num_accepted_by_all
 
     def finish_step(self, step: FinishedStep) -> None:
         """Record the duration of a step. Steps with prompt tokens are not compared with others."""
         account, num_drafts = self.account, step.num_tokens - step.num_rows
         if step.num_chunk_tokens or not step.num_rows:
-            self._num_accepted, self._is_drafting = 0, False
+            self._is_drafting = False
             self._spent_before += self._spent
             self._spent = 0.0
             return
@@ -230,7 +229,6 @@ class AdaptiveDepth:
         spent = self._spent + self._spent_before
         if account.pause > _NUM_MEASURED and not (is_called or was_called or spent):
             return  # the usual case without drafts
-        num_accepted, self._num_accepted = self._num_accepted, 0
         self._is_drafting, self._was_drafting = False, is_called
         cost = self.cost.of(step.num_rows)
         seconds = max(0.0, step.seconds - self._spent)
@@ -246,11 +244,12 @@ class AdaptiveDepth:
             cost.observe_plain(seconds)
             self._since_plain, self._num_plain_wanted = 0, max(0, self._num_plain_wanted - 1)
         plain = cost.plain
-        if not plain:  # fewer rows than the drafts were chosen for
+        if not plain:  # no plain step with about as many rows was measured
+            self._spent_before = spent
             return
         saved = -spent / plain
         if is_called:
-            saved += 1 + num_accepted / step.num_rows - seconds / plain
+            saved += 1 + step.num_accepted / step.num_rows - seconds / plain
         elif was_called:  # no other step was in flight
             saved -= max(0.0, min(seconds / plain, MAX_OUTLIER) - 1)
         if saved:

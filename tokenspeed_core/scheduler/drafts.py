@@ -32,7 +32,7 @@ class NextDraftCount:
 
 
 class FinishedStep(NamedTuple):
-    """A collected step: its rows, its query tokens, and how many of these are prompt tokens.
+    """A collected step: its rows, its query tokens, and how many of these are prompt and accepted draft tokens.
 
     `seconds` is the time since the step before was collected. `is_steady` says whether it is typical of successive
     steps: if the engine keeps several in flight, the steps before and after it were in flight with it.
@@ -41,6 +41,7 @@ class FinishedStep(NamedTuple):
     num_rows: int
     num_tokens: int
     num_chunk_tokens: int
+    num_accepted: int
     seconds: float
     is_steady: bool = True
 
@@ -79,7 +80,7 @@ class DraftDepth(Protocol):
         """Return how long the drafter may take to begin sequences before a step with `num_rows` decode rows."""
 
     def spend(self, seconds: float) -> None:
-        """Record the drafter's time to begin or end sequences. It is a part of the next step's time."""
+        """Record the drafter's time to begin or end sequences. The step that finishes next includes it."""
 
     def choose(
         self, slots: I32, counts: I32, probabilities: F32 | None, num_rows: int, num_left: int
@@ -96,7 +97,7 @@ class DraftDepth(Protocol):
         """Learn how many draft tokens of some rows the model accepted."""
 
     def finish_step(self, step: FinishedStep) -> None:
-        """Learn the duration of a step."""
+        """Learn the duration of a step, before its tokens are observed and its last sequences end."""
 
 
 class DraftSource(ABC):
@@ -152,7 +153,7 @@ class DraftSource(ABC):
         self._depth.observe(slots, num_drafts, num_accepted)
 
     def finish_step(self, step: FinishedStep) -> None:
-        """Learn the duration of a step."""
+        """Learn the duration of a step, before its result is applied."""
         self._depth.finish_step(step)
 
     @abstractmethod

@@ -25,7 +25,7 @@ class RowsCost:
         self.num_plain = 0
         self.most_tried = 0  # draft tokens of a measured step
         self._classes = classes
-        # By class of draft tokens; 0.0: not measured. Class 0: the drafter was called, but no token was verified.
+        # By class of draft tokens. Class 0: the drafter was called, but no token was verified.
         self._seconds = [0.0] * (classes[-1] + 1)
         self._num_steps = [0] * len(self._seconds)
 
@@ -41,7 +41,7 @@ class RowsCost:
         self._num_steps[each] = count
         self._seconds[each] = _next_mean(mean, count, seconds)
         self.most_tried = max(self.most_tried, num_drafts)
-        return min(seconds, MAX_OUTLIER * max(mean, self.plain)) if mean else seconds
+        return min(seconds, MAX_OUTLIER * max(mean, self.plain)) if count > 1 else seconds
 
     def with_drafts(self, max_drafts: int) -> list[float]:
         """Return the seconds of steps with 0 to `max_drafts` draft tokens for which the drafter was called.
@@ -51,13 +51,15 @@ class RowsCost:
         """
         found = [self.plain]
         newest, start = self.plain, 0
-        for each, seconds in enumerate(self._seconds):
-            if seconds == 0.0:
-                continue
-            if each == 0:
-                found[0] = newest = seconds
+        for each, (seconds, num_steps) in enumerate(
+            zip(self._seconds, self._num_steps, strict=True)
+        ):
+            if not num_steps:
                 continue
             previous, newest = newest, max(newest, seconds)
+            if each == 0:
+                found[0] = newest
+                continue
             growth = (newest - previous) / (each - start)
             found += [previous + growth * i for i in range(1, each - start + 1)]
             start = each
@@ -68,7 +70,7 @@ class RowsCost:
 
 def _next_mean(mean: float, count: int, seconds: float) -> float:
     """Return the running mean after the measurement number `count`."""
-    if count == 1:
+    if count == 1 or mean == 0.0:
         return seconds
     weight = max(_WEIGHT, 1 / count)  # an average at first, so that no single step dominates
     return mean + weight * (min(seconds, MAX_OUTLIER * mean) - mean)
