@@ -139,3 +139,11 @@ def test_account_limits_the_time_to_begin_and_end_sequences() -> None:
     for _ in range(round(4 / MAX_LOSS)):
         depth.finish_step(FinishedStep(4, 4, 0, 0, 0.5))
     assert depth.max_drafts(4) == 3
+
+
+def test_steps_without_drafts_raise_the_budget_to_a_limit() -> None:
+    depth = AdaptiveDepth(4, 3)
+    for _ in range(10_000):  # drafts are on, but no row may have any, as with logits processors
+        depth.finish_step(FinishedStep(4, 4, 0, 0, 0.5))
+    assert depth.max_drafts(4) == 3
+    assert depth.max_seconds(4) == pytest.approx(4 * 0.5)

@@ -24,7 +24,7 @@ F64 = np.ndarray[Any, np.dtype[np.float64]]
 MAX_LOSS = 0.005  # share of the time of all steps that speculation may lose
 MARGIN = 1.02  # predicted speed-up from which drafts are verified
 _STAKE = 0.5  # budget with which speculation is tried, in plain steps
-_MAX_SAVED = 4.0  # plain steps of savings that later losses may use
+_MAX_BALANCE = 4.0  # largest budget, in plain steps
 _MAX_LOST = 32.0  # largest loss that the account keeps, in plain steps
 _MIN_PAUSE, _MAX_PAUSE = 16, 1024  # steps
 _NUM_MEASURED = 16  # last steps of a pause, which are measured
@@ -87,14 +87,14 @@ class Account:
     _next_pause: int = _MIN_PAUSE
 
     def earn(self) -> None:
-        """Record a step, which adds MAX_LOSS to the budget."""
-        self.balance += MAX_LOSS
+        """Record a step, which adds MAX_LOSS to the budget, up to its maximum."""
+        self.balance = min(_MAX_BALANCE, self.balance + MAX_LOSS)
         if self.pause:
             self.pause -= 1
 
     def record(self, saved: float) -> None:
         """Record the plain steps that drafts saved; negative: lost. Pauses if the budget is used up."""
-        self.balance = max(-_MAX_LOST, min(_MAX_SAVED, self.balance + saved))
+        self.balance = max(-_MAX_LOST, min(_MAX_BALANCE, self.balance + saved))
         if saved > 0.0 and self.balance >= 2 * _STAKE:
             self._next_pause = _MIN_PAUSE
         elif self.balance <= 0.0:
