@@ -117,7 +117,6 @@ class AdaptiveDepth:
         # Numbers of draft tokens of each slot: accepted, expected to be accepted, and verified until the first wrong one
         # of each step. The newest have most weight.
         self._history = np.zeros((3, max_num_seqs), np.float32)
-        self._accepted, self._expected, self._tried = self._history
         self._step_expected = np.zeros(max_num_seqs, np.float32)
         # The same of all rows, from which the acceptance of a new row is expected.
         self._accepted_by_all = 0.0
