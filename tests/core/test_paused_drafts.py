@@ -11,7 +11,7 @@ from tokenspeed_testing.requests import request
 from tokenspeed_core.api.drafters import Drafts
 from tokenspeed_core.api.step import I32, StepResult
 from tokenspeed_core.scheduler import drafts as drafts_module
-from tokenspeed_core.scheduler.draft_depth import MAX_LOSS, AdaptiveDepth
+from tokenspeed_core.scheduler.draft_depth import MAX_LOSS, Account, AdaptiveDepth
 from tokenspeed_core.scheduler.drafts import FinishedStep
 
 NUM_SEQUENCES = 3
@@ -147,3 +147,25 @@ def test_steps_without_drafts_raise_the_budget_to_a_limit() -> None:
         depth.finish_step(FinishedStep(4, 4, 0, 0, 0.5))
     assert depth.max_drafts(4) == 3
     assert depth.max_seconds(4) == pytest.approx(4 * 0.5)
+
+
+@pytest.mark.parametrize(("lost", "num_steps"), [(0.5, 100), (1.5, 300), (1000.0, 6500)])
+def test_pause_lasts_until_the_budget_is_half_a_step(lost: float, num_steps: int) -> None:
+    account = Account(balance=0.5, pause=0)
+    for _ in range(6):  # later pauses are not longer
+        account.record(0.5 - account.balance)
+        account.record(-lost)
+        assert account.pause == num_steps
+        for _ in range(num_steps):
+            account.earn()
+        assert account.pause == 0
+        assert account.balance == pytest.approx(0.5)
+
+
+def test_loss_during_a_pause_extends_it() -> None:
+    account = Account(balance=0.5, pause=0)
+    account.record(-0.5)
+    for _ in range(50):
+        account.earn()
+    account.record(-0.125)
+    assert account.pause == 75

@@ -26,7 +26,6 @@ MARGIN = 1.02  # predicted speed-up from which drafts are verified
 _STAKE = 0.5  # budget with which speculation is tried, in plain steps
 _MAX_BALANCE = 4.0  # largest budget, in plain steps
 _MAX_LOST = 32.0  # largest loss that the account keeps, in plain steps
-_MIN_PAUSE, _MAX_PAUSE = 16, 1024  # steps
 _NUM_MEASURED = 16  # last steps of a pause, which are measured
 # Draft tokens of the first step with drafts. Later steps have at most twice the number tried before.
 _FIRST_DRAFTS = 4
@@ -84,7 +83,6 @@ class Account:
 
     balance: float = 0.0
     pause: int = ceil(_STAKE / MAX_LOSS)  # steps until drafts are tried
-    _next_pause: int = _MIN_PAUSE
 
     def earn(self) -> None:
         """Record a step, which adds MAX_LOSS to the budget, up to its maximum."""
@@ -93,16 +91,13 @@ class Account:
             self.pause -= 1
 
     def record(self, saved: float) -> None:
-        """Record the plain steps that drafts saved; negative: lost. Pauses if the budget is used up."""
+        """Record the plain steps that drafts saved; negative: lost.
+
+        If the budget is used up, drafts pause until it is _STAKE.
+        """
         self.balance = max(-_MAX_LOST, min(_MAX_BALANCE, self.balance + saved))
-        if saved > 0.0 and self.balance >= 2 * _STAKE:
-            self._next_pause = _MIN_PAUSE
-        elif self.balance <= 0.0:
-            needed = ceil((_STAKE - self.balance) / MAX_LOSS)
-            if not self.pause:
-                self.pause = self._next_pause
-                self._next_pause = min(_MAX_PAUSE, 2 * self._next_pause)
-            self.pause = max(self.pause, needed)
+        if self.pause or self.balance <= 0.0:
+            self.pause = max(self.pause, ceil((_STAKE - self.balance) / MAX_LOSS))
 
 
 class AdaptiveDepth:
