@@ -231,8 +231,10 @@ class HostDrafts(DraftSource):
         except Exception:  # plugin code may raise anything
             self._switch_off()
             return None
-        counts, num_left = drafts.counts, self._num_left(num_rows)
-        self._proposed = Proposed(drafting, counts, drafts.token_ids)
+        # Copies: the drafter may reuse its arrays while the plan is in flight, and they may have another type.
+        counts, token_ids = np.array(drafts.counts, np.int32), np.array(drafts.token_ids, np.int32)
+        self._proposed = Proposed(drafting, counts, token_ids)
+        num_left = self._num_left(num_rows)
         chosen = self._depth.choose(drafting, counts, drafts.probabilities, num_rows, num_left)
         if places is None:
             return chosen
