@@ -103,7 +103,9 @@ class TextRunner:
         return self._results.pop(step_id)
 
     def close(self) -> None:
-        """Do nothing."""
+        """Close the worker."""
+        if self._worker is not None:
+            self._worker.close()
 
 
 class FreeDepth(AdaptiveDepth):
@@ -258,6 +260,7 @@ def measure(arguments: argparse.Namespace, num_rows: int, drafts: str) -> None:
     times = sorted(step_times(engine, arguments.steps, with_drafts=with_drafts))
     profiler.disable()
     median, least = statistics.median(times), floor(engine, arguments.steps)
+    engine.close()
     print(
         json.dumps(
             {

@@ -19,6 +19,7 @@ from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.worker import graphs
 from tokenspeed_core.worker.buckets import decode_sizes, draft_sizes
 from tokenspeed_core.worker.execute import LocalRunner
+from tokenspeed_core.worker.graph_recorder import GraphRecorder
 from tokenspeed_core.worker.local import build
 from tokenspeed_core.worker.staged import BucketSize
 
@@ -46,13 +47,21 @@ class EmptyGraph:
     def replay(self) -> None:
         """Do nothing."""
 
+    def reset(self) -> None:
+        """Do nothing."""
 
-class EmptyRecorder:
+
+class EmptyRecorder(GraphRecorder):
     """Records nothing."""
 
-    def __call__(self, *stages: Callable[[], None]) -> EmptyGraph:
+    def __init__(self) -> None:
+        """Need no device."""
+        self._graphs: list[Any] = []
+
+    def __call__(self, *stages: Callable[[], None]) -> Any:
         """Return an empty graph."""
-        return EmptyGraph()
+        self._graphs.append(EmptyGraph())
+        return self._graphs[-1]
 
     def synchronize(self) -> None:
         """Do nothing."""
