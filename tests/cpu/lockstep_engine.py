@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import zmq
 from host_graphs import capture_decodes
 from process_pool import RankBuild
 
 from tokenspeed_core.api.sampling import SamplingParams
+from tokenspeed_core.api.step import StepSize
 from tokenspeed_core.config.schema import read_keywords
 from tokenspeed_core.engine.factory import discover, resolve, start
 from tokenspeed_core.engine.inputs import InputProcessor, ModelText
@@ -37,6 +39,37 @@ class Served:
     num_joined: int  # of others, without requests
     num_moves: int  # of experts, with --enable-eplb
     captured: list[BucketSize]  # the size of each captured step that ran, in order
+    num_tokens: list[list[int]]  # of each engine in each captured step, without padding
+    num_routed: list[list[int]]  # the same, as seen by experts, which skip padding
+
+
+class RoutedTokens:
+    """Notes the tokens of all engines in captured steps, and how many of them experts do not skip."""
+
+    def __init__(self, runner: Any, patch: pytest.MonkeyPatch) -> None:
+        self.num_tokens: list[list[int]] = []
+        self.num_routed: list[list[int]] = []
+        self._token_counts, self._is_captured = runner._token_counts, False
+        self._choose, self._forward = runner.choose_shared_step, runner._model.forward
+        patch.setattr(runner, "choose_shared_step", self._note_step)
+        patch.setattr(runner._model, "forward", self._note_forward)
+
+    def _note_step(self, sizes: Sequence[StepSize]) -> bool:
+        self._is_captured = self._choose(sizes)
+        if self._is_captured:
+            self.num_tokens.append(
+                [each.num_decode_tokens + each.num_chunk_tokens for each in sizes]
+            )
+        return self._is_captured
+
+    def _note_forward(self, token_ids: torch.Tensor, *inputs: Any) -> torch.Tensor:
+        if self._is_captured:
+            num_engines, padding = len(self.num_tokens[-1]), self._token_counts.padding
+            if padding is None:
+                padding = torch.zeros(num_engines * len(token_ids), dtype=torch.bool)
+            self.num_routed.append((~padding).view(num_engines, -1).sum(1).tolist())
+        hidden: torch.Tensor = self._forward(token_ids, *inputs)
+        return hidden
 
 
 def serve(
@@ -81,6 +114,7 @@ def serve(
     runner: Any = lockstep._runner
     captured: list[BucketSize] = []
     patch = pytest.MonkeyPatch()
+    routed = RoutedTokens(runner, patch)
     if captures:
         captured = capture_decodes(runner, captures, patch, with_prompts=True)
         started.engine._depth = 2
@@ -127,4 +161,12 @@ def serve(
     os.close(writing)
     num_moves = 0 if runner._balancer is None else runner._balancer.num_moves
     num_joined = num_all - started.engine.num_steps
-    return Served(tokens, started.engine.num_steps, num_joined, num_moves, captured)
+    return Served(
+        tokens,
+        started.engine.num_steps,
+        num_joined,
+        num_moves,
+        captured,
+        routed.num_tokens,
+        routed.num_routed,
+    )

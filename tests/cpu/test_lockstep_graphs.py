@@ -54,6 +54,24 @@ def test_captured_steps_generate_the_tokens_of_one_process(
     assert {bool(size.num_chunks) for size in served[0].captured} == {False, True}
 
 
+@pytest.mark.parametrize("settings", [{}, DRAFTS], ids=["decodes", "drafts"])
+@pytest.mark.parametrize("others", [[], UNEVEN[1]], ids=["idle", "busy"])
+def test_experts_skip_padding_in_captured_steps(
+    pool: ProcessPool, qwen3_moe: str, others: Prompts, settings: dict[str, object]
+) -> None:
+    prompts: Sequence[Prompts] = ([prompt(4, seed) * 5 for seed in (1, 2, 3)], others)
+    served = together(pool, qwen3_moe, prompts, captures=(4,), **settings)
+    for each in served:
+        assert len(each.num_tokens) == len(each.captured) > 0
+        assert each.num_routed == each.num_tokens
+        assert any(
+            min(counts) < size.num_tokens
+            for counts, size in zip(each.num_tokens, each.captured, strict=True)
+        )
+    assert served[0].num_tokens == served[1].num_tokens
+    assert any(size.num_draft_tokens for size in served[0].captured) == bool(settings)
+
+
 def test_prompts_arrive_while_another_engine_decodes(pool: ProcessPool, qwen3_moe: str) -> None:
     prompts: Sequence[Prompts] = (UNEVEN[0][1:3], [prompt(40, 1), prompt(9, 7)])
     first, second = together(pool, qwen3_moe, prompts, delays=(0, 6), captures=CAPTURES)
