@@ -140,6 +140,7 @@ def test_captured_latent_attention_gives_the_same_tokens(
         ([StepSize(257), StepSize()], None),
         ([StepSize(256), StepSize(0, 0, 1, 512)], None),  # each one alone fits
         ([StepSize(1), StepSize(0, 0, 1, 513)], None),
+        ([StepSize(65), StepSize(1, 1)], None),  # drafts of up to 64 decodes are captured
     ],
 )
 def test_shared_bucket_holds_the_steps_of_all_engines(
