@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tokenspeed_core.api.cache_groups import (
@@ -94,6 +94,7 @@ def test_one_group_fills_its_pages() -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(2**9, 2**16), min_size=1, max_size=4))
+@example([753, 793, 1041, 48201])
 def test_blocks_lie_in_pages_without_overlap(sizes: list[int]) -> None:
     groups = [LatentAttention(str(i), 1, size, 0) for i, size in enumerate(sizes)]
     layout = PageLayout.of(groups, 16, 2)

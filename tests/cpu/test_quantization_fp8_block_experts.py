@@ -86,7 +86,9 @@ def test_checkpoint_with_experts_equals_transformers(tmp_path: Path) -> None:
     quantized_too = checkpoint_logits(SPECS["Qwen3Moe"], tmp_path, QuantizedBuild(FP8_BLOCK))
     assert 0.01 < relative(quantized_too, dequantized) < 0.2
     assert answer.logprobs is not None
-    assert logprob_errors(answer.logprobs, quantized_too[-1:]).max() < 0.05
+    # The order of sums, which depends on the processor, decides how activations near a tie are rounded to FP8.
+    assert logprob_errors(answer.logprobs, quantized_too[-1:]).max() < 0.1
+    assert logprob_errors(answer.logprobs, dequantized[-1:]).max() > 0.2
 
 
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight_scale_inv"

@@ -7,16 +7,17 @@ same size, so any free page serves any group.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import lcm
 
 from tokenspeed_core.api.cache_groups import CacheGroupSpec, values_per_token
 
 _ALIGNMENT = 256  # bytes; blocks start at multiples of it
 MAX_WASTE = 1 / 16
-"""A page is enlarged until no group leaves more than this share of it unused. With three or more groups of small
-blocks, there may be no such page; then the one that wastes least is chosen."""
+"""A page is enlarged until no group leaves more than this share of it unused. With three or more groups, there may be no
+such page; then the one that wastes least is chosen."""
 _MAX_BLOCKS = 16  # of the group with the largest blocks, in one page
 _MAX_IN_FLIGHT = 16  # tokens of a sequence's decodes in flight, draft tokens included
 UNLIMITED = 2**31 - 1
@@ -56,7 +57,7 @@ class PageLayout:
         """
         token_bytes = [values_per_token(group) * dtype_bytes for group in groups]
         units = [-(-block_size * each // _ALIGNMENT) for each in token_bytes]
-        best = min(sorted(_candidates(units)), key=lambda page: max(MAX_WASTE, page.waste(units)))
+        best = _best_page(units)
         page_bytes = best.units * _ALIGNMENT
         return cls(
             block_size,
@@ -156,13 +157,39 @@ class _Page:
         return 1 - least / self.units
 
 
-def _candidates(units: Sequence[int]) -> set[_Page]:
-    """Return the pages that some group fills exactly, except for the rounding to a common multiple."""
+def _best_page(units: Sequence[int]) -> _Page:
+    """Return the smallest page with a waste of at most `MAX_WASTE`, or the page that wastes least."""
+    exact = _candidates(units, lambda number: number)
+    best = min(sorted(exact), key=lambda page: max(MAX_WASTE, page.waste(units)))
+    if best.waste(units) <= MAX_WASTE:
+        return best
+    pages = exact | _candidates(units, _round_down)
+    return min(sorted(pages), key=lambda page: max(MAX_WASTE, page.waste(units)))
+
+
+def _candidates(units: Sequence[int], change: Callable[[int], int]) -> set[_Page]:
+    """Return pages that some group fills almost exactly, with changed numbers of blocks.
+
+    The size of a page is a multiple of these numbers.
+    """
     largest = max(units)
     pages = set()
     for unit in set(units):
         for number in range(-(-largest // unit), _MAX_BLOCKS * largest // unit + 1):
-            numbers = tuple(number * unit // each for each in units)
+            numbers = tuple(change(number * unit // each) for each in units)
             multiple = lcm(*numbers)
             pages.add(_Page(-(-number * unit // multiple) * multiple, numbers))
     return pages
+
+
+@cache
+def _round_down(number: int) -> int:
+    """Return the largest number up to `number` > 0 with the prime factors 2, 3 and 5 only.
+
+    The least common multiples of such numbers are smaller than those of arbitrary ones.
+    """
+    rest = number
+    for factor in (2, 3, 5):
+        while rest % factor == 0:
+            rest //= factor
+    return number if rest == 1 else _round_down(number - 1)
