@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tokenspeed_kernels.triton.comm import all_reduce_norm
 from tokenspeed_kernels.triton.quantize.fp8_per_group import quantize_fp8_groups
 from tokenspeed_kernels.triton.quantize.fp8_per_token import quantize_fp8
 
@@ -32,6 +33,12 @@ needs_fp8 = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
     reason="needs compute capability 8.9",
 )
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the programs of all processes fit on one GPU, since they wait for each other, and take turns with rows."""
+    monkeypatch.setattr(all_reduce_norm, "NUM_PROGRAMS", 32)
 
 
 class Processes:
