@@ -42,7 +42,7 @@ SHAPE = {
 
 
 class EmptyGraph:
-    """A graph whose replay does nothing."""
+    """A graph that replays nothing."""
 
     def replay(self) -> None:
         """Do nothing."""

@@ -224,7 +224,7 @@ class Engine:
                 num_decodes = plan.num_decodes
                 num_accepted = sum(result.num_tokens[:num_decodes].tolist()) - num_decodes
             is_steady = self._depth == 1 or (was_overlapped and is_overlapped)
-            # Before `apply`: the drafter ends sequences there, whose time is in the next step's seconds.
+            # Before `apply`: the drafter ends sequences there, and that time is part of the next step.
             drafts.finish_step(
                 FinishedStep(
                     plan.num_rows, num_tokens, num_prompt_tokens, num_accepted, seconds, is_steady
