@@ -13,6 +13,11 @@ from tokenspeed_core.errors import ConfigError
 from tokenspeed_core.worker.platform import take_devices
 
 
+def start_driver() -> int:
+    """The driver reads CUDA_VISIBLE_DEVICES when it starts."""
+    raise AssertionError("the driver started before the devices were chosen")
+
+
 @pytest.fixture
 def four_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     def count() -> int:
@@ -21,7 +26,7 @@ def four_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", count)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_device", start_driver)
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(os, "environ", os.environ)

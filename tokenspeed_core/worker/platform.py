@@ -12,6 +12,19 @@ from tokenspeed_core.errors import ConfigError
 
 def resolve_device(name: str) -> torch.device:
     """Return the device of `--device`; "auto" is CUDA where there is one. Raises ConfigError."""
+    device = _named_device(name)
+    if device.type == "cpu":
+        return device
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise ConfigError(
+            f"--device {name}: there are {torch.cuda.device_count()} CUDA devices, numbered from 0."
+        )
+    return torch.device("cuda", index)
+
+
+def _named_device(name: str) -> torch.device:
+    """Return the device of `--device`, without an index if the name has none. Does not start the driver."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
@@ -22,13 +35,7 @@ def resolve_device(name: str) -> torch.device:
         raise ConfigError(
             f"--device {name}: torch {torch.__version__} finds no CUDA device. Use --device cpu."
         )
-    device = torch.device(name)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    if index >= torch.cuda.device_count():
-        raise ConfigError(
-            f"--device {name}: there are {torch.cuda.device_count()} CUDA devices, numbered from 0."
-        )
-    return torch.device("cuda", index)
+    return torch.device(name)
 
 
 def resolve_rank_device(name: str, local_rank: int) -> torch.device:
@@ -65,7 +72,7 @@ def take_devices(name: str, replica: int, num_replicas: int, num_ranks: int) -> 
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
         "1"  # otherwise the driver starts, and reads the devices
     )
-    if resolve_device(name).type == "cpu":
+    if _named_device(name).type == "cpu":  # naming the current device would start the driver
         return
     found, needed = torch.cuda.device_count(), num_replicas * num_ranks
     if ":" in name or found < needed:
