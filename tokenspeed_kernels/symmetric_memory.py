@@ -57,9 +57,10 @@ def all_reduce(problem: Problem, group: CommGroup) -> Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class SymmetricBuffer:
-    """A buffer of each process of a group: this process's own, and the addresses of all, as this process sees them."""
+    """A buffer of each process of a group: this process's own, and those of all, as this process sees them."""
 
     own: Tensor
+    all: tuple[Tensor, ...]
     addresses: tuple[int, ...]
 
 
@@ -74,7 +75,8 @@ def allocate(group: CommGroup, num_values: int, dtype: torch.dtype) -> Symmetric
     check_peers(places, torch.cuda.can_device_access_peer)
     own = _SymmetricMemory.empty_strided_p2p((num_values,), (1,), dtype, device)
     handle = _SymmetricMemory.rendezvous(own, group.handle.group_name)
-    return SymmetricBuffer(own, tuple(handle.buffer_ptrs))
+    buffers = (handle.get_buffer(rank, (num_values,), dtype) for rank in range(group.group.size))
+    return SymmetricBuffer(own, tuple(buffers), tuple(handle.buffer_ptrs))
 
 
 def check_peers(places: list[tuple[str, int]], can_access: Callable[[int, int], bool]) -> None:

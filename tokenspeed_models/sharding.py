@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from tokenspeed_core.api import FUSED_OP, BuildContext, Collective, FusedCollective
+from tokenspeed_core.api import FUSED_OP, BuildContext, Collective, FusedCollective, Overlap
 
 Bind = Callable[[Callable[[Any], Any]], None]
 Fuse = Callable[[BuildContext, FusedCollective], None]
+SendParts = Callable[[Overlap], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,8 @@ class ShardingSpec:
 
     An output that `is_added` is added to the residual stream, before anything else reads it. `fuse` receives the
     kernels that add up such outputs of all processes, for a norm that can use them; it replaces `bind` of the module
-    before. `fused_op` is the op of these kernels: FUSED_OP, or one that also quantizes.
+    before. `fused_op` is the op of these kernels: FUSED_OP, or one that also quantizes. `send_parts` lets a module send
+    parts of such an output while it computes the rest.
     """
 
     module: str
@@ -75,6 +77,7 @@ class ShardingSpec:
     is_added: bool = False
     fuse: Fuse | None = None
     fused_op: str = FUSED_OP
+    send_parts: SendParts | None = None
 
 
 def bind_output(
@@ -126,6 +129,8 @@ def compile_sharding(build: BuildContext, specs: Iterable[ShardingSpec]) -> None
             fused = build.fused_comm(collective)
             if fused is not None:
                 target.fuse(build, fused)
+                if fused.overlap is not None and source.send_parts is not None:
+                    source.send_parts(fused.overlap)
                 continue
         source.bind(build.comm(collective))
 

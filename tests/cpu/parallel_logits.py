@@ -77,6 +77,15 @@ def fused_logits(
     return len(build.fused_ops), logits
 
 
+def logits_of_parts(
+    build: RankBuild, load: str, config: dict[str, Any]
+) -> tuple[int, list[torch.Tensor]]:
+    """Return how many outputs were sent in parts, and what `both_logits` does: chunks of 7 and 5 tokens."""
+    build.max_fused_tokens, build.sends_parts = 7, True
+    logits = both_logits(build, load, config)
+    return build.num_sent, logits
+
+
 def count_sent(build: RankBuild, num_experts: int, top_k: int) -> tuple[int, int]:
     """Exchange tokens; return how many this process sent to others, and how many have an expert there."""
     group = build.group("data")

@@ -30,6 +30,7 @@ from tokenspeed_core.api import (
     OpContract,
     ParallelLayout,
     QuantizationScheme,
+    SentSummands,
 )
 from tokenspeed_core.kernels.installed import installed_ops
 from tokenspeed_core.plugins.catalog import Catalog
@@ -91,6 +92,26 @@ class Handles:
         return layout, {name: self._made[each.ranks] for name, each in layout.groups.items()}
 
 
+class Parts:
+    """An `Overlap` that computes outputs in two parts, and adds up those of all processes afterwards."""
+
+    min_num_tokens = 6
+
+    def __init__(self, build: RankBuild, kernel: Callable[..., Any]) -> None:
+        self._build, self._kernel = build, kernel
+
+    def send(self, compute: Callable[[Any], Any], x: Any) -> SentSummands:
+        self._build.num_sent += 1
+        if isinstance(x, tuple):
+            return SentSummands(
+                tuple(map(compute, zip(*(each.split(4) for each in x), strict=True)))
+            )
+        return SentSummands(tuple(map(compute, x.split(4))))
+
+    def receive(self, sent: SentSummands, residual: Any, weight: Any, eps: float) -> Any:
+        return self._kernel(torch.cat(sent.parts), residual, weight, eps)
+
+
 class RankBuild(DenseBuild):
     """A build of one of several processes. `schemes` says how linear layers are quantized."""
 
@@ -101,6 +122,8 @@ class RankBuild(DenseBuild):
         self._handles = handles or {}
         self.schemes: LayerSchemes = lambda layer: None
         self.max_fused_tokens = 0  # 0: collectives run alone
+        self.sends_parts = False  # of fused all-reduces of several tokens
+        self.num_sent = 0  # layers' outputs that were sent in parts
         self.fused_ops: list[str] = []  # of the all-reduces that may be fused
 
     def new(self) -> RankBuild:
@@ -131,6 +154,8 @@ class RankBuild(DenseBuild):
         kernel = getattr(comm, all_reduce.fused_op)(
             problem, CommGroup(group, self._handles[group.name], self.token_counts)
         )
+        if self.sends_parts:
+            kernel.overlap = Parts(self, kernel)
         quantizes = all_reduce.fused_op != FUSED_OP
         return FusedCollective(kernel, self.comm(all_reduce), self.max_fused_tokens, quantizes)
 

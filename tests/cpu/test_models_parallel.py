@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from parallel_logits import both_logits, count_sent, fused_logits, routed_logits
+from parallel_logits import (
+    both_logits,
+    count_sent,
+    fused_logits,
+    logits_of_parts,
+    routed_logits,
+)
 from process_pool import ProcessPool, Sizes, tensor_parallel
 from tiny_families import FAMILIES, SMALL
 
@@ -90,6 +96,18 @@ def test_fused_all_reduces_give_the_logits_of_one_process(family: str, pool: Pro
         torch.testing.assert_close(sharded, whole, rtol=1e-4, atol=1e-4 * float(whole.abs().max()))
         assert torch.equal(sharded, results[0][1][0])
         assert num_fused == FUSED_PER_LAYER.get(family, 2) * config["num_hidden_layers"]
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "Qwen3Moe", "DeepseekV2"])
+def test_outputs_that_are_sent_in_parts_give_the_logits_of_one_process(
+    family: str, pool: ProcessPool
+) -> None:
+    load, config = specs()[f"{family}ForCausalLM"].load, config_of(family)
+    parallelism = PARALLEL["tp2+ep2" if family in EXPERTS else "tp2"]
+    for num_sent, (sharded, whole) in pool.run(logits_of_parts, parallelism, load, config):
+        torch.testing.assert_close(sharded, whole, rtol=1e-4, atol=1e-4 * float(whole.abs().max()))
+        # Experts send their output as a whole.
+        assert num_sent >= config["num_hidden_layers"] * (1 if family in EXPERTS else 2)
 
 
 @pytest.mark.parametrize("parallelism", ["tp4", "tp4+ep2"])

@@ -95,8 +95,10 @@ from tokenspeed_core.api.parallel import (
     Collective,
     CommGroup,
     FusedCollective,
+    Overlap,
     ParallelLayout,
     ProcessGroup,
+    SentSummands,
     TokenCounts,
 )
 from tokenspeed_core.api.parsers import (
@@ -199,6 +201,7 @@ __all__ = [
     "ModelSpec",
     "OpContract",
     "OpReference",
+    "Overlap",
     "Packing",
     "ParallelLayout",
     "ParserContext",
@@ -218,6 +221,7 @@ __all__ = [
     "RequestRecord",
     "Room",
     "Rotation",
+    "SentSummands",
     "Settings",
     "SlidingWindow",
     "StepRecord",

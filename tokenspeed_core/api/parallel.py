@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,15 +151,46 @@ class Collective:
     fused_op: str = FUSED_OP
 
 
+class Overlap(Protocol):
+    """Sends summands to the other processes while later ones are computed, instead of afterwards.
+
+    Calls of `send` and `receive` alternate, in the same order in all processes.
+    """
+
+    min_num_tokens: int
+
+    def send(self, compute: Callable[[Any], Any], x: Any) -> SentSummands:
+        """Compute summands [T, N] of x, a tensor [T, ...] or a tuple of them, in parts, and send each one at once.
+
+        `compute` takes and returns rows. T is at least `min_num_tokens`.
+        """
+
+    def receive(self, sent: SentSummands, residual: Any, weight: Any, eps: float) -> Any:
+        """Return what the fused kernel returns for these summands."""
+
+
+@dataclass(frozen=True, slots=True)
+class SentSummands:
+    """Summands of this process, as consecutive parts [rows, N], which are on their way to the other processes."""
+
+    parts: tuple[Any, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class FusedCollective:
     """An all-reduce that may be fused with the residual addition and the RMS norm after it.
 
     `kernel` computes the fused op for at most `max_num_tokens` rows. If it `quantizes`, it returns values, scales and
-    the residual instead of the norm and the residual. `all_reduce` is for more rows.
+    the residual instead of the norm and the residual. `all_reduce` is for more rows. A kernel may have an `overlap`.
     """
 
     kernel: Callable[..., Any]
     all_reduce: Callable[[Any], Any]
     max_num_tokens: int
     quantizes: bool = False
+
+    @property
+    def overlap(self) -> Overlap | None:
+        """The attribute `overlap` of the kernel; None if it has none."""
+        found: Overlap | None = getattr(self.kernel, "overlap", None)
+        return found

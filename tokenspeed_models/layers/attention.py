@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
-from tokenspeed_core.api import BuildContext, FusedCollective, Rotation
+from tokenspeed_core.api import BuildContext, FusedCollective, Overlap, Rotation
 from tokenspeed_models.describe import window_group
 from tokenspeed_models.layers.linear import Linear, Projection, stacked
 from tokenspeed_models.layers.norm import NormedLinear, RMSNorm
 from tokenspeed_models.layers.qk_norm import AllHeadNorm, HeadNorm
+from tokenspeed_models.layers.summed import sending
 from tokenspeed_models.sharding import Partial, Replicated, Sharded, ShardingSpec
 from tokenspeed_models.weights import Shard, WeightSlot, size_flag
 
@@ -77,6 +79,7 @@ class Attention:
             (Projection("o_proj", hidden_size, Shard(1, "attn", num_heads)),),
             bias=out_bias,
         )
+        self._project_out: Callable[[torch.Tensor], Any] = self.out
         self.cos_sin, self._is_interleaved = cos_sin, is_interleaved
         self._qk_norm = qk_norm
         self._all_head_norm = qk_norm if isinstance(qk_norm, AllHeadNorm) else None
@@ -167,7 +170,7 @@ class Attention:
         """Return the output projection of `heads` [T, in], and the residual, of the wanted rows: both [R, hidden]."""
         if wanted is not None:
             heads, residual = heads.index_select(0, wanted), residual.index_select(0, wanted)
-        return self.out(heads), residual
+        return self._project_out(heads), residual
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
         """List the weights of the projections and of the query and key norms."""
@@ -184,7 +187,16 @@ class Attention:
         yield ShardingSpec(f"{prefix}qkv", Replicated(), heads, self.qkv.out_size)
         if self._all_head_norm is not None:
             yield from self._all_head_norm.sharding(prefix)
-        yield ShardingSpec(f"{prefix}out", heads, Partial(("attn",)), self._hidden_size)
+        yield ShardingSpec(
+            f"{prefix}out",
+            heads,
+            Partial(("attn",)),
+            self._hidden_size,
+            send_parts=self._send_parts,
+        )
+
+    def _send_parts(self, overlap: Overlap) -> None:
+        self._project_out = sending(self.out, overlap)
 
 
 def local_num_heads(build: BuildContext, num_heads: int) -> int:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
-from tokenspeed_core.api import BuildContext, FusedCollective, LatentSizes
+from tokenspeed_core.api import BuildContext, FusedCollective, LatentSizes, Overlap
 from tokenspeed_models.layers.attention import local_num_heads
 from tokenspeed_models.layers.linear import Linear, Projection
 from tokenspeed_models.layers.norm import NormedLinear, RMSNorm
+from tokenspeed_models.layers.summed import sending
 from tokenspeed_models.sharding import Partial, Replicated, Sharded, ShardingSpec
 from tokenspeed_models.weights import Shard, WeightSlot
 
@@ -84,6 +86,7 @@ class MultiHeadLatentAttention:
             (Projection("o_proj", hidden_size, rows),),
             bias=bias,
         )
+        self._project_out: Callable[[torch.Tensor], Any] = self.out
         self.cos_sin, self._is_interleaved = cos_sin, is_interleaved
         self._heads = (local_heads, head_size)
         self._attend = build.latent_attention(layer=layer, sizes=self.sizes, scale=scale)
@@ -108,7 +111,7 @@ class MultiHeadLatentAttention:
         heads = self._attend_heads(down, positions)
         if wanted is not None:
             heads, residual = heads.index_select(0, wanted), residual.index_select(0, wanted)
-        return self.out(heads), residual
+        return self._project_out(heads), residual
 
     @property
     def fused_op(self) -> str:
@@ -167,4 +170,13 @@ class MultiHeadLatentAttention:
         heads = Sharded("heads", "attn")
         yield ShardingSpec(f"{prefix}down", Replicated(), Replicated(), self.down.out_size)
         yield ShardingSpec(f"{prefix}heads", Replicated(), heads, self.out.in_size)
-        yield ShardingSpec(f"{prefix}out", heads, Partial(("attn",)), self._hidden_size)
+        yield ShardingSpec(
+            f"{prefix}out",
+            heads,
+            Partial(("attn",)),
+            self._hidden_size,
+            send_parts=self._send_parts,
+        )
+
+    def _send_parts(self, overlap: Overlap) -> None:
+        self._project_out = sending(self.out, overlap)

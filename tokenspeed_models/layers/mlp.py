@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
-from tokenspeed_core.api import BuildContext, FusedCollective
+from tokenspeed_core.api import BuildContext, FusedCollective, Overlap
 from tokenspeed_models.layers.linear import Activation, Linear, Projection, stacked
 from tokenspeed_models.layers.norm import NormedLinear, RMSNorm
 from tokenspeed_models.layers.ops import dtype_name
-from tokenspeed_models.layers.summed import sum_before
+from tokenspeed_models.layers.summed import sending, sum_before
 from tokenspeed_models.sharding import Partial, Replicated, Sharded, ShardingSpec
 from tokenspeed_models.weights import Shard, WeightSlot
 
@@ -51,6 +52,7 @@ class MLP:
         self.down = Linear(
             build, intermediate_size, (Projection("down_proj", hidden_size, rows),), bias=bias
         )
+        self._project_down: Callable[[Activation], Any] = self.down
         dtype = dtype_name(build.dtype)
         fused = {} if self.down.scheme is None else self.down.scheme.fused
         whole = fused.get("add_rms_norm_mlp") if self.gate_up.scheme == self.down.scheme else None
@@ -92,7 +94,7 @@ class MLP:
         gated, residual = self._normed_gate_up(norm, x, residual)
         if self._gate is not None:
             gated = self._gate(gated)
-        return self.down(gated), residual
+        return self._project_down(gated), residual
 
     @property
     def fused_op(self) -> str:
@@ -110,7 +112,8 @@ class MLP:
             return
 
         def of_normed(x: Activation) -> torch.Tensor:
-            return self.down(gate(self.gate_up(x)))
+            result: torch.Tensor = self._project_down(gate(self.gate_up(x)))
+            return result
 
         self._norm_mlp = sum_before(fused, self._norm_mlp, of_normed)
 
@@ -135,4 +138,13 @@ class MLP:
         """Intermediate features are sharded over the dense group; the output is a partial sum."""
         features = Sharded("features", "dense")
         yield ShardingSpec(f"{prefix}gate_up", Replicated(), features, self.gate_up.out_size)
-        yield ShardingSpec(f"{prefix}down", features, Partial(("dense",)), self._hidden_size)
+        yield ShardingSpec(
+            f"{prefix}down",
+            features,
+            Partial(("dense",)),
+            self._hidden_size,
+            send_parts=self._send_parts,
+        )
+
+    def _send_parts(self, overlap: Overlap) -> None:
+        self._project_down = sending(self.down, overlap)

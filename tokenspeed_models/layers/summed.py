@@ -1,4 +1,4 @@
-"""Residual additions and norms that add up the summands of all processes first."""
+"""Residual additions and norms that add up the summands of all processes first, and layers that send summands."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from tokenspeed_core.api import BuildContext, FusedCollective
+from tokenspeed_core.api import BuildContext, FusedCollective, Overlap, SentSummands
+from tokenspeed_models.layers.linear import Activation, Linear
 
 
 @runtime_checkable
@@ -31,18 +32,42 @@ def sum_before(
 
     One kernel adds up and normalizes at most `fused.max_num_tokens` rows. `of_normed` computes the result from the
     normalized rows, or from values and scales if the kernel quantizes; None: the rows are the result. More rows are added
-    up first.
+    up first. Summands that a layer has sent in parts are received.
     """
     kernel, all_reduce, max_num_tokens = fused.kernel, fused.all_reduce, fused.max_num_tokens
-    quantizes = fused.quantizes
+    quantizes, overlap = fused.quantizes, fused.overlap
 
     def run(
-        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *operands: Any
+        x: torch.Tensor | SentSummands,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        *operands: Any,
     ) -> Any:
-        if x.shape[0] > max_num_tokens:
+        if isinstance(x, SentSummands):
+            assert overlap is not None
+            *parts, residual = overlap.receive(x, residual, weight, eps)
+        elif x.shape[0] > max_num_tokens:
             return separate(all_reduce(x), residual, weight, eps, *operands)
-        *parts, residual = kernel(x, residual, weight, eps)
+        else:
+            *parts, residual = kernel(x, residual, weight, eps)
         normed = tuple(parts) if quantizes else parts[0]
         return normed if of_normed is None else of_normed(normed), residual
+
+    return run
+
+
+def sending(linear: Linear, overlap: Overlap) -> Callable[[Activation], Any]:
+    """Return a layer that computes many rows in parts, and sends each part to the other processes at once.
+
+    It returns SentSummands for many rows, and a tensor [T, out] for few.
+    """
+    min_num_tokens = overlap.min_num_tokens
+
+    def run(x: Activation) -> Any:
+        rows = x[0] if isinstance(x, tuple) else x
+        if rows.shape[0] < min_num_tokens:
+            return linear(x)
+        return overlap.send(linear, x)
 
     return run

@@ -29,6 +29,7 @@ from tokenspeed_testing.installed import installed_catalog
 _NUM_PROCESSES = 2
 _ROWS = (1, 7, 300)
 _SIZE = 192
+_MAX_NUM_TOKENS = 4096  # of fused ops
 _TIMEOUT = 120.0  # seconds
 
 
@@ -107,8 +108,10 @@ def _check(
         size = _SIZE * _NUM_PROCESSES if is_gather else _SIZE
         problem = {"num_processes": _NUM_PROCESSES, "size": size, "dtype": dtype}
         if "max_num_tokens" in contract.axes:
-            problem["max_num_tokens"] = max(_ROWS)
+            problem["max_num_tokens"] = _MAX_NUM_TOKENS
         kernel = spec.factory()(problem, group)
+        if getattr(kernel, "overlap", None) is not None:
+            _check_overlap(kernel, rank, dtype, device)
         tolerance = contract.tolerance(dtype)
         for num_rows in _ROWS:
             if contract.name == "exchange_tokens":
@@ -164,6 +167,36 @@ def _check_norm(
             parts = [torch.empty_like(mine) for _ in range(_NUM_PROCESSES)]
             distributed.all_gather(parts, mine)
             assert torch.equal(parts[0], parts[1]), "processes got different bits"
+
+
+def _check_overlap(kernel: Any, rank: int, dtype: str, device: torch.device) -> None:
+    """Compare parts that are sent while others are computed with the kernel: in repeated calls, and captured ones."""
+    weight = _input(1, _NUM_PROCESSES, dtype, device)[0].contiguous()
+    overlap, num_rows = kernel.overlap, _MAX_NUM_TOKENS - 3
+    x, given = (_input(num_rows, each, dtype, device).contiguous() for each in (rank, 99))
+
+    def run(x: Tensor, residual: Tensor) -> Any:
+        for _ in range(3):
+            *found, residual = overlap.receive(overlap.send(torch.neg, x), residual, weight, 1e-6)
+        return (*found, residual)
+
+    def check(found: Any, x: Tensor) -> None:
+        residual = given.clone()
+        for _ in range(3):
+            *values, residual = kernel(torch.neg(x), residual, weight, 1e-6)
+        for value, wanted in zip(found, (*values, residual), strict=True):
+            assert torch.equal(value, wanted), "rows that are sent in parts give other bits"
+
+    check(run(x, given.clone()), x)
+    stream, residual = given.clone(), given.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        found = run(x, stream)
+    for _ in range(3):
+        stream.copy_(residual)
+        graph.replay()
+        check(found, x)
+        x.add_(1)
 
 
 def _check_close(found: Tensor, expected: Tensor, tolerance: Tolerance) -> None:

@@ -28,10 +28,12 @@ from torch import Tensor, distributed
 from tokenspeed_core.api import CommGroup, Problem
 from tokenspeed_kernels.symmetric_memory import allocate
 from tokenspeed_kernels.triton import precompile
+from tokenspeed_kernels.triton.comm.overlap import OverlappedAllReduce, overlapped
+from tokenspeed_kernels.triton.comm.rows import store_row, tiling
 from tokenspeed_kernels.triton.norm.rms_norm import precompile_add_norm
 from tokenspeed_kernels.triton.pdl import supports_pdl
-from tokenspeed_kernels.triton.quantize.fp8_per_group import GROUP, quantize_groups
-from tokenspeed_kernels.triton.quantize.fp8_per_token import normalized, quantize_row
+from tokenspeed_kernels.triton.quantize.fp8_per_group import GROUP
+from tokenspeed_kernels.triton.quantize.fp8_per_token import normalized
 
 # Two per multiprocessor of an H100. Programs start in order, and wait only for programs of the same index.
 NUM_PROGRAMS = 256
@@ -58,43 +60,6 @@ def _inbox(
     index: tl.constexpr = (sender - receiver - 1) % NUM_PROCESSES
     base = tl.load(inboxes_ptr + receiver).to(tl.pointer_type(BITS))
     return base + offset + index * inbox_size
-
-
-@triton.jit
-def _store_row(
-    y,
-    y_ptr,
-    scale_ptr,
-    row,
-    num_rows,
-    N: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    VECTOR: tl.constexpr,
-    NUM_SCALES: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """Store a float32 row y, padded with zeros. A row beyond the last one is not stored.
-
-    NUM_SCALES: 0 stores y in the dtype of `y_ptr`. 1 quantizes it with one scale, and more with one scale per group.
-    VECTOR: values that a thread loads at once. Codes are stored in the same layout, so that the order of the sum of
-    squares does not depend on NUM_SCALES.
-    """
-    end = tl.where(row < num_rows, N, 0)
-    column = tl.arange(0, BLOCK_N)
-    if NUM_SCALES == 0:
-        tl.store(y_ptr + row * N + column, y.to(y_ptr.dtype.element_ty), mask=column < end)
-    elif NUM_SCALES == 1:
-        codes, scale = quantize_row(y)
-        target = tl.multiple_of(y_ptr + row * N + column, VECTOR)
-        tl.store(target, codes, mask=column < end)
-        tl.store(scale_ptr + row, scale, mask=row < num_rows)
-    else:
-        group = tl.arange(0, BLOCK_N // GROUP)
-        column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        codes, scale = quantize_groups(tl.reshape(y, (BLOCK_N // GROUP, GROUP)))
-        target = tl.multiple_of(y_ptr + row * N + column, (1, VECTOR))
-        tl.store(target, codes, mask=column < end)
-        tl.store(scale_ptr + row * NUM_SCALES + group, scale, mask=group * GROUP < end)
 
 
 @precompile.jit(do_not_specialize=["num_rows"])
@@ -186,7 +151,7 @@ def _all_reduce_add_rms_norm(
             tl.store(target, stored, mask=mask)
             wide = stored.to(tl.float32)
             y = normalized(stored, tl.sum(wide * wide, axis=0), weight, eps, N)
-            _store_row(y, y_ptr, scale_ptr, row, num_rows, N, BLOCK_N, VECTOR, NUM_SCALES, GROUP)
+            store_row(y, y_ptr, scale_ptr, row, num_rows, N, BLOCK_N, VECTOR, NUM_SCALES, GROUP)
     if RECEIVE:
         tl.store(calls_ptr + program, call)
 
@@ -199,15 +164,6 @@ class SharedMemory:
     calls: Tensor  # int64 [NUM_PROGRAMS]: calls of each program of this process
     inbox_size: int  # values, a multiple of 16
     own: Tensor | None = None  # keeps this process's inboxes alive
-
-
-def tiling(size: int) -> tuple[int, int]:
-    """Return the values and warps of a program for rows of `size` values.
-
-    No value is held by two threads. Otherwise, one of them could empty the inbox before the other one reads it.
-    """
-    block = max(128, triton.next_power_of_2(size))
-    return block, min(16, max(4, block // 512))
 
 
 class _Launches:
@@ -225,6 +181,7 @@ class _Launches:
         # Bytes. Triton cannot infer the alignment of loaded addresses, and would copy one value at a time.
         self._alignment = math.gcd(16, self._size * item_size)
         self._pdl = supports_pdl()
+        self.overlap: OverlappedAllReduce | None = None
 
     def launch(
         self,
@@ -311,6 +268,7 @@ def all_reduce_add_rms_norm(problem: Problem, group: CommGroup) -> FusedAllReduc
     """
     kernel = FusedAllReduce(problem, group.group.rank, _allocate(problem, group))
     precompile_add_norm(kernel, problem)
+    kernel.overlap = overlapped(problem, group, 0)
     return kernel
 
 
@@ -334,6 +292,7 @@ def _quantizing(problem: Problem, group: CommGroup, num_scales: int) -> Quantizi
     memory = _allocate(problem, group)
     kernel = QuantizingAllReduce(problem, group.group.rank, memory, num_scales)
     precompile_add_norm(kernel, problem)
+    kernel.overlap = overlapped(problem, group, num_scales)
     return kernel
 
 
