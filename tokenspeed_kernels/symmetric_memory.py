@@ -79,6 +79,22 @@ def allocate(group: CommGroup, num_values: int, dtype: torch.dtype) -> Symmetric
     return SymmetricBuffer(own, tuple(buffers), tuple(handle.buffer_ptrs))
 
 
+class AbortFlag:
+    """A number on this process's GPU that kernels poll while they wait for another process: 1 ends the waiting."""
+
+    def __init__(self, group: CommGroup) -> None:
+        """Set the number to 0, and to 1 when a process died."""
+        self.value = torch.zeros(1, dtype=torch.int32, device="cuda")
+        self._one = torch.ones(1, dtype=torch.int32).pin_memory()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        group.on_abort(self.set)
+
+    def set(self) -> None:
+        """Copy 1 to the GPU, beside the kernels that run. Called from any thread."""
+        with torch.cuda.stream(self._stream):
+            self.value.copy_(self._one, non_blocking=True)
+
+
 def check_peers(places: list[tuple[str, int]], can_access: Callable[[int, int], bool]) -> None:
     """Raise RuntimeError if two processes, each on a GPU of a node, cannot address each other's memory.
 

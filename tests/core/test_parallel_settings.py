@@ -75,9 +75,10 @@ def test_missing_sizes_are_derived(keywords: dict[str, Any], expected: tuple[int
             ["--enable-allreduce-fusion"],
         ),
         (
-            {"tp": 2, "comm_fusion_max_num_tokens": 8},
-            ["--comm-fusion-max-num-tokens", "--enable-allreduce-fusion"],
+            {"tp": 2, "comm_fusion_max_num_tokens": 8, "enable_allreduce_fusion": False},
+            ["--comm-fusion-max-num-tokens", "--no-enable-allreduce-fusion"],
         ),
+        ({"comm_fusion_max_num_tokens": 8}, ["--comm-fusion-max-num-tokens", "--tensor-parallel"]),
     ],
 )
 def test_contradictions_are_refused_in_one_line(keywords: dict[str, Any], names: list[str]) -> None:

@@ -10,6 +10,7 @@ from tokenspeed_testing.comm import CommConformance
 from torch import Tensor
 
 from tokenspeed_core.api import Capability, CommGroup, KernelSpec, Problem
+from tokenspeed_core.worker import distributed
 from tokenspeed_kernels.collectives import ALLTOALL_COMM, TORCH_COMM
 from tokenspeed_kernels.reference import comm
 
@@ -54,3 +55,12 @@ def test_wrong_kernel_fails(op: str, factory: Callable[..., Any]) -> None:
     spec = KernelSpec(op, "mine", capability, load=load)
     with pytest.raises(AssertionError, match="not close"):
         conformance(spec).test_two_processes_compute_the_contract()
+
+
+def test_abort_ends_kernels_that_wait() -> None:
+    ended = []
+    distributed.on_abort(lambda: ended.append(True))
+    distributed.abort()
+    distributed.close()
+    distributed.abort()
+    assert ended == [True]

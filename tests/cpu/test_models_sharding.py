@@ -313,6 +313,34 @@ def test_gpus_select_the_fused_kernel(tiny: Callable[..., Resolved], catalog: Ca
     assert "device cuda" in verdict.reasons[0].what
 
 
+@pytest.mark.parametrize(
+    ("has_peer_access", "settings", "is_fused"),
+    [
+        (True, {}, True),
+        (True, {"enable_allreduce_fusion": False}, False),
+        (True, {"kernel_backend": {"all_reduce": ("symm",)}}, False),
+        (True, {"hf_overrides": {"architectures": ["Olmo2ForCausalLM"], "head_dim": 16}}, False),
+        (False, {}, False),
+        (False, {"enable_allreduce_fusion": True}, True),
+    ],
+)
+def test_gpus_that_address_each_other_fuse_by_default(
+    has_peer_access: bool,
+    settings: dict[str, Any],
+    is_fused: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tiny: Callable[..., Resolved],
+    catalog: Catalog,
+) -> None:
+    monkeypatch.setattr(
+        "tokenspeed_core.worker.build.have_peer_access", lambda num: has_peer_access
+    )
+    resolved = tiny(tensor_parallel_size=2, enforce_eager=True, **settings)
+    plan = plan_for(resolved, catalog, PlatformInfo("cuda", (9, 0)))
+    assert bool(plan.find(FUSED_OP)) is is_fused
+    assert any(each.collective.max_fused_tokens for each in plan.collectives) is is_fused
+
+
 def test_fusion_without_a_norm_to_fuse_is_refused(
     tiny: Callable[..., Resolved], catalog: Catalog
 ) -> None:

@@ -45,8 +45,8 @@ def greedy_tokens(model: str, **settings: Any) -> list[list[int]]:
         ("demo-deepseek", {}),
         ("demo-deepseek", {"enable_expert_parallel": True}),
         ("demo", {"kernel_backend": {"all_reduce": ("symm",)}}),
-        ("demo", {"enable_allreduce_fusion": True}),
-        ("demo-deepseek", {"enable_allreduce_fusion": True}),
+        ("demo", {"enable_allreduce_fusion": False}),
+        ("demo-deepseek", {"enable_allreduce_fusion": False}),
     ],
 )
 def test_two_gpus_give_the_tokens_of_one(model: str, settings: dict[str, Any]) -> None:
@@ -78,6 +78,33 @@ def batch_texts(folder: Path, num_prompts: int, *flags: str) -> list[str]:
 @pytest.fixture(scope="module")
 def texts_of_one_engine(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return batch_texts(tmp_path_factory.mktemp("one"), 40)
+
+
+KILLED = """
+import threading, psutil
+from tokenspeed_core import LLM, SamplingParams
+from tokenspeed_core.errors import EngineDeadError
+if __name__ == "__main__":
+    llm = LLM(tensor_parallel_size=2, max_total_tokens=65536)
+    children = psutil.Process().children(recursive=True)
+    rank = next(each for each in children if "tokenspeed_core.worker.process" in each.cmdline())
+    threading.Timer(2, rank.kill).start()
+    try:
+        llm.generate(["a"] * 8, SamplingParams(max_tokens=3900, ignore_eos=True))
+    except EngineDeadError as error:
+        print(error)
+    llm.shutdown()
+"""
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_dead_rank_ends_a_program(is_fused: bool, tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(KILLED.replace("max_total", f"enable_allreduce_fusion={is_fused}, max_total"))
+    done = subprocess.run(
+        [sys.executable, script], check=True, timeout=120, capture_output=True, text=True
+    )
+    assert "rank 1 of 2 was killed by SIGKILL" in done.stdout
 
 
 PROGRAM = """

@@ -59,7 +59,12 @@ def world(
     addresses = torch.tensor([each.data_ptr() for each in inboxes])
     num_programs = all_reduce_norm.NUM_PROGRAMS
     memories = [
-        SharedMemory(addresses, torch.zeros(num_programs, dtype=torch.int64), inbox_size)
+        SharedMemory(
+            addresses,
+            torch.zeros(num_programs, dtype=torch.int64),
+            inbox_size,
+            torch.zeros(1, dtype=torch.int32),
+        )
         for _ in range(num_processes)
     ]
     if num_scales:
@@ -186,3 +191,12 @@ def test_negative_zeros_arrive_as_zeros() -> None:
         assert not result.any()
         assert not sums.any()
     assert where.are_inboxes_empty()
+
+
+def test_abort_ends_the_waiting() -> None:
+    where = world(2, 32, 3, "float32")
+    x, residual, weight = inputs(2, 3, 32, "float32")
+    for memory in where.memories:
+        memory.is_aborted.fill_(1)
+    for own, kernel in zip(x, where.kernels, strict=True):
+        kernel.launch(own, residual, weight, torch.empty_like(residual), EPS, send=False)

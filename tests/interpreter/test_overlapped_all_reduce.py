@@ -35,7 +35,7 @@ def two_memories(num_rows: int, size: int) -> list[TwoInboxes]:
             inboxes[1 - rank],
             flags[rank],
             flags[1 - rank],
-            torch.zeros(1, dtype=torch.int32),
+            *(torch.zeros(1, dtype=torch.int32) for _ in range(2)),
         )
         for rank in range(2)
     ]
@@ -107,3 +107,11 @@ def test_values_are_quantized(make: Any, group: int) -> None:
     for *found, _ in run(processes, x, residual, weight):
         for value, expected_value in zip(found, wanted, strict=True):
             assert torch.equal(value.view(torch.uint8), expected_value.view(torch.uint8))
+
+
+def test_abort_ends_the_waiting() -> None:
+    process, _ = two_processes(3, 16)
+    process._memory.is_aborted.fill_(1)
+    x, residual, weight = inputs(3, 16)
+    process.meet()
+    process.launch((x[0],), residual, weight, torch.empty_like(residual), None, EPS)

@@ -27,7 +27,7 @@ class EngineKeywords(TypedDict, total=False):
     enable_eplb: bool
     num_redundant_experts: int
     eplb_interval: int
-    enable_allreduce_fusion: bool
+    enable_allreduce_fusion: bool | None
     comm_fusion_max_num_tokens: int | None
     world_size: int | None
     nprocs_per_node: int | None

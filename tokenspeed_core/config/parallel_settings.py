@@ -117,10 +117,10 @@ class ParallelSettings(Settings):
         unit="steps",
         ge=4,
     )
-    enable_allreduce_fusion: bool = setting(
-        False,
+    enable_allreduce_fusion: bool | None = setting(
+        None,
         "parallel",
-        "Fuse all-reduces with the residual addition and the next norm.",
+        "Fuse all-reduces with the next norm; default: between GPUs of one machine.",
     )
     comm_fusion_max_num_tokens: int | None = setting(
         None,
@@ -218,9 +218,12 @@ class ParallelSettings(Settings):
                 "--enable-allreduce-fusion has no effect: an engine of one process has no all-reduce; set "
                 "--tensor-parallel-size"
             )
-        if self.comm_fusion_max_num_tokens is not None and not self.enable_allreduce_fusion:
+        if self.comm_fusion_max_num_tokens is not None and (
+            self.enable_allreduce_fusion is False or num_processes == 1
+        ):
             raise ValueError(
-                "--comm-fusion-max-num-tokens has no effect without --enable-allreduce-fusion"
+                "--comm-fusion-max-num-tokens has no effect without fused all-reduces: set --tensor-parallel-size, and "
+                "remove --no-enable-allreduce-fusion"
             )
 
     def _refuse_own_nodes(self) -> None:

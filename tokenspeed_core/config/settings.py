@@ -87,7 +87,7 @@ class Settings(BaseModel):
     @classmethod
     def is_switch(cls, name: str) -> bool:
         """Say whether a setting is a flag without a value."""
-        return cls.model_fields[name].annotation is bool
+        return cls.model_fields[name].annotation in (bool, bool | None)
 
     @classmethod
     def full_name(cls, name: str) -> str:

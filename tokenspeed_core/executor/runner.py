@@ -47,10 +47,12 @@ class DistributedRunner:
     def collect(self, step_id: int) -> StepResult:
         """Wait for the oldest launched step on this rank. Raises StepFailed."""
         try:
-            return self._runner.collect(step_id)
+            result = self._runner.collect(step_id)
         except StepFailed as error:
             self._raise_lost_rank()
             raise error
+        self._check()  # a kernel that no longer waits for a lost rank has computed nonsense
+        return result
 
     def close(self) -> None:
         """End all ranks and free the device memory. Can be called twice."""

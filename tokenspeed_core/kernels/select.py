@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from tokenspeed_core.api.attention import AttentionProblem
 from tokenspeed_core.api.kernels import KernelSpec, PlatformInfo, Ranking
 from tokenspeed_core.api.ops import OpContract, Problem, common_ops
-from tokenspeed_core.api.parallel import FUSED_OP, Collective
+from tokenspeed_core.api.parallel import FUSED_OP, FUSED_PARTS, Collective
 from tokenspeed_core.errors import SelectionError, describe_error
 from tokenspeed_core.kernels.installed import InstalledKernel
 from tokenspeed_core.kernels.options import describe_options, read_options
@@ -124,11 +124,18 @@ class Selector:
         }
         return self.select(collective.op, problem)
 
-    def select_fused_collective(self, collective: Collective, num_processes: int) -> Choice:
-        """Return the kernel of the op that a collective is fused into; raises as `select` does.
+    def select_fused_collective(
+        self, collective: Collective, num_processes: int, *, is_required: bool
+    ) -> Choice | None:
+        """Return the kernel of the op that a collective is fused into.
 
-        If that op quantizes and has no fitting kernel, return the kernel of FUSED_OP, which does not quantize.
+        If that op quantizes and has no fitting kernel, return the kernel of FUSED_OP, which does not quantize. If none
+        fits, or if an override names one of FUSED_PARTS, return None, or raise as `select` does if fusion `is_required`.
         """
+        parts = [self.ops[each] for each in FUSED_PARTS if each in self.ops]
+        named = any(override.names_op(part) for override in self.overrides for part in parts)
+        if named and not is_required:
+            return None
         problem = {
             "num_processes": num_processes,
             "size": collective.size,
@@ -140,7 +147,9 @@ class Selector:
             if collective.fused_op == FUSED_OP
             else self.select_fused(collective.fused_op, problem)
         )
-        return quantizing or self.select(FUSED_OP, problem)
+        if quantizing is not None or is_required:
+            return quantizing or self.select(FUSED_OP, problem)
+        return self.select_fused(FUSED_OP, problem)
 
     def select_attention(self, problem: AttentionProblem, *, layer: int | None = None) -> Choice:
         """Return the attention backend for a layer's problem; raises as `select` does."""

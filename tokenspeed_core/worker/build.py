@@ -18,8 +18,8 @@ from tokenspeed_core.api.cache_groups import (
     local_cache_group,
 )
 from tokenspeed_core.api.experts import ExpertBalance
-from tokenspeed_core.api.kernels import PHASES
-from tokenspeed_core.api.models import KVScale, LatentSizes, Rotation
+from tokenspeed_core.api.kernels import PHASES, PlatformInfo
+from tokenspeed_core.api.models import HiddenStates, KVScale, LatentSizes, Rotation
 from tokenspeed_core.api.ops import Problem
 from tokenspeed_core.api.parallel import (
     FUSED_OP,
@@ -30,6 +30,7 @@ from tokenspeed_core.api.parallel import (
     TokenCounts,
 )
 from tokenspeed_core.api.quantization import QuantizationScheme
+from tokenspeed_core.config.parallel_settings import LOCAL
 from tokenspeed_core.engine.backends import EXCHANGE_OP
 from tokenspeed_core.errors import CheckpointError, PluginError, TokenSpeedError
 from tokenspeed_core.executor.expert_placement import NUM_TURNS
@@ -44,7 +45,9 @@ from tokenspeed_core.worker.attention import (
     CachedLayer,
     make_write_kv,
 )
+from tokenspeed_core.worker.distributed import on_abort
 from tokenspeed_core.worker.latent import OPS, LatentKernels, LatentLayer
+from tokenspeed_core.worker.platform import have_peer_access
 
 # Most activations of a fused step with more than two processes. A fused all-reduce sends all summands to all processes.
 # If they are large, sending each part once or twice is faster. With two processes, both send the same number of bytes.
@@ -97,7 +100,9 @@ class ModelBuild:
         self._kv_scales = resolved.kv_scales
         self._max_expanded = resolved.config.mla_chunk_multiplier * resolved.limits.max_num_tokens
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._fuses_all_reduce = resolved.config.enable_allreduce_fusion
+        self._fusion = resolved.config.enable_allreduce_fusion
+        if self._fusion is None and not _may_fuse_all_reduces(resolved, selector.platform):
+            self._fusion = False
         self._max_fused_tokens = resolved.config.comm_fusion_max_num_tokens
         self._max_num_tokens = resolved.limits.max_num_tokens
         self._layer: int | None = None
@@ -162,11 +167,11 @@ class ModelBuild:
         group = self.group(collective.group)
         choice = self.selector.select_collective(collective, group.size)
         handle = self._handles.get(group.name)
-        return self._load(choice, CommGroup(group, handle, self.token_counts))
+        return self._load(choice, CommGroup(group, handle, self.token_counts, on_abort))
 
     def fused_comm(self, all_reduce: Collective) -> FusedCollective | None:
-        """Return the kernels of an all-reduce that may be fused; None without --enable-allreduce-fusion."""
-        if not self._fuses_all_reduce:
+        """Return the kernels of an all-reduce that may be fused; None if it runs alone."""
+        if self._fusion is False:
             return None
         group = self.group(all_reduce.group)
         limit = self._max_num_tokens
@@ -176,8 +181,12 @@ class ModelBuild:
             num_bytes = all_reduce.size * getattr(torch, all_reduce.dtype).itemsize
             limit = min(limit, max(1, _MAX_FUSED_BYTES // num_bytes))
         all_reduce = replace(all_reduce, max_fused_tokens=limit)
-        choice = self.selector.select_fused_collective(all_reduce, group.size)
-        comm_group = CommGroup(group, self._handles.get(group.name), self.token_counts)
+        choice = self.selector.select_fused_collective(
+            all_reduce, group.size, is_required=self._fusion is True
+        )
+        if choice is None:
+            return None
+        comm_group = CommGroup(group, self._handles.get(group.name), self.token_counts, on_abort)
         kernel = self._load(choice, comm_group)
         all_reduce = replace(all_reduce, fused_op=choice.spec.op)
         quantizes = choice.spec.op != FUSED_OP
@@ -373,6 +382,20 @@ class ModelBuild:
                     kernels[key] = self._make(choice, problem, limits, self.device)
                 layer.bind(phase, kernels[key])
                 layer.group.is_split |= choice.spec != layer.choices[PHASES[0]].spec
+
+
+def _may_fuse_all_reduces(resolved: Resolved, platform: PlatformInfo) -> bool:
+    """Return whether all-reduces may be fused by default: between GPUs that can address each other's memory."""
+    config, draft_model = resolved.config, resolved.draft_model
+    sizes = config.parallel_sizes()
+    reads_stream = draft_model is not None and draft_model.hidden == HiddenStates.LAYERS
+    return (
+        platform.kind == "cuda"
+        and sizes.num_nodes == 1
+        and config.distributed_executor_backend == LOCAL
+        and not reads_stream
+        and have_peer_access(sizes.num_per_node)
+    )
 
 
 def _describe_parts(parts: tuple[CachePart, ...]) -> str:

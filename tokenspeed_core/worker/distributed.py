@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +18,8 @@ from tokenspeed_core.errors import ConfigError
 
 # A kernel that one rank compiles, or a weight that it reads, may keep the others waiting.
 _TIMEOUT = timedelta(minutes=30)
+
+_ON_ABORT: list[Callable[[], None]] = []
 
 CommGroup = Any
 """A process group of torch.distributed."""
@@ -61,14 +63,23 @@ def init(layout: ParallelLayout, address: str, device: torch.device) -> Mapping[
     return found
 
 
+def on_abort(end: Callable[[], None]) -> None:
+    """Let `abort` call a function that ends kernels which wait for another process."""
+    _ON_ABORT.append(end)
+
+
 def close() -> None:
     """End the communication. Does nothing if it was not started."""
+    _ON_ABORT.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def abort() -> None:
-    """Make collectives that wait for a lost rank fail. Gloo notices by itself; NCCL would wait forever."""
+    """Make collectives that wait for a lost rank end. Gloo notices by itself; kernels would wait forever."""
+    for end in _ON_ABORT:
+        with suppress(RuntimeError):  # the device may have failed too
+            end()
     world: Any = dist.group.WORLD if dist.is_available() else None
     with suppress(RuntimeError, ValueError):  # `close` may have ended the group
         if world is not None and dist.get_backend(world) == "nccl":

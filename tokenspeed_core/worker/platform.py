@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import permutations
 
 import torch
 
@@ -92,6 +93,14 @@ def take_devices(name: str, replica: int, num_replicas: int, num_ranks: int) -> 
             "the CUDA devices of an engine cannot be chosen, because torch finds no NVML. Start one server per device "
             "with CUDA_VISIBLE_DEVICES."
         )
+
+
+def have_peer_access(num_devices: int) -> bool:
+    """Return whether the first CUDA devices of this machine can address each other's memory."""
+    return torch.cuda.device_count() >= num_devices and all(
+        torch.cuda.can_device_access_peer(first, second)
+        for first, second in permutations(range(num_devices), 2)
+    )
 
 
 def describe_device(device: torch.device) -> PlatformInfo:

@@ -34,10 +34,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "http": ("serve", "--shape", "qwen3-0.6b"),
     "moe": ("all", "--shape", "qwen3-30b-a3b"),
     "mla": ("all", "--shape", "deepseek-v2-lite"),
-    "tp": (
-        *("all", "--shape", "qwen3-32b", "--tensor-parallel-size", "2"),
-        "--enable-allreduce-fusion",
-    ),
+    "tp": ("all", "--shape", "qwen3-32b", "--tensor-parallel-size", "2"),
 }
 CACHES = (
     "TRITON_CACHE_DIR",

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor, distributed
 
 from tokenspeed_core.api import CommGroup, Problem
-from tokenspeed_kernels.symmetric_memory import allocate
+from tokenspeed_kernels.symmetric_memory import AbortFlag, allocate
 from tokenspeed_kernels.triton import precompile
 from tokenspeed_kernels.triton.comm.overlap import OverlappedAllReduce, overlapped
 from tokenspeed_kernels.triton.comm.rows import store_row, tiling
@@ -71,6 +71,7 @@ def _all_reduce_add_rms_norm(
     scale_ptr,
     inboxes_ptr,
     calls_ptr,
+    aborted_ptr,
     num_rows,
     eps,
     x_stride,
@@ -140,8 +141,10 @@ def _all_reduce_add_rms_norm(
                     )
                     source = tl.multiple_of(inbox + row * N + column, ALIGNMENT)
                     bits = tl.load(source, mask=mask, other=0, volatile=True)
-                    while tl.max((bits == EMPTY).to(tl.int32), axis=0) == 1:
+                    is_aborted = tl.load(aborted_ptr, volatile=True)
+                    while (tl.max((bits == EMPTY).to(tl.int32), axis=0) == 1) & (is_aborted == 0):
                         bits = tl.load(source, mask=mask, other=0, volatile=True)
+                        is_aborted = tl.load(aborted_ptr, volatile=True)
                     tl.store(source, tl.full((BLOCK_N,), EMPTY, BITS), mask=mask)
                     part = bits.to(x_ptr.dtype.element_ty, bitcast=True)
                 total += part.to(tl.float32)
@@ -163,6 +166,7 @@ class SharedMemory:
     inboxes: Tensor  # int64 [P]: addresses of each process's inboxes [2, P - 1, inbox_size], 16-byte aligned
     calls: Tensor  # int64 [NUM_PROGRAMS]: calls of each program of this process
     inbox_size: int  # values, a multiple of 16
+    is_aborted: Tensor  # int32 [1]: 1 ends the waiting for other processes
     own: Tensor | None = None  # keeps this process's inboxes alive
 
 
@@ -207,6 +211,7 @@ class _Launches:
             scale,
             self._memory.inboxes,
             self._memory.calls,
+            self._memory.is_aborted,
             num_rows,
             eps,
             x.stride(0),
@@ -307,6 +312,7 @@ def _allocate(problem: Problem, group: CommGroup) -> SharedMemory:
         torch.tensor(inboxes.addresses, dtype=torch.int64, device=device),
         torch.zeros(NUM_PROGRAMS, dtype=torch.int64, device=device),
         inbox_size,
+        AbortFlag(group).value,
         inboxes.own,
     )
     torch.cuda.synchronize(device)

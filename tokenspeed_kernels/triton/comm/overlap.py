@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor, distributed
 
 from tokenspeed_core.api import CommGroup, Problem, SentSummands
-from tokenspeed_kernels.symmetric_memory import allocate
+from tokenspeed_kernels.symmetric_memory import AbortFlag, allocate
 from tokenspeed_kernels.triton import precompile
 from tokenspeed_kernels.triton.comm.rows import store_row, tiling
 from tokenspeed_kernels.triton.quantize.fp8_per_group import GROUP
@@ -32,7 +32,7 @@ NUM_PARTS = 2
 
 
 @precompile.jit
-def _meet(flags_ptr, other_flags_ptr, calls_ptr, NUM_PARTS: tl.constexpr):
+def _meet(flags_ptr, other_flags_ptr, calls_ptr, aborted_ptr, NUM_PARTS: tl.constexpr):
     """Clear the flags of the parts, and wait until the other process has done the same. Counters may wrap around."""
     for part in tl.static_range(NUM_PARTS):
         tl.store(flags_ptr + 1 + part, 0)
@@ -41,7 +41,7 @@ def _meet(flags_ptr, other_flags_ptr, calls_ptr, NUM_PARTS: tl.constexpr):
     tl.debug_barrier()
     tl.atomic_add(other_flags_ptr, 1, sem="release", scope="sys")
     ready = tl.atomic_add(flags_ptr, 0, sem="acquire", scope="sys")
-    while ready - call < 0:
+    while (ready - call < 0) & (tl.load(aborted_ptr, volatile=True) == 0):
         ready = tl.atomic_add(flags_ptr, 0, sem="acquire", scope="sys")
 
 
@@ -50,6 +50,7 @@ def _receive(
     own_ptr,
     inbox_ptr,
     arrived_ptr,
+    aborted_ptr,
     residual_ptr,
     weight_ptr,
     y_ptr,
@@ -71,7 +72,7 @@ def _receive(
     residual = tl.load(target, mask=mask, other=0.0)
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0)
     has_arrived = tl.atomic_add(arrived_ptr, 0, sem="acquire", scope="sys")
-    while has_arrived == 0:
+    while (has_arrived == 0) & (tl.load(aborted_ptr, volatile=True) == 0):
         has_arrived = tl.atomic_add(arrived_ptr, 0, sem="acquire", scope="sys")
     other = tl.load(inbox_ptr + row * N + column, mask=mask, other=0.0)
     total = own.to(tl.float32) + other.to(tl.float32)
@@ -94,6 +95,7 @@ class TwoInboxes:
     flags: Tensor
     other_flags: Tensor
     calls: Tensor  # int32 [1]: calls of this process
+    is_aborted: Tensor  # int32 [1]: 1 ends the waiting for the other process
 
 
 class OverlappedAllReduce:
@@ -135,6 +137,7 @@ class OverlappedAllReduce:
             memory.flags,
             memory.other_flags,
             memory.calls,
+            memory.is_aborted,
             NUM_PARTS=NUM_PARTS,
             num_warps=1,
         )
@@ -165,6 +168,7 @@ class OverlappedAllReduce:
                 part,
                 memory.inbox[rows],
                 memory.flags[1 + index :],
+                memory.is_aborted,
                 residual[rows],
                 weight,
                 y[rows],
@@ -205,6 +209,7 @@ def overlapped(problem: Problem, group: CommGroup, num_scales: int) -> Overlappe
         flags.own,
         flags.all[other],
         torch.zeros(1, dtype=torch.int32, device=flags.own.device),
+        AbortFlag(group).value,
     )
     torch.cuda.synchronize(flags.own.device)
     distributed.barrier(group.handle, device_ids=[flags.own.device.index])
