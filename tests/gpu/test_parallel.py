@@ -88,9 +88,9 @@ if __name__ == "__main__":
     llm = LLM(tensor_parallel_size=2, max_total_tokens=65536)
     children = psutil.Process().children(recursive=True)
     rank = next(each for each in children if "tokenspeed_core.worker.process" in each.cmdline())
-    threading.Timer(2, rank.kill).start()
+    threading.Timer(0.5, rank.kill).start()
     try:
-        llm.generate(["a"] * 8, SamplingParams(max_tokens=3900, ignore_eos=True))
+        llm.generate(["a"] * 2000, SamplingParams(max_tokens=1000, ignore_eos=True))
     except EngineDeadError as error:
         print(error)
     llm.shutdown()
