@@ -90,7 +90,7 @@ class AbortFlag:
         group.on_abort(self.set)
 
     def set(self) -> None:
-        """Copy 1 to the GPU, beside the kernels that run. Called from any thread."""
+        """Copy 1 to the GPU while kernels run there. Called from any thread."""
         with torch.cuda.stream(self._stream):
             self.value.copy_(self._one, non_blocking=True)
 
