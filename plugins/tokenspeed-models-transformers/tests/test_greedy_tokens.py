@@ -11,7 +11,11 @@ import torch
 from tiny_models import MODELS, MORE, NATIVE, save_reference
 from tokenspeed_models_transformers.model import TransformersModel
 
-from tokenspeed_core import LLM, SamplingParams
+from tokenspeed_core import LLM, SamplingParams, TokenSpeedError
+from tokenspeed_core.config import Config
+from tokenspeed_core.engine.factory import resolve
+from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.worker.local import plan_only
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("tokenspeed_kernels")
@@ -42,7 +46,8 @@ def check(model_type: str, folder: Path, **settings: Any) -> None:
         "block_size": 4,
     }
     with LLM(str(folder), **{**defaults, **settings}) as llm:
-        assert type(llm._engine.runner._model) is TransformersModel
+        runner: Any = llm._engine.runner
+        assert type(getattr(runner, "_runner", runner)._model) is TransformersModel
         for is_cached in (False, True):
             outputs = llm.generate([{"prompt_token_ids": each} for each in prompts()], params)
             assert outputs[-1].num_cached_tokens == 32 or not is_cached
@@ -75,3 +80,57 @@ def test_greedy_tokens_of_more_models_equal_transformers(model_type: str, tmp_pa
 )
 def test_native_models_can_run_through_transformers(model_type: str, tmp_path: Path) -> None:
     check(model_type, tmp_path, **ANY)
+
+
+EP = {"enable_expert_parallel": True}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "num_processes", "settings"),
+    [
+        ("qwen3", 4, ANY),  # more processes than KV heads, and norms of heads
+        ("dots1", 2, EP),  # a shared expert
+        *(
+            pytest.param(name, 2, settings, marks=pytest.mark.release)
+            for name, settings in (
+                ("smollm3", {}),
+                ("qwen3_moe", ANY),
+                # Norms over all heads: attention is not divided.
+                ("olmoe", {"attn_tp_size": 1, "dense_tp_size": 2, "moe_tp_size": 2}),
+                ("ernie4_5", {}),
+                ("glm", {}),
+                ("helium", {}),
+                ("seed_oss", {}),
+                ("granite", {}),
+                ("qwen3_moe", {**ANY, **EP}),
+                ("mixtral", ANY),
+                ("qwen3", {**ANY, "quantization": "w8a8_int8"}),
+            )
+        ),
+    ],
+)
+def test_several_processes_give_the_tokens_of_transformers(
+    model_type: str, num_processes: int, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    sizes = {} if "dense_tp_size" in settings else {"tensor_parallel_size": num_processes}
+    check(model_type, tmp_path, **sizes, **settings)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "named"),
+    [
+        ("gpt_neox", {"tensor_parallel_size": 2}, "--attn-tp-size 1"),
+        ("gpt_neox", {"attn_tp_size": 1, "dense_tp_size": 2}, "one process"),
+        ("qwen3_moe", {"data_parallel_size": 2, "enable_expert_parallel": True}, "engines"),
+    ],
+)
+def test_models_that_cannot_be_divided_are_refused(
+    model_type: str, settings: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    save_reference(model_type, tmp_path)
+    catalog = Catalog.discover()
+    with pytest.raises(TokenSpeedError, match=named) as refused:
+        plan_only(
+            resolve(Config.from_keywords(model=str(tmp_path), **ANY, **settings), catalog), catalog
+        )
+    assert "\n" not in str(refused.value)

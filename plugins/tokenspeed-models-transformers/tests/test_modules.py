@@ -23,14 +23,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.gemma.modeling_gemma import GemmaMLP, GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from tokenspeed_core.api import ParallelLayout
 from tokenspeed_models.testing import DenseBuild
-
-
-def test_several_processes_are_refused() -> None:
-    build = DenseBuild(layout=ParallelLayout.of(0, attn=2))
-    with pytest.raises(ValueError, match="one process, not in 2"):
-        TransformersModel({}, build)
 
 
 def test_norm_with_another_formula_is_left() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from tokenspeed_core.api import AttentionCall, BuildContext, Rotation
+from tokenspeed_models.weights import Shard
 from tokenspeed_models_transformers.describe import group_name
 from tokenspeed_models_transformers.recording import RecordedAttention, observe
 
@@ -93,8 +94,13 @@ def bind_attention(
 ) -> BoundAttention:
     """Give each module that calls the attention function its layers of the KV cache.
 
-    The modules in `rotations`, which have the rotation of each, get none: their calls are returned.
+    The modules in `rotations`, which have the rotation of each, get none: their calls are returned. Calls have this
+    process's heads.
     """
+
+    def local(num_heads: int, module: str) -> int:
+        return Shard(0, "attn", num_heads).local_size(module, num_heads, build.group)
+
     calls: dict[str, list[PagedAttention]] = {}
     bound_attention = BoundAttention([], {}, {})
     for layer, each in enumerate(recorded):
@@ -104,8 +110,8 @@ def bind_attention(
             bound_attention.sinks[each.sinks] = sinks
         call = build.attention(
             layer=layer,
-            num_heads=each.num_heads,
-            num_kv_heads=each.num_kv_heads,
+            num_heads=local(each.num_heads, each.module),
+            num_kv_heads=local(each.num_kv_heads, each.module),
             head_size=each.head_size,
             scale=each.scale,
             window=each.window,

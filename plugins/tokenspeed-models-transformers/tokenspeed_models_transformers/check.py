@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from tokenspeed_models_transformers.attention import SERVE, PagedAttention
 from tokenspeed_models_transformers.projections import FusedAttention, rotated
 from tokenspeed_models_transformers.recording import RecordedAttention
-from tokenspeed_models_transformers.stacked import QUANTIZED
+from tokenspeed_models_transformers.stacked import ALL_REDUCE, QUANTIZED, Summed
 
 log = logging.getLogger("tokenspeed.models")
 
@@ -38,12 +38,14 @@ def check_against_transformers(
     attention: Sequence[Attention],
     sinks: Mapping[str, Tensor],
     *,
+    keeps_layers: bool,
     is_quantized: bool,
 ) -> None:
     """Raise ValueError if a decoder that is on its device and has its weights computes something else.
 
-    `attention` are all of its layers' calls, `sinks` the float32 sinks by the paths of their parameters. Quantized
-    layers stay in place.
+    `attention` are all of its layers' calls, `sinks` the float32 sinks by the paths of their parameters. Layers of
+    TokenSpeed that replace quantized ones, or experts that processes share, stay in place; `keeps_layers` says whether
+    there are any. All processes call this at the same time.
     """
     weight = next(decoder.parameters())
     vocab_size = decoder.config.get_text_config().vocab_size
@@ -62,7 +64,7 @@ def check_against_transformers(
     with _dense(attention, sinks):
         ours = torch.cat([run(slice(_CHUNKS[0])), run(slice(_CHUNKS[0], None))])
     try:
-        with _unchanged(decoder, SERVE if is_quantized else "eager"):
+        with _unchanged(decoder, SERVE if keeps_layers else "eager"):
             theirs = run(slice(None))
     except Exception as error:  # code of a repository may raise anything
         log.warning("the model could not be compared with transformers: %r", error)
@@ -93,14 +95,17 @@ def _dense(attention: Sequence[Attention], sinks: Mapping[str, Tensor]) -> Itera
 @contextmanager
 def _unchanged(decoder: PreTrainedModel, experts: str) -> Iterator[None]:
     """Let a decoder compute as transformers defines it, with an implementation of experts."""
-    replaced: list[tuple[dict[str, Any], Any]] = [
-        (vars(module), vars(module).pop("forward"))
-        for module in decoder.modules()
-        if "forward" in vars(module)
-    ]
-    for attributes, _ in replaced:
-        if QUANTIZED in attributes:
-            attributes["forward"] = attributes[QUANTIZED]
+    replaced: list[tuple[dict[str, Any], Any]] = []
+    for module in decoder.modules():
+        attributes = vars(module)
+        if "forward" not in attributes:
+            continue
+        replaced.append((attributes, attributes.pop("forward")))
+        own = attributes.get(QUANTIZED)
+        if ALL_REDUCE in attributes:
+            own = Summed(own or module.forward, attributes[ALL_REDUCE])
+        if own is not None:
+            attributes["forward"] = own
     config = decoder.config
     names = config._attn_implementation, config._experts_implementation
     config._attn_implementation, config._experts_implementation = "eager", experts

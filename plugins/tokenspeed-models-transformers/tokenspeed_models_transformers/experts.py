@@ -44,8 +44,11 @@ class MoEKernel:
         return result
 
 
-class QuantizedExperts:
-    """Replaces an experts module with TokenSpeed's quantized experts. The module's parameters are removed."""
+class ExpertsLayer:
+    """Replaces an experts module with TokenSpeed's layer. The module's parameters are removed.
+
+    Quantized experts, and those that several processes share, need it.
+    """
 
     def __init__(self, build: BuildContext, module: Any, top_k: int, names: ExpertNames) -> None:
         num_experts, hidden_size, intermediate_size = module.down_proj.shape

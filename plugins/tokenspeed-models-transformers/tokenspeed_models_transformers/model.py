@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 from tokenspeed_core.api import ANY_ARCHITECTURE, BuildContext
+from tokenspeed_models.sharding import Partial, Replicated, ShardingSpec, compile_sharding
 from tokenspeed_models.weights import WeightMap
 from tokenspeed_models_transformers.attention import SERVE, bind_attention
 from tokenspeed_models_transformers.check import Attention, check_against_transformers
@@ -21,8 +22,8 @@ from tokenspeed_models_transformers.library import (
     read_config,
 )
 from tokenspeed_models_transformers.modules import Replacer
-from tokenspeed_models_transformers.projections import find_usual_attention
-from tokenspeed_models_transformers.recording import RECORD, record
+from tokenspeed_models_transformers.projections import UsualAttention, find_usual_attention
+from tokenspeed_models_transformers.recording import RECORD, RecordedAttention, record
 from tokenspeed_models_transformers.weights import CheckpointNames
 
 log = logging.getLogger("tokenspeed.models")
@@ -32,11 +33,10 @@ class TransformersModel:
     """Runs the decoder of a causal language model on flat tokens, and its head on the wanted rows."""
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext) -> None:
-        num_processes = build.group("world").size
-        if num_processes > 1:
+        if build.group("data").size > 1:
             raise ValueError(
-                f"models of transformers run in one process, not in {num_processes}. Choose a tensor and expert parallel "
-                "size of 1, or install a family that supports this architecture."
+                "models of transformers cannot share experts between engines; remove --data-parallel-size or "
+                "--enable-expert-parallel"
             )
         trusts_code = REMOTE_CODE in config
         if trusts_code:
@@ -55,6 +55,7 @@ class TransformersModel:
         )
         self._decoder = self._causal_lm.get_submodule(recorded.decoder)
         usual = find_usual_attention(self._causal_lm, recorded.decoder, recorded.attention)
+        _check_heads(recorded.attention, usual, build)
         rotations = {name: each.rotation for name, each in usual.items()}
         bound = bind_attention(self._causal_lm, recorded.attention, rotations, build)
         self._sinks = bound.sinks
@@ -63,8 +64,10 @@ class TransformersModel:
         replacer.replace(self._causal_lm, attention, recorded.experts)
         self._attention: tuple[Attention, ...] = (*bound.paged, *replacer.attention)
         allocate_parameters(self._causal_lm, build.device)
-        self._names = CheckpointNames(self._causal_lm, replacer.slots)
-        self._is_quantized = bool(replacer.slots)
+        _check_shared(replacer.sharding, build)
+        compile_sharding(build, [*replacer.sharding, _ALL])
+        self._names = CheckpointNames(self._causal_lm, replacer.slots, replacer.shards, build.group)
+        self._keeps_layers, self._is_quantized = bool(replacer.slots), replacer.is_quantized
         # The head is the model with a decoder that returns given hidden states.
         self._given = _Given()
         parent, _, name = recorded.decoder.rpartition(".")
@@ -106,12 +109,44 @@ class TransformersModel:
         for name, sinks in self._sinks.items():
             sinks.copy_(self._names.targets[name])
         check_against_transformers(
-            self._decoder, self._attention, self._sinks, is_quantized=self._is_quantized
+            self._decoder,
+            self._attention,
+            self._sinks,
+            keeps_layers=self._keeps_layers,
+            is_quantized=self._is_quantized,
         )
 
     def weight_map(self) -> WeightMap:
         """Return the map from the names that transformers uses to parameters."""
         return self._names.weight_map()
+
+
+_ALL = ShardingSpec("hidden states", Replicated(), Replicated(), 0)
+
+
+def _check_heads(
+    recorded: Sequence[RecordedAttention], usual: Mapping[str, UsualAttention], build: BuildContext
+) -> None:
+    """Raise ValueError if processes must share attention whose heads cannot be divided."""
+    left = [each.module for each in recorded if each.module not in usual]
+    group = build.group("attn")
+    if left and group.size > 1:
+        raise ValueError(
+            f"{left[0]} does not compute attention as most models do, so that {group.size} processes cannot share its "
+            "heads. Use --attn-tp-size 1"
+        )
+
+
+def _check_shared(specs: Sequence[ShardingSpec], build: BuildContext) -> None:
+    """Raise ValueError if there are several processes, and each would compute everything."""
+    groups = [
+        name for each in specs if isinstance(each.output, Partial) for name in each.output.groups
+    ]
+    if build.group("world").size > 1 and all(build.group(name).size == 1 for name in groups):
+        raise ValueError(
+            "processes can share attention, gated MLPs and experts of the usual form, and the model has none that these "
+            "sizes divide. Use one process"
+        )
 
 
 class _Given(nn.Module):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 
 from tokenspeed_core.api import AttentionCall, BuildContext
 from tokenspeed_models.layers import ExpertNames, dtype_name
-from tokenspeed_models.weights import WeightSlot
+from tokenspeed_models.sharding import Partial, Replicated, Sharded, ShardingSpec
+from tokenspeed_models.weights import Shard, StackedShard, WeightSlot
 from tokenspeed_models_transformers.compare import (
     MAGNITUDES,
     copied,
@@ -29,8 +30,8 @@ from tokenspeed_models_transformers.compare import (
     same,
 )
 from tokenspeed_models_transformers.experts import (
+    ExpertsLayer,
     MoEKernel,
-    QuantizedExperts,
     fits_kernel,
     library_experts,
 )
@@ -41,7 +42,15 @@ from tokenspeed_models_transformers.projections import (
     UsualAttention,
 )
 from tokenspeed_models_transformers.residual import FusedResidual, passed_arguments
-from tokenspeed_models_transformers.stacked import QUANTIZED, Stacked, plain_gemm, stack
+from tokenspeed_models_transformers.stacked import (
+    ALL_REDUCE,
+    QUANTIZED,
+    Layer,
+    Stacked,
+    Summed,
+    plain_gemm,
+    stack,
+)
 from tokenspeed_models_transformers.weights import expert_names
 
 _SMALL = 8  # features of the random inputs of comparisons
@@ -72,7 +81,7 @@ class _Linear:
         return rows.view(*x.shape[:-1], module.out_features)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GatedMLP:
     """Gate and up projections in one GEMM, `silu_mul`, which may quantize its result, and the down projection."""
 
@@ -118,7 +127,9 @@ def find_gated_mlp(module: nn.Module) -> list[str] | None:
 class Replacer:
     """Replaces modules of a model, and counts the replaced and the remaining modules.
 
-    `slots` are the weight slots of quantized layers. The modules of these layers lose their parameters.
+    `slots` are the weight slots of quantized layers, and of experts that processes share. The modules of these layers
+    lose their parameters. `shards` has the sharding of the other linear layers by their paths, and `sharding` the specs
+    of all modules that processes share, in order of computation. Every process computes all other modules.
     """
 
     def __init__(self, build: BuildContext) -> None:
@@ -128,6 +139,9 @@ class Replacer:
         self.left: Counter[str] = Counter()
         self.attention: list[FusedAttention] = []
         self.slots: list[WeightSlot] = []
+        self.is_quantized = False
+        self.shards: dict[str, Shard | StackedShard] = {}
+        self.sharding: list[ShardingSpec] = []
 
     def replace(
         self,
@@ -186,17 +200,31 @@ class Replacer:
 
     def _bind_experts(self, name: str, module: Any, top_k: int, names: ExpertNames) -> None:
         is_plain = self._build.scheme(names.gate.format(0)) is None
+        is_shared = any(self._build.group(each).size > 1 for each in ("moe", "experts"))
         fits = module.down_proj.dtype == self._build.dtype and fits_kernel(module)
-        if not is_plain:
+        if is_shared or not is_plain:
             if not fits:
+                what, instead = "is quantized", "Use an unquantized checkpoint"
+                if is_plain:
+                    what, instead = "is shared by several processes", "Use --moe-tp-size 1"
                 raise ValueError(
-                    f"{name} ({type(module).__name__}) is quantized, but its experts do not compute "
-                    "down(silu(gate(x)) * up(x)). Use an unquantized checkpoint"
+                    f"{name} ({type(module).__name__}) {what}, but its experts do not compute "
+                    f"down(silu(gate(x)) * up(x)). {instead}"
                 )
-            quantized = QuantizedExperts(self._build, module, top_k, names)
-            module.tokenspeed_experts = quantized
-            self.slots += quantized.slots()
-            self.replaced["quantized mixtures of experts"] += 1
+            hidden_size = module.down_proj.shape[1]
+            layer = ExpertsLayer(self._build, module, top_k, names)
+            module.tokenspeed_experts = layer
+            self.slots += layer.slots()
+            self.is_quantized |= not is_plain
+            self.replaced[
+                "mixtures of experts" if is_plain else "quantized mixtures of experts"
+            ] += 1
+
+            def bind(all_reduce: Callable[[Tensor], Tensor]) -> None:
+                module.tokenspeed_experts = Summed(layer, all_reduce)
+
+            whole, parts = Replicated(), Partial(("moe", "experts"))
+            self.sharding.append(ShardingSpec(name, whole, parts, hidden_size, bind))
         elif fits:
             module.tokenspeed_experts = MoEKernel(self._build, module, top_k)
             self.replaced["mixtures of experts"] += 1
@@ -210,14 +238,33 @@ class Replacer:
         tables = None
         if usual.layout is not None:
             tables = self._tables.setdefault(usual.layout, RotaryTables(usual.layout))
-        qkv = self._stack(name, usual.module, ["q_proj", "k_proj", "v_proj"])
-        out = self._stack(name, usual.module, ["o_proj"])
-        for part in usual.module.children():
+        module, local = usual.module, usual.on_one_process(self._build)
+        hidden_size, (heads, kv_heads) = module.o_proj.out_features, usual.shards
+        shards = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
+        qkv = self._stack(name, module, shards)
+        out = self._stack(name, module, {"o_proj": replace(heads, axis=1)})
+        if hasattr(module, "num_key_value_groups"):  # its own forward repeats the heads so often
+            module.num_key_value_groups = local.num_heads // local.num_kv_heads
+        for part in module.children():
             # Counted as a part of the module.
             vars(part).setdefault("forward", _unused)
-        fused = FusedAttention(usual, attend, tables, qkv, out)
+        fused = FusedAttention(usual, attend, tables, qkv, out, local)
         self.attention.append(fused)
+
+        def bind(all_reduce: Callable[[Tensor], Tensor]) -> None:
+            fused.add_up(all_reduce)
+            vars(module.o_proj)[ALL_REDUCE] = all_reduce
+
+        self._share(name, "heads", "attn", hidden_size, bind)
         return fused
+
+    def _share(
+        self, name: str, axis: str, group: str, size: int, bind: Callable[..., None]
+    ) -> None:
+        """Add the specs of a module that processes share, whose outputs of `size` values are partial sums."""
+        between = Sharded(axis, group)
+        self.sharding.append(ShardingSpec(f"{name}.in", Replicated(), between, size))
+        self.sharding.append(ShardingSpec(f"{name}.out", between, Partial((group,)), size, bind))
 
     def _set(self, module: Any, kind: str, forward: Callable[..., Any]) -> None:
         module.forward = forward
@@ -233,27 +280,45 @@ class Replacer:
         if self._build.scheme(name) is None:
             self._set(module, "linear layers", self._plain(module))
             return
-        _, slots = stack(self._build, [(name, module)])
+        _, slots = stack(self._build, [Layer(name, module)])
         self.slots += slots
+        self.is_quantized = True
         self._set(module, "quantized linear layers", vars(module)[QUANTIZED])
 
-    def _stack(self, name: str, module: Any, parts: Sequence[str]) -> Stacked:
+    def _stack(self, name: str, module: Any, parts: Mapping[str, Shard | StackedShard]) -> Stacked:
         """Return one GEMM for linear layers inside a module. The layers' own forwards are no longer used."""
-        layers = [(f"{name}.{part}", module.get_submodule(part)) for part in parts]
+        layers = [
+            Layer(f"{name}.{part}", module.get_submodule(part), shard)
+            for part, shard in parts.items()
+        ]
         stacked, slots = stack(self._build, layers)
         self.slots += slots
-        for _, layer in layers:
-            vars(layer)["forward"] = _unused
+        self.is_quantized |= bool(slots)
+        for layer in layers:
+            vars(layer.module)["forward"] = _unused
+            assert layer.shard is not None
+            self.shards[layer.path] = layer.shard
         return stacked
 
     def _gated_mlp(self, name: str, module: Any, first: Sequence[str]) -> GatedMLP:
-        scheme = self._build.scheme(f"{name}.down_proj")
+        scheme, columns = self._build.scheme(f"{name}.down_proj"), Shard(0, "dense")
         silu_mul = "silu_mul" if scheme is None else scheme.fused.get("silu_mul", "silu_mul")
-        return GatedMLP(
-            gate_up=self._stack(name, module, first),
-            silu_mul=self._op(silu_mul, size=module.down_proj.in_features),
-            down=self._stack(name, module, ["down_proj"]),
+        hidden_size, inner = module.down_proj.out_features, module.down_proj.in_features
+        both = columns if len(first) == 2 else StackedShard(((inner, columns), (inner, columns)))
+        mlp = GatedMLP(
+            gate_up=self._stack(name, module, dict.fromkeys(first, both)),
+            silu_mul=self._op(
+                silu_mul, size=columns.local_size(f"{name}.down_proj", inner, self._build.group)
+            ),
+            down=self._stack(name, module, {"down_proj": Shard(1, "dense")}),
         )
+
+        def bind(all_reduce: Callable[[Tensor], Tensor]) -> None:
+            mlp.down = Summed(mlp.down, all_reduce)
+            vars(module.down_proj)[ALL_REDUCE] = all_reduce
+
+        self._share(name, "features", "dense", hidden_size, bind)
+        return mlp
 
 
 def _unused(*arguments: Any, **keywords: Any) -> Any:

@@ -6,15 +6,16 @@ result. It becomes one GEMM, one kernel that normalizes, rotates and writes the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tokenspeed_core.api import AttentionCall, Rotation
+from tokenspeed_core.api import AttentionCall, BuildContext, Rotation
+from tokenspeed_models.weights import Shard
 from tokenspeed_models_transformers.compare import (
     MAGNITUDES,
     copied,
@@ -24,7 +25,7 @@ from tokenspeed_models_transformers.compare import (
     same,
 )
 from tokenspeed_models_transformers.recording import RecordedAttention
-from tokenspeed_models_transformers.stacked import Stacked
+from tokenspeed_models_transformers.stacked import Stacked, Summed
 
 _SMALL = 8  # features of the random inputs of comparisons
 _NUM_TOKENS = 3
@@ -72,6 +73,22 @@ class UsualAttention:
         if self.layout is None:
             return None
         return Rotation("rope" if self.eps is None else "qk_norm_rope", self.rotary_size)
+
+    @property
+    def shards(self) -> tuple[Shard, Shard]:
+        """How query heads, and key and value heads, are divided between processes."""
+        heads = self.recorded
+        return Shard(0, "attn", heads.num_heads), Shard(0, "attn", heads.num_kv_heads)
+
+    def on_one_process(self, build: BuildContext) -> RecordedAttention:
+        """Return the call of the attention function with this process's heads. Raises ValueError."""
+        heads, kv_heads = self.shards
+        each = self.recorded
+        return replace(
+            each,
+            num_heads=heads.local_size(each.module, each.num_heads, build.group),
+            num_kv_heads=kv_heads.local_size(each.module, each.num_kv_heads, build.group),
+        )
 
 
 @torch.no_grad()
@@ -243,12 +260,12 @@ class FusedAttention:
         tables: RotaryTables | None,
         qkv: Stacked,
         out: Stacked,
+        heads: RecordedAttention,
     ) -> None:
-        self.recorded, self.attend = usual.recorded, attend
+        self.recorded, self.attend = heads, attend
         self._module, self._tables = usual.module, tables
         self._qkv, self._out = qkv, out
-        heads = usual.recorded
-        self._split = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
+        self._split = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]  # of this process
         self._shape = (sum(self._split), heads.head_size)
         self._eps = usual.eps
 
@@ -269,3 +286,7 @@ class FusedAttention:
             if self._eps is not None:
                 rotation = (module.q_norm.weight, module.k_norm.weight, self._eps, *rotation)
         return self._out(self.attend(q, k, v, *rotation).flatten(1)).unsqueeze(0), None
+
+    def add_up(self, all_reduce: Callable[[Tensor], Tensor]) -> None:
+        """Add up the outputs of all processes."""
+        self._out = Summed(self._out, all_reduce)

@@ -17,8 +17,9 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from tokenspeed_models.layers import ExpertNames
-from tokenspeed_models.weights import WeightMap, WeightSlot
+from tokenspeed_core.api import ONE_PROCESS
+from tokenspeed_models.layers import ExpertNames, bias_slot
+from tokenspeed_models.weights import Groups, Shard, StackedShard, WeightMap, WeightSlot
 
 Named = tuple[str, Tensor]
 
@@ -26,12 +27,20 @@ Named = tuple[str, Tensor]
 class CheckpointNames:
     """The parameters and stored buffers of a model, and the way from a checkpoint's tensors to them.
 
-    `quantized` are the slots of the layers that TokenSpeed's quantized layers replace. Their names are those of
-    checkpoints after renaming: their tensors are neither merged nor split.
+    `own` are the slots of TokenSpeed's layers: quantized ones, and experts that processes share. Their names are those
+    of checkpoints after renaming: their tensors are neither merged nor split. `shards` has the sharding of linear layers
+    by their paths, over the process `groups`.
     """
 
-    def __init__(self, model: PreTrainedModel, quantized: Sequence[WeightSlot] = ()) -> None:
-        self._model, self._slots = model, quantized
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        own: Sequence[WeightSlot] = (),
+        shards: Mapping[str, Shard | StackedShard] | None = None,
+        groups: Groups = ONE_PROCESS.group,
+    ) -> None:
+        self._model, self._slots = model, own
+        self._shards, self._groups = shards or {}, groups
         self.targets: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
         first: dict[int, str] = {}
         # Tied parameters: all names but the first.
@@ -43,23 +52,30 @@ class CheckpointNames:
         # Inner models have transforms too, and the decoder is taken out of the model later.
         self._transforms = get_model_conversion_mapping(model)
         self._buffers = {name for name, _ in model.named_buffers()}
-        self._quantized = {slot.name for slot in quantized if not slot.replaces}
-        self._quantized |= {
-            slot.quantization.scale_name for slot in quantized if slot.quantization is not None
-        }
-        names = {*self.targets, *self._quantized, *(slot.name for slot in quantized)}
+        self._own = {slot.name for slot in own if not slot.replaces}
+        self._own |= {slot.quantization.scale_name for slot in own if slot.quantization is not None}
+        # Experts of other processes.
+        self._ignored = {slot.name for slot in own if slot.name.endswith(".")}
+        names = {*self.targets, *self._own, *(slot.name for slot in own)}
         self._known = dict.fromkeys(names, True)
         self._unexpected = _pattern(model._keys_to_ignore_on_load_unexpected)
         self._optional = _pattern(model._keys_to_ignore_on_load_missing)
 
     def weight_map(self) -> WeightMap:
-        """Return the slots of all parameters, stored buffers and quantized layers, under the model's names."""
+        """Return the slots of all parameters, stored buffers and TokenSpeed's layers, under the model's names."""
         plain = (
-            WeightSlot(name, target, None, self._kind(name, target))
+            self._slot(name, target)
             for name, target in self.targets.items()
             if name not in self._aliases
         )
-        return WeightMap((*plain, *self._slots))
+        return WeightMap((*plain, *self._slots), groups=self._groups)
+
+    def _slot(self, name: str, target: Tensor) -> WeightSlot:
+        layer, _, kind = name.rpartition(".")
+        shard = self._shards.get(layer)
+        if kind == "bias":
+            return bias_slot(name, target, shard, self._groups)
+        return WeightSlot(name, target, shard, self._kind(name, target))
 
     def _kind(self, name: str, target: Tensor) -> str:
         """Return the kind of a slot, by which dummy weights are chosen."""
@@ -77,9 +93,9 @@ class CheckpointNames:
         aliases: dict[str, Tensor] = {}
         seen: set[str] = set()
         for source, tensor in weights:
-            if self._quantized:
+            if self._own:
                 name, _ = rename_source_key(source, renamings, [], prefix, self._known)
-                if name in self._quantized:
+                if name in self._own or f"{name.rpartition('.')[0]}." in self._ignored:
                     yield name, tensor
                     continue
             name, pattern = rename_source_key(source, renamings, converters, prefix, self._known)
