@@ -21,6 +21,7 @@ from tokenspeed_kernels.reference import comm
 MAX_ONE_SHOT_BYTES = 64 << 10
 MAX_TWO_SHOT_BYTES = 16 << 20
 _SUM = "sum"
+_INSTEAD = "NCCL needs none: use --no-enable-allreduce-fusion, and --kernel-backend without symm"
 
 
 def all_reduce(problem: Problem, group: CommGroup) -> Callable[[Tensor], Tensor]:
@@ -73,8 +74,14 @@ def allocate(group: CommGroup, num_values: int, dtype: torch.dtype) -> Symmetric
     places: list[tuple[str, int]] = [("", 0)] * group.group.size
     distributed.all_gather_object(places, (socket.gethostname(), device.index), group=group.handle)
     check_peers(places, torch.cuda.can_device_access_peer)
-    own = _SymmetricMemory.empty_strided_p2p((num_values,), (1,), dtype, device)
-    handle = _SymmetricMemory.rendezvous(own, group.handle.group_name)
+    try:
+        own = _SymmetricMemory.empty_strided_p2p((num_values,), (1,), dtype, device)
+        handle = _SymmetricMemory.rendezvous(own, group.handle.group_name)
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise RuntimeError(
+            f"torch cannot share memory of the GPUs: {reason}. {_INSTEAD}"
+        ) from error
     buffers = (handle.get_buffer(rank, (num_values,), dtype) for rank in range(group.group.size))
     return SymmetricBuffer(own, tuple(buffers), tuple(handle.buffer_ptrs))
 
@@ -103,8 +110,8 @@ def check_peers(places: list[tuple[str, int]], can_access: Callable[[int, int], 
     nodes = sorted({node for node, _ in places})
     if len(nodes) > 1:
         raise RuntimeError(
-            f"symmetric memory needs one node, and the group has processes on {', '.join(nodes)}; use nccl"
+            f"symmetric memory needs one node, and the group has processes on {', '.join(nodes)}. {_INSTEAD}"
         )
     for first, second in permutations(sorted({index for _, index in places}), 2):
         if not can_access(first, second):
-            raise RuntimeError(f"GPU {first} has no peer access to GPU {second}; use nccl")
+            raise RuntimeError(f"GPU {first} has no peer access to GPU {second}. {_INSTEAD}")

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from tokenspeed_core.api import FUSED_OP, BuildContext, Collective, FusedCollective, Overlap
+from tokenspeed_core.api import FUSED_OP, BuildContext, Collective, FusedCollective
 
 Bind = Callable[[Callable[[Any], Any]], None]
 Fuse = Callable[[BuildContext, FusedCollective], None]
-SendParts = Callable[[Overlap], None]
+SendParts = Callable[[FusedCollective], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class ShardingSpec:
     An output that `is_added` is added to the residual stream, before anything else reads it. `fuse` receives the
     kernels that add up such outputs of all processes, for a norm that can use them; it replaces `bind` of the module
     before. `fused_op` is the op of these kernels: FUSED_OP, or one that also quantizes. `send_parts` lets a module send
-    parts of such an output while it computes the rest.
+    parts of such an output while it computes the rest; only the next norm may then read it.
     """
 
     module: str
@@ -130,7 +130,7 @@ def compile_sharding(build: BuildContext, specs: Iterable[ShardingSpec]) -> None
             if fused is not None:
                 target.fuse(build, fused)
                 if fused.overlap is not None and source.send_parts is not None:
-                    source.send_parts(fused.overlap)
+                    source.send_parts(fused)
                 continue
         source.bind(build.comm(collective))
 

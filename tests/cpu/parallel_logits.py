@@ -78,10 +78,10 @@ def fused_logits(
 
 
 def logits_of_parts(
-    build: RankBuild, load: str, config: dict[str, Any]
+    build: RankBuild, load: str, config: dict[str, Any], max_fused_tokens: int
 ) -> tuple[int, list[torch.Tensor]]:
     """Return how many outputs were sent in parts, and what `both_logits` does: chunks of 7 and 5 tokens."""
-    build.max_fused_tokens, build.sends_parts = 7, True
+    build.max_fused_tokens, build.sends_parts = max_fused_tokens, True
     logits = both_logits(build, load, config)
     return build.num_sent, logits
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -58,9 +59,10 @@ def test_wrong_kernel_fails(op: str, factory: Callable[..., Any]) -> None:
 
 
 def test_abort_ends_kernels_that_wait() -> None:
-    ended = []
-    distributed.on_abort(lambda: ended.append(True))
+    ended = threading.Semaphore(0)
+    distributed.on_abort(ended.release)
     distributed.abort()
+    assert ended.acquire(timeout=10)
     distributed.close()
     distributed.abort()
-    assert ended == [True]
+    assert not ended.acquire(timeout=0.05)

@@ -319,6 +319,7 @@ def test_gpus_select_the_fused_kernel(tiny: Callable[..., Resolved], catalog: Ca
         (True, {}, True),
         (True, {"enable_allreduce_fusion": False}, False),
         (True, {"kernel_backend": {"all_reduce": ("symm",)}}, False),
+        (True, {"comm_fusion_max_num_tokens": 8}, True),
         (True, {"hf_overrides": {"architectures": ["Olmo2ForCausalLM"], "head_dim": 16}}, False),
         (False, {}, False),
         (False, {"enable_allreduce_fusion": True}, True),
@@ -339,6 +340,13 @@ def test_gpus_that_address_each_other_fuse_by_default(
     plan = plan_for(resolved, catalog, PlatformInfo("cuda", (9, 0)))
     assert bool(plan.find(FUSED_OP)) is is_fused
     assert any(each.collective.max_fused_tokens for each in plan.collectives) is is_fused
+    if (
+        not is_fused
+        and settings.get("enable_allreduce_fusion") is None
+        and "hf_overrides" not in settings
+    ):
+        assert plan.not_fused
+        assert plan.not_fused in kernel_table(plan)
 
 
 def test_fusion_without_a_norm_to_fuse_is_refused(
@@ -349,6 +357,9 @@ def test_fusion_without_a_norm_to_fuse_is_refused(
     with pytest.raises(ConfigError, match="--enable-allreduce-fusion") as refused:
         plan_only(resolved, catalog)
     assert "\n" not in str(refused.value)
+    resolved = tiny(tensor_parallel_size=2, comm_fusion_max_num_tokens=8)
+    with pytest.raises(ConfigError, match=r"--comm-fusion-max-num-tokens.*two GPUs"):
+        plan_only(resolved, catalog)
 
 
 def test_start_refuses_heads_that_cannot_be_divided(

@@ -227,8 +227,8 @@ class BuildContext(Protocol):
     def fused_comm(self, all_reduce: Collective) -> FusedCollective | None:
         """Return the kernels of an all-reduce that is added to the residual and normalized, and add it to the plan.
 
-        If no kernel of its `fused_op` fits, use FUSED_OP, which does not quantize. Without
-        --enable-allreduce-fusion, return None; `comm` then returns the kernel.
+        If no kernel of its `fused_op` fits, use FUSED_OP, which does not quantize. If all-reduces run alone, return None;
+        `comm` then returns the kernel.
         """
 
     def side_stream(self) -> torch.cuda.Stream | None:

@@ -122,21 +122,21 @@ class TokenCounts:
 class CommGroup:
     """A process group, its torch.distributed handle and its tokens, for the kernels of the family "comm".
 
-    A kernel that waits on the device for other processes gives `on_abort` a function that ends the waiting. It is
-    called from another thread when a process died.
+    A kernel that waits on the device for other processes passes `on_abort` a function that makes it stop waiting. The
+    function is called from another thread when a process died.
     """
 
     group: ProcessGroup
     handle: Any
     tokens: TokenCounts = field(default_factory=lambda: TokenCounts(1))
-    on_abort: Callable[[Callable[[], None]], None] = lambda end: None
+    on_abort: Callable[[Callable[[], None]], None] = lambda stop_waiting: None
 
 
 SAMPLING = "sampling"
 """The module that takes the logits, which only the last tokens of sequences have."""
 
 FUSED_PARTS = ("all_reduce", "add_rms_norm")
-"""The ops that FUSED_OP does the work of."""
+"""The ops that FUSED_OP replaces."""
 
 FUSED_OP = "all_reduce_add_rms_norm"
 """An all-reduce, the residual addition and the RMS norm after it. `QuantizationScheme.fused` may map it to an op that

@@ -120,7 +120,7 @@ class ParallelSettings(Settings):
     enable_allreduce_fusion: bool | None = setting(
         None,
         "parallel",
-        "Fuse all-reduces with the next norm; default: between GPUs of one machine.",
+        "Fuse all-reduces with the next norm; default: between two GPUs of one machine.",
     )
     comm_fusion_max_num_tokens: int | None = setting(
         None,

@@ -51,7 +51,7 @@ class DistributedRunner:
         except StepFailed as error:
             self._raise_lost_rank()
             raise error
-        self._check()  # a kernel that no longer waits for a lost rank has computed nonsense
+        self._check()  # kernels that stopped waiting for a lost rank return wrong values
         return result
 
     def close(self) -> None:

@@ -105,12 +105,13 @@ class PlannedCollective:
 class KernelPlan:
     """All kernel decisions of a model. The start-up table, `plugins why` and the JSON report show it.
 
-    `collectives` are in the order of a step.
+    `collectives` are in the order of a step. `not_fused` says why the default fuses none of them with a norm.
     """
 
     platform: str
     ops: tuple[PlannedOp, ...]
     collectives: tuple[PlannedCollective, ...] = ()
+    not_fused: str = ""
 
     def find(self, op: str, layer: int | None = None) -> tuple[PlannedOp, ...]:
         """Return the decisions for an op or family, of one layer if given."""

@@ -73,6 +73,7 @@ class Selector:
     )
     _layers: dict[Hashable, set[int]] = field(default_factory=dict, init=False)
     _collectives: list[PlannedCollective] = field(default_factory=list, init=False)
+    not_fused: str = field(default="", init=False)  # see KernelPlan
 
     def select(self, op: str, problem: Problem, *, layer: int | None = None) -> Choice:
         """Return the kernel for an op and problem; equal problems get the same Choice object.
@@ -133,8 +134,9 @@ class Selector:
         fits, or if an override names one of FUSED_PARTS, return None, or raise as `select` does if fusion `is_required`.
         """
         parts = [self.ops[each] for each in FUSED_PARTS if each in self.ops]
-        named = any(override.names_op(part) for override in self.overrides for part in parts)
-        if named and not is_required:
+        is_named = any(override.names_op(part) for override in self.overrides for part in parts)
+        if is_named and not is_required:
+            self.not_fused = f"--kernel-backend names a kernel of {' or '.join(FUSED_PARTS)}"
             return None
         problem = {
             "num_processes": num_processes,
@@ -162,7 +164,7 @@ class Selector:
             for key, (_, planned) in self._decided.items()
         )
         platform = self.platform.name or self.platform.kind
-        return KernelPlan(platform, tuple(ops), tuple(self._collectives))
+        return KernelPlan(platform, tuple(ops), tuple(self._collectives), self.not_fused)
 
     def chosen(self) -> list[tuple[Choice, PlannedOp]]:
         """Return the kernels chosen so far, each with its decision."""

@@ -127,13 +127,15 @@ def assemble(
             f"--quantization {method.name} has no effect: {checkpoint.info.architecture} has no linear layer that it "
             "quantizes."
         )
-    if config.enable_allreduce_fusion and not any(
-        each.collective.max_fused_tokens for each in chosen.plan().collectives
-    ):
-        raise ConfigError(
-            f"--enable-allreduce-fusion has no effect: {checkpoint.info.architecture} has no all-reduce before a norm "
-            "that could join it."
-        )
+    flags = {
+        "--enable-allreduce-fusion": config.enable_allreduce_fusion,
+        "--comm-fusion-max-num-tokens": config.comm_fusion_max_num_tokens,
+    }
+    given = [flag for flag, value in flags.items() if value]
+    plan = chosen.plan()
+    if given and not any(each.collective.max_fused_tokens for each in plan.collectives):
+        why = f"{checkpoint.info.architecture} has no all-reduce before a norm that could join it"
+        raise ConfigError(f"{given[0]} has no effect: {plan.not_fused or why}.")
     build.check_groups()
     block_size = solve_block_size(build, config.block_size, selector)
     build.select_attention(block_size)

@@ -101,8 +101,9 @@ class ModelBuild:
         self._max_expanded = resolved.config.mla_chunk_multiplier * resolved.limits.max_num_tokens
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._fusion = resolved.config.enable_allreduce_fusion
-        if self._fusion is None and not _may_fuse_all_reduces(resolved, selector.platform):
-            self._fusion = False
+        if self._fusion is None and resolved.parallel.world_size > 1:
+            selector.not_fused = _why_not_fused(resolved, selector.platform)
+            self._fusion = False if selector.not_fused else None
         self._max_fused_tokens = resolved.config.comm_fusion_max_num_tokens
         self._max_num_tokens = resolved.limits.max_num_tokens
         self._layer: int | None = None
@@ -197,8 +198,9 @@ class ModelBuild:
         return self._side
 
     def _load(self, choice: Choice, *group: CommGroup) -> Callable[..., Any]:
-        names = [each.group.name for each in group]
-        key = (choice.spec, tuple(sorted(choice.problem.items())), *names)
+        # Groups of the same processes share kernels, and their memory.
+        ranks = [each.group.ranks for each in group]
+        key = (choice.spec, tuple(sorted(choice.problem.items())), *ranks)
         if key not in self._kernels:
             is_plan = self.device.type == "meta"
             self._kernels[key] = (
@@ -384,18 +386,21 @@ class ModelBuild:
                 layer.group.is_split |= choice.spec != layer.choices[PHASES[0]].spec
 
 
-def _may_fuse_all_reduces(resolved: Resolved, platform: PlatformInfo) -> bool:
-    """Return whether all-reduces may be fused by default: between GPUs that can address each other's memory."""
+def _why_not_fused(resolved: Resolved, platform: PlatformInfo) -> str:
+    """Return why all-reduces are not fused by default, "" if they may be.
+
+    Between two GPUs that can address each other's memory, fused ones were measured to be faster.
+    """
     config, draft_model = resolved.config, resolved.draft_model
     sizes = config.parallel_sizes()
-    reads_stream = draft_model is not None and draft_model.hidden == HiddenStates.LAYERS
-    return (
-        platform.kind == "cuda"
-        and sizes.num_nodes == 1
-        and config.distributed_executor_backend == LOCAL
-        and not reads_stream
-        and have_peer_access(sizes.num_per_node)
-    )
+    is_local = sizes.num_nodes == 1 and config.distributed_executor_backend == LOCAL
+    if platform.kind != "cuda" or sizes.num_per_node != 2 or not is_local:
+        return "the default fuses them between two GPUs of one machine"
+    if draft_model is not None and draft_model.hidden == HiddenStates.LAYERS:
+        return "the drafter reads the residual stream of layers"
+    if not have_peer_access(sizes.num_per_node):
+        return "the GPUs cannot address each other's memory"
+    return ""
 
 
 def _describe_parts(parts: tuple[CachePart, ...]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -20,6 +21,7 @@ from tokenspeed_core.errors import ConfigError
 _TIMEOUT = timedelta(minutes=30)
 
 _ON_ABORT: list[Callable[[], None]] = []
+_IS_ABORTED = threading.Event()
 
 CommGroup = Any
 """A process group of torch.distributed."""
@@ -63,23 +65,27 @@ def init(layout: ParallelLayout, address: str, device: torch.device) -> Mapping[
     return found
 
 
-def on_abort(end: Callable[[], None]) -> None:
-    """Let `abort` call a function that ends kernels which wait for another process."""
-    _ON_ABORT.append(end)
+def on_abort(stop_waiting: Callable[[], None]) -> None:
+    """Let `abort` call a function that makes a kernel stop waiting for another process."""
+    _ON_ABORT.append(stop_waiting)
+    if _IS_ABORTED.is_set():
+        stop_waiting()
 
 
 def close() -> None:
     """End the communication. Does nothing if it was not started."""
     _ON_ABORT.clear()
+    _IS_ABORTED.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def abort() -> None:
     """Make collectives that wait for a lost rank end. Gloo notices by itself; kernels would wait forever."""
-    for end in _ON_ABORT:
-        with suppress(RuntimeError):  # the device may have failed too
-            end()
+    _IS_ABORTED.set()
+    for stop_waiting in _ON_ABORT:
+        # In a thread, because the call may wait for the device, and the rest must not.
+        threading.Thread(target=stop_waiting, name="stop-waiting", daemon=True).start()
     world: Any = dist.group.WORLD if dist.is_available() else None
     with suppress(RuntimeError, ValueError):  # `close` may have ended the group
         if world is not None and dist.get_backend(world) == "nccl":
@@ -94,6 +100,8 @@ def _store(layout: ParallelLayout, address: str) -> Any:
         # Otherwise a thread of torch's NCCL group reads the file every second. The file is deleted once all ranks are
         # connected, and torch waits for a missing file until the timeout, even at process exit.
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+        # Otherwise torch sets up multicast for shared memory, which we do not use and some machines cannot.
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         return dist.FileStore(str(Path(rest)), layout.world_size)  # type: ignore[attr-defined]
     host, _, port = rest.rpartition(":")
     return dist.TCPStore(  # type: ignore[attr-defined]

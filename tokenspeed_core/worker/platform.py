@@ -96,8 +96,11 @@ def take_devices(name: str, replica: int, num_replicas: int, num_ranks: int) -> 
 
 
 def have_peer_access(num_devices: int) -> bool:
-    """Return whether the first CUDA devices of this machine can address each other's memory."""
-    return torch.cuda.device_count() >= num_devices and all(
+    """Return whether the first CUDA devices of this machine can address each other's memory.
+
+    A plan for other machines may need more devices than there are. They are assumed to have access.
+    """
+    return torch.cuda.device_count() < num_devices or all(
         torch.cuda.can_device_access_peer(first, second)
         for first, second in permutations(range(num_devices), 2)
     )

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from tokenspeed_core.api import BuildContext, FusedCollective, Overlap, Rotation
+from tokenspeed_core.api import BuildContext, FusedCollective, Rotation
 from tokenspeed_models.describe import window_group
 from tokenspeed_models.layers.linear import Linear, Projection, stacked
 from tokenspeed_models.layers.norm import NormedLinear, RMSNorm
 from tokenspeed_models.layers.qk_norm import AllHeadNorm, HeadNorm
-from tokenspeed_models.layers.summed import sending
+from tokenspeed_models.layers.summed import send_in_parts
 from tokenspeed_models.sharding import Partial, Replicated, Sharded, ShardingSpec
 from tokenspeed_models.weights import Shard, WeightSlot, size_flag
 
@@ -195,8 +195,8 @@ class Attention:
             send_parts=self._send_parts,
         )
 
-    def _send_parts(self, overlap: Overlap) -> None:
-        self._project_out = sending(self.out, overlap)
+    def _send_parts(self, fused: FusedCollective) -> None:
+        self._project_out = send_in_parts(self.out, fused)
 
 
 def local_num_heads(build: BuildContext, num_heads: int) -> int:

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from tokenspeed_core.api import BuildContext, FusedCollective, LatentSizes, Overlap
+from tokenspeed_core.api import BuildContext, FusedCollective, LatentSizes
 from tokenspeed_models.layers.attention import local_num_heads
 from tokenspeed_models.layers.linear import Linear, Projection
 from tokenspeed_models.layers.norm import NormedLinear, RMSNorm
-from tokenspeed_models.layers.summed import sending
+from tokenspeed_models.layers.summed import send_in_parts
 from tokenspeed_models.sharding import Partial, Replicated, Sharded, ShardingSpec
 from tokenspeed_models.weights import Shard, WeightSlot
 
@@ -178,5 +178,5 @@ class MultiHeadLatentAttention:
             send_parts=self._send_parts,
         )
 
-    def _send_parts(self, overlap: Overlap) -> None:
-        self._project_out = sending(self.out, overlap)
+    def _send_parts(self, fused: FusedCollective) -> None:
+        self._project_out = send_in_parts(self.out, fused)

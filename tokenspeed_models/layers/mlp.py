@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from tokenspeed_core.api import BuildContext, FusedCollective, Overlap
+from tokenspeed_core.api import BuildContext, FusedCollective
 from tokenspeed_models.layers.linear import Activation, Linear, Projection, stacked
 from tokenspeed_models.layers.norm import NormedLinear, RMSNorm
 from tokenspeed_models.layers.ops import dtype_name
-from tokenspeed_models.layers.summed import sending, sum_before
+from tokenspeed_models.layers.summed import send_in_parts, sum_before
 from tokenspeed_models.sharding import Partial, Replicated, Sharded, ShardingSpec
 from tokenspeed_models.weights import Shard, WeightSlot
 
@@ -111,9 +111,8 @@ class MLP:
             self._normed_gate_up.fuse_sum(fused)
             return
 
-        def of_normed(x: Activation) -> torch.Tensor:
-            result: torch.Tensor = self._project_down(gate(self.gate_up(x)))
-            return result
+        def of_normed(x: Activation) -> Any:
+            return self._project_down(gate(self.gate_up(x)))
 
         self._norm_mlp = sum_before(fused, self._norm_mlp, of_normed)
 
@@ -146,5 +145,5 @@ class MLP:
             send_parts=self._send_parts,
         )
 
-    def _send_parts(self, overlap: Overlap) -> None:
-        self._project_down = sending(self.down, overlap)
+    def _send_parts(self, fused: FusedCollective) -> None:
+        self._project_down = send_in_parts(self.down, fused)

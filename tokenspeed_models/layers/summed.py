@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from tokenspeed_core.api import BuildContext, FusedCollective, Overlap, SentSummands
+from tokenspeed_core.api import BuildContext, FusedCollective, SentSummands
 from tokenspeed_models.layers.linear import Activation, Linear
 
 
@@ -57,16 +57,18 @@ def sum_before(
     return run
 
 
-def sending(linear: Linear, overlap: Overlap) -> Callable[[Activation], Any]:
+def send_in_parts(linear: Linear, fused: FusedCollective) -> Callable[[Activation], Any]:
     """Return a layer that computes many rows in parts, and sends each part to the other processes at once.
 
-    It returns SentSummands for many rows, and a tensor [T, out] for few.
+    It returns SentSummands for many rows, and a tensor [T, out] for few, or for more than the kernel adds up.
     """
+    overlap, max_num_tokens = fused.overlap, fused.max_num_tokens
+    assert overlap is not None
     min_num_tokens = overlap.min_num_tokens
 
     def run(x: Activation) -> Any:
         rows = x[0] if isinstance(x, tuple) else x
-        if rows.shape[0] < min_num_tokens:
+        if not min_num_tokens <= rows.shape[0] <= max_num_tokens:
             return linear(x)
         return overlap.send(linear, x)
 

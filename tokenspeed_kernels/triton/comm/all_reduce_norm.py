@@ -2,7 +2,7 @@
 
 Each process writes its rows to the memory of the others. Every process has one inbox for each other process. The values
 are their own flags: a negative zero means empty. Inboxes are empty at first, and senders replace negative zeros by
-zeros. The receiver polls a value until it is not empty, and then empties it. A row therefore arrives after one transfer,
+zeros. The receiver polls a value until it is not empty, and then empties it; one thread does both. A row therefore arrives after one transfer,
 without a fence or a separate flag.
 
 Two inboxes take turns. A sender reuses an inbox two calls later. By then it has received a row of the call in between,

@@ -10,6 +10,7 @@ a process sends, both agree that their inboxes have been read.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -27,13 +28,14 @@ from tokenspeed_kernels.triton.quantize.fp8_per_group import GROUP
 from tokenspeed_kernels.triton.quantize.fp8_per_token import normalized
 
 MIN_NUM_TOKENS = 2048
-FIRST_PART = 5 / 8  # of the rows
+FIRST_PART = 5 / 8  # of the rows, rounded to whole tiles of a GEMM and aligned scales
+TILE = 128
 NUM_PARTS = 2
 
 
 @precompile.jit
 def _meet(flags_ptr, other_flags_ptr, calls_ptr, aborted_ptr, NUM_PARTS: tl.constexpr):
-    """Clear the flags of the parts, and wait until the other process has done the same. Counters may wrap around."""
+    """Clear the flags of the parts, and wait until the other process has cleared its flags. Counters may wrap around."""
     for part in tl.static_range(NUM_PARTS):
         tl.store(flags_ptr + 1 + part, 0)
     call = tl.load(calls_ptr) + 1
@@ -108,7 +110,8 @@ class OverlappedAllReduce:
         self._size: int = problem["size"]
         self._memory, self._num_scales = memory, num_scales
         self._block, self._num_warps = tiling(self._size)
-        self._vector = 16 // getattr(torch, problem["dtype"]).itemsize
+        item_size = getattr(torch, problem["dtype"]).itemsize
+        self._vector = math.gcd(16, self._size * item_size) // item_size
         self._arrived = torch.ones_like(memory.flags[:1])
         self._transfers = transfers
         self.min_num_tokens = MIN_NUM_TOKENS
@@ -117,7 +120,7 @@ class OverlappedAllReduce:
         """Compute the summands of the rows x in two parts, and send each one at once (see `Overlap`)."""
         memory, transfers = self._memory, self._transfers
         num_rows = (x[0] if isinstance(x, tuple) else x).shape[0]
-        middle = int(num_rows * FIRST_PART)
+        middle = int(num_rows * FIRST_PART) // TILE * TILE
         self.meet()
         parts = []
         for index, rows in enumerate((slice(0, middle), slice(middle, num_rows))):

@@ -26,7 +26,7 @@ def store_row(
 
     NUM_SCALES: 0 stores y in the dtype of `y_ptr`. 1 quantizes it with one scale, and more with one scale per group.
     VECTOR: values that a thread loads at once. Codes are stored in the same layout, so that the order of the sum of
-    squares does not depend on NUM_SCALES.
+    squares does not depend on NUM_SCALES, and all variants give equal bits.
     """
     end = tl.where(row < num_rows, N, 0)
     column = tl.arange(0, BLOCK_N)
@@ -47,9 +47,6 @@ def store_row(
 
 
 def tiling(size: int) -> tuple[int, int]:
-    """Return the values and warps of a program for rows of `size` values.
-
-    No value is held by two threads. Otherwise, one of them could empty the inbox before the other one reads it.
-    """
+    """Return the values and warps of a program for rows of `size` values. No value is held by two threads."""
     block = max(128, triton.next_power_of_2(size))
     return block, min(16, max(4, block // 512))
