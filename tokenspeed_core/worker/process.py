@@ -107,8 +107,8 @@ def main() -> int:
 
 def _run(settings: Mapping[str, Any], rank_zero: RankZero) -> None:
     config, catalog = discover_in_subprocess(Config, settings, f"rank-{rank_zero.rank}")
-    for name in ("tokenspeed.plugins.metadata", "tokenspeed.worker", "tokenspeed.engine"):
-        logging.getLogger(name).setLevel(logging.ERROR)  # rank 0 logs the same
+    for name in ("plugins.metadata", "worker", "engine", "models"):
+        logging.getLogger(f"tokenspeed.{name}").setLevel(logging.ERROR)  # rank 0 logs the same
     prepare_torch()
     from tokenspeed_core.worker import distributed
     from tokenspeed_core.worker.local import build
