@@ -252,6 +252,12 @@ class Config(ParallelSettings, SpeculationSettings):
         takes="NAME[,NAME...]",
         is_for_servers=True,
     )
+    deepep_mode: Literal["auto", "normal", "low_latency"] = setting(
+        "auto",
+        "backends",
+        "Kernels of the all-to-all backend deepep.",
+        is_for_servers=True,
+    )
     moe_backend: BackendChoice = backends(
         "moe",
         "backends",
@@ -320,6 +326,8 @@ class Config(ParallelSettings, SpeculationSettings):
             )
         if self.quantization_param_path is not None and self.kv_cache_dtype == "auto":
             raise ValueError("--quantization-param-path requires --kv-cache-dtype fp8_e4m3")
+        if self.deepep_mode != "auto" and "deepep" not in self.all2all_backend:
+            raise ValueError("--deepep-mode has no effect without --all2all-backend deepep")
         sizes, largest = self.cudagraph_capture_sizes, self.max_cudagraph_capture_size
         if sizes and largest is not None and max(sizes) > largest:
             raise ValueError(
@@ -348,6 +356,13 @@ class Config(ParallelSettings, SpeculationSettings):
         settled = (name for name in values if getattr(self, name) != getattr(merged, name))
         merged._origins.update(self._origins, **dict.fromkeys(settled, "auto"))
         return merged
+
+    @property
+    def backend_options(self) -> Mapping[str, Any]:
+        """The options of backends, those with a flag of their own included."""
+        if self.deepep_mode == "auto":
+            return self.backend_option
+        return {"deepep.mode": self.deepep_mode, **self.backend_option}
 
     def for_engine(self) -> Config:
         """Return only the engine's settings, without the settings of a subclass."""

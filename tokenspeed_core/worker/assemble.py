@@ -105,7 +105,7 @@ def assemble(
         kernels,
         platform or describe_device(device),
         resolved.overrides,
-        options=config.backend_option,
+        options=config.backend_options,
         rankings=installed_rankings(catalog),
         ops=installed_ops(catalog),
         needs=needs,

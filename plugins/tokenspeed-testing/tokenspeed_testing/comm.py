@@ -28,7 +28,7 @@ from tokenspeed_testing.installed import installed_catalog
 
 _NUM_PROCESSES = 2
 _ROWS = (1, 7, 300)
-_SIZE = 192
+_SIZE = 256
 _MAX_NUM_TOKENS = 6144  # of fused ops
 _TIMEOUT = 120.0  # seconds
 
