@@ -54,9 +54,10 @@ def test_search_equals_a_scan_of_the_text(first: list[int], rest: list[int]) -> 
     for start in range(0, len(rest), 3):
         index.extend(rest[start : start + 3])
         text = first + rest[: start + 3]
-        context = index.last(MAX_CONTEXT)
-        assert context == text[-MAX_CONTEXT:]
-        assert index.find(index.hashes, context) == of_highest_order(occurrences(text, context))
+        context = index.context()
+        assert context.token_ids == text[-MAX_CONTEXT:]
+        expected = of_highest_order(occurrences(text, context.token_ids))
+        assert index.find(context) == expected
 
 
 @pytest.mark.usefixtures("unlimited")
@@ -71,9 +72,9 @@ def test_search_in_other_texts_never_crosses_their_ends(
         joined += [*text, -1]
     request = MatchIndex(256)
     request.append_all(as_array(context))
-    last = request.last(MAX_CONTEXT)
-    expected = of_highest_order(occurrences(joined, last))
-    assert index.find(request.hashes, last) == expected
+    last = request.context()
+    expected = of_highest_order(occurrences(joined, last.token_ids))
+    assert index.find(last) == expected
 
 
 @pytest.mark.usefixtures("unlimited")
@@ -98,20 +99,20 @@ def test_only_the_newest_tokens_are_kept(seed: int, sizes: list[int], is_bulk: b
     assert index.last(600) == (kept if len(text) >= index.capacity else text)
     if is_bulk and len(sizes) > 1:
         return  # contexts begin at each text
-    context = index.last(MAX_CONTEXT)
-    found = index.find(index.hashes, context)
+    context = index.context()
+    found = index.find(context)
     shift = index.num_tokens - len(
         text
     )  # a text beyond the capacity was shortened before it was added
     oldest = index.oldest - shift
-    expected = of_highest_order(occurrences(text, context, oldest))
+    expected = of_highest_order(occurrences(text, context.token_ids, oldest))
     assert [Occurrence(each.position - shift, each.length) for each in found] == expected
 
 
 def test_search_visits_a_bounded_number_of_occurrences() -> None:
     index = MatchIndex(4096)
     index.append_all(np.zeros(4000, np.int32))
-    found = index.find(index.hashes, index.last(MAX_CONTEXT))
+    found = index.find(index.context())
     assert len(found) == match_index.MAX_OCCURRENCES
     assert [each.position for each in found] == list(range(3999, 3999 - len(found), -1))
 

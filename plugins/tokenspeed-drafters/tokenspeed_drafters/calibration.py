@@ -68,11 +68,10 @@ class Calibration:
         `cells` are the cells of the draft's tokens.
         """
         totals, rights = self._totals, self._rights
-        for place in range(num_right + has_wrong):
-            cell = cells[place]
+        for place, cell in enumerate(cells[: num_right + has_wrong]):
             if totals[cell] >= _MAX_WEIGHT:
                 totals[cell] /= 2
                 rights[cell] /= 2
-            totals[cell] += 1.0
-            rights[cell] += place < num_right
-            self.probabilities[cell] = rights[cell] / totals[cell]
+            totals[cell] = total = totals[cell] + 1.0
+            rights[cell] = right = rights[cell] + (place < num_right)
+            self.probabilities[cell] = right / total

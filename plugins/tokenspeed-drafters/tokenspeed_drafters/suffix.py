@@ -301,16 +301,16 @@ class SuffixSequence:
         needs_answers = answers.index.num_tokens and answers.length < _EXACT_LENGTH
         if has_exact and not needs_answers:
             return
-        context = own.index.last(MAX_CONTEXT)
+        context = own.index.context()
         if needs_answers:
-            answers.occurrences = answers.index.find(own.index.hashes, context)
+            answers.occurrences = answers.index.find(context)
         if has_exact:
             return
-        found = own.index.find(own.index.hashes, context)
+        found = own.index.find(context)
         if found and found[0].length > max(own.length, _LOCAL_LENGTH):
             own.occurrences, own.source = found, Source.OWN
         elif not own.occurrences:
-            nearby = self._after_deviations(context[-1])
+            nearby = self._after_deviations(context.token_ids[-1])
             own.occurrences = nearby or found
             own.source = Source.LOCAL if nearby else Source.OWN
 
