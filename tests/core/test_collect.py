@@ -89,11 +89,10 @@ def collected(
         if not row.has_slot:
             rows.vacate(slot, sequence)
     builder, num = StepPlanBuilder(1, rows, 1), len(plan_rows)
-    builder.set_decodes(
-        np.arange(num, dtype=np.int32), np.ones(num, np.int32), np.ones(num, np.int32)
-    )
+    builder.set_decodes(np.arange(num), np.ones(num, np.int32), np.ones(num, np.int32))
     flight = StepInFlight(
         builder.build(),
+        np.arange(num),
         np.arange(100, 100 + num),
         np.asarray([row.max_new_tokens for row in plan_rows], np.int32),
     )

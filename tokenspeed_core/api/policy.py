@@ -27,7 +27,7 @@ class Limits:
 class View:
     """The sequences that could run in this step, as read-only columns of length N. Decodes come first."""
 
-    slots: I32
+    slots: I64
     num_decodes: int
     # Requested tokens: 1 plus draft tokens for a decode, otherwise the remaining prompt tokens.
     num_query_tokens: I32

@@ -20,6 +20,7 @@ class StepInFlight:
     """A planned step until its result is applied."""
 
     plan: StepPlan
+    slots: I64  # [S] those of the plan
     sequence_ids: I64  # [S]
     max_new_tokens: I32  # [S] upper bound of each row's new tokens
     is_launched: bool = False  # forward and sampling were launched: the runner must collect it
@@ -29,7 +30,7 @@ class StepInFlight:
 class NewTokens:
     """Tokens of one step for N sequences, as columns; `token_ids` are concatenated."""
 
-    plan_rows: I32
+    plan_rows: I64
     sequence_ids: I64
     num_tokens: I32
     token_ids: I32
@@ -41,7 +42,7 @@ class NewTokens:
 class Collected:
     """The new tokens of the sequences that still have their slot."""
 
-    slots: I32
+    slots: I64
     tokens: NewTokens
 
     def ended(self) -> Iterator[tuple[int, FinishReason]]:
@@ -50,10 +51,10 @@ class Collected:
         for i in np.flatnonzero(finish):
             yield int(self.slots[i]), FinishReason(int(finish[i]))
 
-    def with_full_block(self, columns: SlotColumns, granularity: int) -> I32:
+    def with_full_block(self, columns: SlotColumns, granularity: int) -> I64:
         """Return the slots of unfinished sequences with a full block of computed tokens to add to the prefix index."""
         slots, finish = self.slots, self.tokens.finish
-        if finish.any():
+        if np.count_nonzero(finish):
             slots = slots[finish == FinishReason.NOT]
         num_computed = columns.num_known[slots] - 1
         return slots[num_computed - columns.num_hashed_tokens[slots] >= granularity]
@@ -72,10 +73,10 @@ class KeptTokens:
 
 def collect(columns: SlotColumns, flight: StepInFlight, result: StepResult) -> Collected:
     """Write a result's tokens into the columns. Rows of sequences that lost their slot are skipped."""
-    plan, counts = flight.plan, result.num_tokens
-    has_slot = columns.sequence_id[plan.slots] == flight.sequence_ids
-    plan_rows = np.flatnonzero(has_slot & (flight.max_new_tokens > 0)).astype(np.int32)
-    slots = plan.slots[plan_rows]
+    counts = result.num_tokens
+    has_slot = columns.sequence_id[flight.slots] == flight.sequence_ids
+    plan_rows = (has_slot & (flight.max_new_tokens > 0)).nonzero()[0]
+    slots = flight.slots[plan_rows]
     num_tokens = counts[plan_rows]
     columns.num_bound[slots] -= flight.max_new_tokens[plan_rows] - num_tokens
     if len(plan_rows) == len(counts):
@@ -115,7 +116,7 @@ def cut_at_end(num_tokens: I32, token_ids: I32, room: I32, stop_ids: I32) -> Kep
     finish[num_tokens >= room] = FinishReason.LENGTH
     num_kept = np.minimum(num_tokens, room)
     is_stop = (token_ids[:, None] == stop_ids[rows]).any(axis=1) | (token_ids < 0)
-    if is_stop.any():
+    if np.count_nonzero(is_stop):
         # Ascending, so that the first stop of a row comes first; later stops are then past the row's end.
         for i in np.flatnonzero(is_stop):
             row = rows[i]
@@ -123,7 +124,7 @@ def cut_at_end(num_tokens: I32, token_ids: I32, room: I32, stop_ids: I32) -> Kep
                 has_failed = token_ids[i] < 0
                 num_kept[row] = offsets[i] + (0 if has_failed else 1)
                 finish[row] = FinishReason.ERROR if has_failed else FinishReason.STOP
-    if (num_kept == num_tokens).all():
+    if not np.count_nonzero(num_kept != num_tokens):
         return KeptTokens(num_tokens, token_ids, rows, offsets, finish)
     keep = offsets < num_kept[rows]
     return KeptTokens(num_kept.astype(np.int32), token_ids[keep], rows[keep], offsets[keep], finish)
@@ -153,7 +154,7 @@ def append_tokens(sequence: Sequence, row: int, token_ids: I32) -> NewTokens:
     )
     sequence.append(kept.token_ids)
     return NewTokens(
-        np.asarray([row], np.int32),
+        np.asarray([row], np.int64),
         np.asarray([sequence.sequence_id], np.int64),
         kept.num_tokens,
         kept.token_ids,

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tokenspeed_core.api.step import F32, I32
+from tokenspeed_core.api.step import F32, I32, I64
 from tokenspeed_core.scheduler.drafts import FinishedStep
 from tokenspeed_core.scheduler.step_cost import MAX_OUTLIER, StepCost
 
@@ -139,7 +139,7 @@ class AdaptiveDepth:
         self._spent += seconds
 
     def choose(
-        self, slots: I32, counts: I32, probabilities: F32 | None, num_rows: int, num_left: int
+        self, slots: I64, counts: I32, probabilities: F32 | None, num_rows: int, num_left: int
     ) -> I32:
         """Return how many of the proposed tokens of some rows to verify, `num_left` in all at most.
 
@@ -167,7 +167,7 @@ class AdaptiveDepth:
         # A low rate of other rows must not keep a new one from being tried.
         return max(_PRIOR_ACCEPTANCE, by_all)
 
-    def _estimates(self, slots: I32, counts: I32, probabilities: F32 | None) -> F32:
+    def _estimates(self, slots: I64, counts: I32, probabilities: F32 | None) -> F32:
         """Return each draft token's probability, given that all before it are right, [S, K]; 0 after the last of its row."""
         has_token = self._places < counts[:, np.newaxis]
         estimates = np.zeros(has_token.shape, np.float32)
@@ -196,7 +196,7 @@ class AdaptiveDepth:
         """Discard the observations of a slot: another sequence has it."""
         self._history[:, slot] = 0.0
 
-    def observe(self, slots: I32, num_drafts: I32, num_accepted: I32) -> None:
+    def observe(self, slots: I64, num_drafts: I32, num_accepted: I32) -> None:
         """Record how many draft tokens of some rows the model accepted."""
         tried = np.minimum(num_accepted + 1, num_drafts)
         num_tried = sum(tried.tolist())

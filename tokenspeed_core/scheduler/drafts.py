@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from tokenspeed_core.api.drafters import Drafter, Drafts
-from tokenspeed_core.api.step import F32, I32
+from tokenspeed_core.api.step import F32, I32, I64
 from tokenspeed_core.scheduler.columns import VACANT, SlotColumns
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.scheduler.sequence_table import SequenceTable
@@ -50,11 +50,11 @@ class FinishedStep(NamedTuple):
 class Proposed:
     """The tokens that a drafter proposed for the next step: `counts[i]` for `slots[i]`, concatenated."""
 
-    slots: I32
+    slots: I64
     counts: I32
     token_ids: I32
 
-    def has_exactly(self, slots: I32, counts: I32) -> bool:
+    def has_exactly(self, slots: I64, counts: I32) -> bool:
         """Return whether these slots take all proposed tokens, in the same order."""
         is_equal = counts.tobytes() == self.counts.tobytes()
         return is_equal and slots.tobytes() == self.slots.tobytes()
@@ -83,7 +83,7 @@ class DraftDepth(Protocol):
         """Record the drafter's time to begin or end sequences. The step that finishes next includes it."""
 
     def choose(
-        self, slots: I32, counts: I32, probabilities: F32 | None, num_rows: int, num_left: int
+        self, slots: I64, counts: I32, probabilities: F32 | None, num_rows: int, num_left: int
     ) -> I32:
         """Return how many of the `counts` proposed tokens of each row to verify, `num_left` in all at most.
 
@@ -93,7 +93,7 @@ class DraftDepth(Protocol):
     def begin(self, slot: int) -> None:
         """Discard the observations of a slot: another sequence has it."""
 
-    def observe(self, slots: I32, num_drafts: I32, num_accepted: I32) -> None:
+    def observe(self, slots: I64, num_drafts: I32, num_accepted: I32) -> None:
         """Learn how many draft tokens of some rows the model accepted."""
 
     def finish_step(self, step: FinishedStep) -> None:
@@ -126,16 +126,16 @@ class DraftSource(ABC):
         """Whether all steps in flight must be collected before the next one is planned, if drafts are on."""
 
     @abstractmethod
-    def count(self, slots: I32, room: I32) -> I32 | None:
+    def count(self, slots: I64, room: I32) -> I32 | None:
         """Return the number of draft tokens of each decode row, at most `room`; None: no row has any."""
 
-    def take(self, slots: I32, counts: I32) -> I32 | None:
+    def take(self, slots: I64, counts: I32) -> I32 | None:
         """Return the first `counts[i]` draft tokens of each row, concatenated; None: the device has them."""
         ids: I32 = self._ids[slots][np.arange(self._limits.max_drafts) < counts[:, None]]
         return ids
 
     def next_drafts(
-        self, slots: I32, num_chunk_tokens: int, *, is_useful: bool = True
+        self, slots: I64, num_chunk_tokens: int, *, is_useful: bool = True
     ) -> NextDraftCount | None:
         """Return how many draft tokens the device makes after a step for each row that samples, which are `slots`.
 
@@ -144,11 +144,11 @@ class DraftSource(ABC):
         """
         return None
 
-    def receive(self, slots: I32, token_ids: I32) -> None:
+    def receive(self, slots: I64, token_ids: I32) -> None:
         """Keep the draft tokens that the device made in the newest step for some slots, [S, num_drafts]."""
         raise AssertionError("only a draft model returns draft tokens")
 
-    def observe(self, slots: I32, num_drafts: I32, num_accepted: I32) -> None:
+    def observe(self, slots: I64, num_drafts: I32, num_accepted: I32) -> None:
         """Learn how many draft tokens of some rows the model accepted."""
         self._depth.observe(slots, num_drafts, num_accepted)
 
@@ -191,7 +191,7 @@ class HostDrafts(DraftSource):
         self._sequence_id = np.full(limits.max_num_seqs, VACANT, np.int64)
         self._num_seen = np.zeros(limits.max_num_seqs, np.int32)
         nothing = np.zeros(0, np.int32)
-        self._proposed = Proposed(nothing, nothing, nothing)
+        self._proposed = Proposed(nothing.astype(np.int64), nothing, nothing)
 
     @property
     def is_on(self) -> bool:
@@ -201,9 +201,9 @@ class HostDrafts(DraftSource):
     @property
     def needs_results(self) -> bool:
         """Whether a decoding row may draft: its newest tokens must be known."""
-        return bool(self._columns.may_draft[self._columns.decoding()].any())
+        return bool(np.count_nonzero(self._columns.may_draft[self._columns.decoding()]))
 
-    def count(self, slots: I32, room: I32) -> I32 | None:
+    def count(self, slots: I64, room: I32) -> I32 | None:
         """Let the drafter propose tokens, and return their number for each row.
 
         While drafting is paused, the drafter is not called. The next call gives it the tokens of the pause.
@@ -226,7 +226,7 @@ class HostDrafts(DraftSource):
                     return None
                 drafting, most = slots[places], most[places]
             self._follow(drafting)
-            drafts = self._drafter.propose(drafting, most)
+            drafts = self._drafter.propose(drafting.astype(np.int32), most)
             self._check(drafts, most)
         except Exception:  # plugin code may raise anything
             self._switch_off()
@@ -242,7 +242,7 @@ class HostDrafts(DraftSource):
         of_rows[places] = chosen
         return of_rows
 
-    def take(self, slots: I32, counts: I32) -> I32:
+    def take(self, slots: I64, counts: I32) -> I32:
         """Return the first `counts[i]` draft tokens of each row, concatenated."""
         proposed = self._proposed
         if proposed.has_exactly(slots, counts):
@@ -258,14 +258,14 @@ class HostDrafts(DraftSource):
             return
         started_at = perf_counter()
         try:
-            self._follow(np.asarray([slot], np.int32))
+            self._follow(np.asarray([slot], np.int64))
             self._drafter.end(slot)
         except Exception:  # plugin code may raise anything
             self._switch_off()
         self._sequence_id[slot] = VACANT
         self._depth.spend(perf_counter() - started_at)
 
-    def _begin(self, slots: I32, num_rows: int) -> None:
+    def _begin(self, slots: I64, num_rows: int) -> None:
         """Begin new sequences of some slots until the time limit, at least one."""
         new = slots[(self._sequence_id[slots] == VACANT) & self._columns.may_draft[slots]]
         columns, started_at = self._columns, perf_counter()
@@ -282,7 +282,7 @@ class HostDrafts(DraftSource):
                 break
         self._depth.spend(seconds)
 
-    def _follow(self, slots: I32) -> None:
+    def _follow(self, slots: I64) -> None:
         """Give the drafter the new tokens of the sequences in some slots."""
         columns = self._columns
         ends = columns.num_known[slots]
@@ -298,7 +298,7 @@ class HostDrafts(DraftSource):
                 )
             ]
             token_ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
-            self._drafter.extend(slots, counts, token_ids)
+            self._drafter.extend(slots.astype(np.int32), counts, token_ids)
             self._num_seen[slots] = ends
 
     def _check(self, drafts: Drafts, most: I32) -> None:

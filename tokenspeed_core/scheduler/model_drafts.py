@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tokenspeed_core.api.step import I32
+from tokenspeed_core.api.step import I32, I64
 from tokenspeed_core.scheduler.columns import SlotColumns
 from tokenspeed_core.scheduler.drafts import DraftDepth, DraftSource, NextDraftCount
 from tokenspeed_core.scheduler.limits import SchedulerLimits
@@ -34,7 +34,7 @@ class ModelDrafts(DraftSource):
         slots = self._columns.decoding()
         return bool(self._num_made[slots].any() and self._columns.may_draft[slots].any())
 
-    def count(self, slots: I32, room: I32) -> I32 | None:
+    def count(self, slots: I64, room: I32) -> I32 | None:
         """Return the number of draft tokens that each row has, at most `room`."""
         max_drafts = self._depth.max_drafts(len(slots))
         if not max_drafts:
@@ -51,13 +51,13 @@ class ModelDrafts(DraftSource):
         kept: I32 = np.clip(left - (np.cumsum(counts) - counts), 0, counts).astype(np.int32)
         return kept
 
-    def take(self, slots: I32, counts: I32) -> I32 | None:
+    def take(self, slots: I64, counts: I32) -> I32 | None:
         """Return the first `counts[i]` draft tokens of each row if a grammar needs them; None: the device has them."""
         needs_ids = counts[self._columns.has_grammar[slots]].any()
         return super().take(slots, counts) if needs_ids else None
 
     def next_drafts(
-        self, slots: I32, num_chunk_tokens: int, *, is_useful: bool = True
+        self, slots: I64, num_chunk_tokens: int, *, is_useful: bool = True
     ) -> NextDraftCount | None:
         """Return how many draft tokens a step makes for each row that samples in it; None: the model does not run."""
         self._num_made[slots] = 0
@@ -75,7 +75,7 @@ class ModelDrafts(DraftSource):
         returns_ids = bool(wanted[self._columns.has_grammar[drafting]].any())
         return NextDraftCount(int(wanted.max()), returns_ids)
 
-    def receive(self, slots: I32, token_ids: I32) -> None:
+    def receive(self, slots: I64, token_ids: I32) -> None:
         """Keep the ids of the draft tokens that the device made in the newest step."""
         self._ids[slots, : token_ids.shape[1]] = token_ids
         self._is_known[slots] = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tokenspeed_core.api.step import I32
+from tokenspeed_core.api.step import I32, I64
 from tokenspeed_core.kv_cache.manager import KVManager
 from tokenspeed_core.scheduler.columns import SlotColumns
 from tokenspeed_core.scheduler.drafts import DraftSource
@@ -23,7 +23,7 @@ class RowPlanner:
         self.sequences = sequences
 
     def plan_decodes(
-        self, builder: StepPlanBuilder, slots: I32, num_query: I32, drafts: DraftSource | None
+        self, builder: StepPlanBuilder, slots: I64, num_query: I32, drafts: DraftSource | None
     ) -> None:
         """Plan decodes of `num_query` tokens each, 0: none. `drafts` has the tokens after the first of each row.
 
@@ -31,11 +31,11 @@ class RowPlanner:
         """
         columns = self.columns
         runs = num_query > 0
-        if not runs.all():
+        if np.count_nonzero(runs) < len(runs):
             slots, num_query = slots[runs], num_query[runs]
         start = columns.num_bound[slots] - 1
         end = start + num_query
-        for i in np.flatnonzero(end > columns.capacity[slots]):
+        for i in (end > columns.capacity[slots]).nonzero()[0].tolist():
             slot = int(slots[i])
             # Draft tokens in flight may be rejected: later queries start at a known token or after it.
             first_query = int(columns.num_known[slot]) - 1
@@ -85,7 +85,7 @@ class RowPlanner:
             self._extend_for_drafts(builder, slots, wanted.num_drafts)
         builder.set_next_drafts(wanted.num_drafts, returns_ids=wanted.returns_ids)
 
-    def _extend_for_drafts(self, builder: StepPlanBuilder, slots: I32, num_drafts: int) -> None:
+    def _extend_for_drafts(self, builder: StepPlanBuilder, slots: I64, num_drafts: int) -> None:
         """Make room for draft tokens, and the token before them, if every row still gets a block to decode.
 
         So draft tokens never cause a preemption.

@@ -237,9 +237,10 @@ class Scheduler:
         """Add a planned step to the steps in flight."""
         plan = builder.build()
         self.kv.launch(plan.step_id)
-        self.columns.last_step[plan.slots] = plan.step_id
-        sequence_ids = self.columns.sequence_id[plan.slots]
-        flight = StepInFlight(plan, sequence_ids, builder.max_new_tokens())
+        slots = plan.slots.astype(np.int64)
+        self.columns.last_step[slots] = plan.step_id
+        sequence_ids = self.columns.sequence_id[slots]
+        flight = StepInFlight(plan, slots, sequence_ids, builder.max_new_tokens())
         self.in_flight.append(flight)
         self._next_step += 1
         return flight
@@ -274,16 +275,16 @@ class Scheduler:
     def _observe_drafts(self, flight: StepInFlight, result: StepResult) -> None:
         """Count the accepted draft tokens of a step, and tell the source about them."""
         num_decodes = flight.plan.num_decodes
-        slots, sequence_ids = flight.plan.slots[:num_decodes], flight.sequence_ids[:num_decodes]
+        slots, sequence_ids = flight.slots[:num_decodes], flight.sequence_ids[:num_decodes]
         num_drafts = flight.plan.num_query_tokens[:num_decodes] - 1
         num_accepted = result.num_tokens[:num_decodes] - 1
-        if not num_drafts.all():
-            rows = num_drafts.nonzero()[0]
+        rows = num_drafts.nonzero()[0]
+        if len(rows) < num_decodes:
             slots, sequence_ids = slots[rows], sequence_ids[rows]
             num_drafts, num_accepted = num_drafts[rows], num_accepted[rows]
         self.counters.verify(num_drafts, num_accepted)
         has_slot = self.columns.sequence_id[slots] == sequence_ids
-        if not has_slot.all():
+        if np.count_nonzero(has_slot) < len(slots):
             slots, num_drafts = slots[has_slot], num_drafts[has_slot]
             num_accepted = num_accepted[has_slot]
         assert self.drafts is not None, "the policy cannot add draft tokens"
@@ -292,7 +293,7 @@ class Scheduler:
     def _receive_drafts(self, flight: StepInFlight, token_ids: I32) -> None:
         """Give the source the draft tokens that were made after the newest step."""
         rows = np.flatnonzero(flight.plan.wants_logits)
-        slots = flight.plan.slots[rows]
+        slots = flight.slots[rows]
         has_slot = self.columns.sequence_id[slots] == flight.sequence_ids[rows]
         if self.drafts is not None:
             self.drafts.receive(slots[has_slot], token_ids.reshape(len(rows), -1)[has_slot])

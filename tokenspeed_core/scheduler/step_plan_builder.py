@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tokenspeed_core.api.step import I32, BlockDelta, Bool, NextDrafts, PromptTargets, StepPlan
+from tokenspeed_core.api.step import I32, I64, BlockDelta, Bool, NextDrafts, PromptTargets, StepPlan
 from tokenspeed_core.kv_cache.lease import ABSENT, BlockLease
 from tokenspeed_core.kv_cache.match import TableEntries
 from tokenspeed_core.scheduler.columns import SlotColumns
@@ -15,6 +15,7 @@ from tokenspeed_core.scheduler.sequence import Sequence
 from tokenspeed_core.scheduler.slot_inits import slot_inits
 
 _NONE = np.zeros(0, np.int32)
+_NO_SLOTS = np.zeros(0, np.int64)
 _NO_DELTA = BlockDelta(_NONE, _NONE, _NONE)
 
 
@@ -71,7 +72,7 @@ class StepPlanBuilder:
         self.num_tokens = 0  # query tokens of all rows
         self.num_chunk_tokens = 0  # query tokens of the chunk rows
         self._columns = columns
-        self._decode_slots = _NONE
+        self._decode_slots = _NO_SLOTS
         self._decode_num_query = _NONE
         self._decode_start = _NONE
         self._num_draft_tokens = 0
@@ -90,7 +91,7 @@ class StepPlanBuilder:
         has_rows = len(self._decode_slots) or self._chunks
         return not (has_rows or self._new_slots or any(each.slots for each in self._changes))
 
-    def set_decodes(self, slots: I32, num_query: I32, start: I32) -> int:
+    def set_decodes(self, slots: I64, num_query: I32, start: I32) -> int:
         """Set the decode rows: their slots, query tokens, and upper bounds of computed tokens.
 
         Returns the number of their draft tokens.
@@ -112,10 +113,10 @@ class StepPlanBuilder:
         self._num_next_drafts = num_drafts
         self._returns_draft_ids = returns_ids
 
-    def sampling_slots(self) -> I32:
+    def sampling_slots(self) -> I64:
         """Return the slots of the rows that sample."""
         last = [chunk.slot for chunk in self._chunks if chunk.is_last]
-        return np.concatenate((self._decode_slots, np.asarray(last, np.int32)))
+        return np.concatenate((self._decode_slots, np.asarray(last, np.int64)))
 
     def add_chunk(self, slot: int, start: int, end: int, *, is_last: bool) -> None:
         """Add a chunk row for the known tokens `[start, end)`; the last chunk samples."""
@@ -150,7 +151,8 @@ class StepPlanBuilder:
     def build(self) -> StepPlan:
         """Return the plan."""
         num_decodes = len(self._decode_slots)
-        slots, num_query, start = self._decode_slots, self._decode_num_query, self._decode_start
+        num_query, start = self._decode_num_query, self._decode_start
+        slots = self._decode_slots.astype(np.int32)
         wants_logits: Bool = np.ones(num_decodes, np.bool_)
         token_ids = _NONE
         if self._chunks:

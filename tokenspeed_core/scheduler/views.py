@@ -24,32 +24,40 @@ def view_of_running(
     bound = columns.num_bound[decoding]
     room = columns.max_len[decoding] - bound
     has_room = room > 0  # else its last token is in flight
-    if not has_room.all():
+    if np.count_nonzero(has_room) < len(room):
         decoding, room, bound = decoding[has_room], room[has_room], bound[has_room]
-    num_query = np.ones(len(decoding), np.int32)
+    num_decodes = len(decoding)
+    num_query = np.ones(num_decodes, np.int32)
     slots, end = decoding, bound
     num_drafts = None if drafts is None else drafts.count(decoding, room - 1)
     if num_drafts is not None:
+        num_query += num_drafts
         end = bound + num_drafts
-        num_pages = kv.num_new_pages(columns.resumed[decoding], columns.capacity[decoding], end)
-        if int(num_pages.sum()) <= kv.pool.num_available:
-            num_query += num_drafts
-        else:
-            end = bound
     prefilling = columns.prefilling()
     if len(prefilling):
         num_planned = columns.num_planned[prefilling]
         slots = np.concatenate((slots, prefilling))
         num_query = np.concatenate((num_query, columns.target[prefilling] - num_planned))
         end = np.concatenate((end, num_planned + 1))
-    num_new_pages = kv.num_new_pages(columns.resumed[slots], columns.capacity[slots], end)
+    resumed, capacity, available = (
+        columns.resumed[slots],
+        columns.capacity[slots],
+        kv.pool.num_available,
+    )
+    num_new_pages = kv.num_new_pages(resumed, capacity, end)
+    is_short = int(num_new_pages.sum()) > available
+    if is_short and num_drafts is not None:
+        num_query[:num_decodes] = 1
+        end[:num_decodes] = bound
+        num_new_pages = kv.num_new_pages(resumed, capacity, end)
+        is_short = int(num_new_pages.sum()) > available
     num_held_pages = np.zeros(len(slots), np.int32)
-    if int(num_new_pages.sum()) > kv.pool.num_available:  # otherwise no policy needs to preempt
+    if is_short:  # otherwise no policy needs to preempt
         held = [kv.num_held_pages(sequences.blocks(int(slot))) for slot in slots]
         num_held_pages = np.asarray(held, np.int32)
     return View(
         slots,
-        len(decoding),
+        num_decodes,
         num_query,
         num_new_pages,
         num_held_pages,
