@@ -208,7 +208,9 @@ class KVManager:
         """
         lease.check()
         for group, spec in enumerate(self.groups):
-            self._drop_before(group, lease, spec.first_needed(start) // self.block_size)
+            first = spec.first_needed(start) // self.block_size
+            if first:
+                self._drop_before(group, lease, first)
         num_blocks = -(-end // self.block_size)
         num_missing = max(0, num_blocks - len(lease.tables[0]))  # all tables have the same length
         num_pages = (

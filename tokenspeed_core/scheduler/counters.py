@@ -39,9 +39,8 @@ class EngineCounters:
         self._host = Histogram(HOST_BOUNDS)
         self._queue = Histogram(REQUEST_BOUNDS)
         self._prefill = Histogram(REQUEST_BOUNDS)
-        self._num_draft_rows = 0
         self._num_draft_tokens = 0
-        self._num_accepted: list[int] = []
+        self._num_rows = np.zeros(1, np.int64)  # with draft tokens, by how many of them were accepted
 
     def admit(self, sequence: Sequence, num_cached: int, *, has_prefix_cache: bool) -> None:
         """Count the first admission of a sequence, with `num_cached` tokens found in the prefix cache."""
@@ -60,15 +59,11 @@ class EngineCounters:
 
     def verify(self, num_drafts: I32, num_accepted: I32) -> None:
         """Count the draft tokens of the rows that had any, and those that were accepted."""
-        drafts, total = num_drafts.tolist(), self._num_accepted
-        self._num_draft_rows += len(drafts)
+        drafts = num_drafts.tolist()
         self._num_draft_tokens += sum(drafts)
-        total += [0] * (max(drafts) - len(total))
-        num_rows = np.bincount(num_accepted).tolist()  # by their accepted tokens
-        num_remaining = len(drafts)  # rows that accepted more
-        for position in range(len(num_rows) - 1):
-            num_remaining -= num_rows[position]
-            total[position] += num_remaining
+        if max(drafts) >= len(self._num_rows):
+            self._num_rows = np.pad(self._num_rows, (0, max(drafts) + 1 - len(self._num_rows)))
+        self._num_rows += np.bincount(num_accepted, minlength=len(self._num_rows))
 
     def finish_step(self, plan: StepPlan, num_output_tokens: int, seconds: float) -> None:
         """Count a collected step and the host time since the previous one."""
@@ -96,7 +91,8 @@ class EngineCounters:
             self._host.snapshot(),
             self._queue.snapshot(),
             self._prefill.snapshot(),
-            self._num_draft_rows,
+            int(self._num_rows.sum()),
             self._num_draft_tokens,
-            tuple(self._num_accepted),
+            # A row that accepted three tokens accepted the first, the second and the third.
+            tuple(self._num_rows[:0:-1].cumsum()[::-1].tolist()),
         )

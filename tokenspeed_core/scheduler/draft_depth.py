@@ -171,7 +171,7 @@ class AdaptiveDepth:
         """Return each draft token's probability, given that all before it are right, [S, K]; 0 after the last of its row."""
         has_token = self._places < counts[:, np.newaxis]
         estimates = np.zeros(has_token.shape, np.float32)
-        accepted, expected, tried = self._history[:, slots]
+        accepted, expected, tried = self._history.take(slots, 1)
         if probabilities is None:
             rate = (accepted + self._prior() * _PRIOR_WEIGHT) / (tried + _PRIOR_WEIGHT)
             np.copyto(estimates, rate[:, np.newaxis], where=has_token)
@@ -200,12 +200,9 @@ class AdaptiveDepth:
         """Record how many draft tokens of some rows the model accepted."""
         tried = np.minimum(num_accepted + 1, num_drafts)
         num_tried = sum(tried.tolist())
-        history = self._history[:, slots]
-        history *= _FORGET
-        history[0] += num_accepted
-        history[1] += self._step_expected[slots]
-        history[2] += tried
-        self._history[:, slots] = history
+        newest = np.array((num_accepted, self._step_expected[slots], tried), np.float32)
+        newest += _FORGET * self._history.take(slots, 1)
+        self._history[:, slots] = newest
         kept = max(0.0, 1.0 - num_tried / _MAX_TRIED_BY_ALL)
         self._accepted_by_all = kept * self._accepted_by_all + sum(num_accepted.tolist())
         self._tried_by_all = kept * self._tried_by_all + num_tried

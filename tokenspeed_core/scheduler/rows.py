@@ -36,10 +36,10 @@ class RowPlanner:
         start = columns.num_bound[slots] - 1
         end = start + num_query
         for i in (end > columns.capacity[slots]).nonzero()[0].tolist():
-            slot = int(slots[i])
+            slot = slots.item(i)
             # Draft tokens in flight may be rejected: later queries start at a known token or after it.
-            first_query = int(columns.num_known[slot]) - 1
-            has_room = self._extend(builder, slot, first_query, int(end[i]))
+            first_query = columns.num_known.item(slot) - 1
+            has_room = self._extend(builder, slot, first_query, end.item(i))
             assert has_room, "the policy ran a row without its pages"
         columns.num_bound[slots] += num_query
         if builder.set_decodes(slots, num_query, start):

@@ -257,8 +257,8 @@ class Scheduler:
         self._count_prefills(flight)
         if flight.plan.num_draft_tokens:
             self._observe_drafts(flight, result)
-        for slot in collected.with_full_block(self.columns, self.kv.granularity):
-            self.sequences.cache_known_blocks(int(slot))
+        for slot in collected.with_full_block(self.columns, self.kv.granularity).tolist():
+            self.sequences.cache_known_blocks(slot)
         for slot, reason in collected.ended():
             self.sequences.end(self.sequences.at(slot), reason)
         prompts = prompt_logprobs(flight, result.prompt_logprobs)

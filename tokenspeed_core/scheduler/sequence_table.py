@@ -91,8 +91,8 @@ class SequenceTable:
 
     def at(self, slot: int) -> Prefilling | Decoding:
         """Return the state of the sequence in a slot."""
-        state = self._states[int(self._columns.sequence_id[slot])]
-        assert isinstance(state, Prefilling | Decoding), f"slot {slot} is vacant"
+        state = self._states[self._columns.sequence_id.item(slot)]
+        assert isinstance(state, (Decoding, Prefilling)), f"slot {slot} is vacant"
         return state
 
     def blocks(self, slot: int) -> BlockLease:
