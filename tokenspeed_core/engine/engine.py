@@ -235,7 +235,7 @@ class Engine:
         counters = self.scheduler.counters
         counters.host_seconds += perf_counter() - started_at
         counters.finish_step(plan, len(outputs.token_ids), seconds)
-        if outputs.finish.any():
+        if np.count_nonzero(outputs.finish):
             _log_errors(plan.step_id, outputs)
         return outputs
 

@@ -48,8 +48,8 @@ class Collected:
     def ended(self) -> Iterator[tuple[int, FinishReason]]:
         """Yield the slot and the reason of each sequence that ends."""
         finish = self.tokens.finish
-        for i in np.flatnonzero(finish):
-            yield int(self.slots[i]), FinishReason(int(finish[i]))
+        for i in finish.nonzero()[0].tolist():
+            yield self.slots.item(i), FinishReason(finish.item(i))
 
     def with_full_block(self, columns: SlotColumns, granularity: int) -> I64:
         """Return the slots of unfinished sequences with a full block of computed tokens to add to the prefix index."""
@@ -92,7 +92,7 @@ def collect(columns: SlotColumns, flight: StepInFlight, result: StepResult) -> C
     columns.tokens[slots[rows], num_known[rows] + kept.offsets] = kept.token_ids
     columns.num_known[slots] = num_known + kept.num_tokens
     num_cached = columns.num_cached[slots]
-    columns.num_cached[slots[kept.num_tokens > 0]] = 0
+    columns.num_cached[slots] = num_cached * (kept.num_tokens == 0)
     tokens = NewTokens(
         plan_rows,
         flight.sequence_ids[plan_rows],
@@ -113,19 +113,19 @@ def cut_at_end(num_tokens: I32, token_ids: I32, room: I32, stop_ids: I32) -> Kep
     """
     rows, offsets = _rows_and_offsets(num_tokens, len(token_ids))
     finish = np.zeros(len(num_tokens), np.int32)
-    finish[num_tokens >= room] = FinishReason.LENGTH
-    num_kept = np.minimum(num_tokens, room)
-    is_stop = (token_ids[:, None] == stop_ids[rows]).any(axis=1) | (token_ids < 0)
-    if np.count_nonzero(is_stop):
-        # Ascending, so that the first stop of a row comes first; later stops are then past the row's end.
-        for i in np.flatnonzero(is_stop):
-            row = rows[i]
-            if offsets[i] < num_kept[row]:
-                has_failed = token_ids[i] < 0
-                num_kept[row] = offsets[i] + (0 if has_failed else 1)
-                finish[row] = FinishReason.ERROR if has_failed else FinishReason.STOP
-    if not np.count_nonzero(num_kept != num_tokens):
+    is_last = num_tokens >= room
+    is_stop = token_ids[:, None] == stop_ids[rows]
+    has_failed = token_ids < 0
+    if not (np.count_nonzero(is_last) or np.count_nonzero(is_stop) or np.count_nonzero(has_failed)):
         return KeptTokens(num_tokens, token_ids, rows, offsets, finish)
+    finish[is_last] = FinishReason.LENGTH
+    num_kept = np.minimum(num_tokens, room)
+    # Ascending, so that the first stop of a row comes first; later stops are then past the row's end.
+    for i in np.flatnonzero(is_stop.any(axis=1) | has_failed):
+        row = rows[i]
+        if offsets[i] < num_kept[row]:
+            num_kept[row] = offsets[i] + (0 if has_failed[i] else 1)
+            finish[row] = FinishReason.ERROR if has_failed[i] else FinishReason.STOP
     keep = offsets < num_kept[rows]
     return KeptTokens(num_kept.astype(np.int32), token_ids[keep], rows[keep], offsets[keep], finish)
 

@@ -40,7 +40,9 @@ class EngineCounters:
         self._queue = Histogram(REQUEST_BOUNDS)
         self._prefill = Histogram(REQUEST_BOUNDS)
         self._num_draft_tokens = 0
-        self._num_rows = np.zeros(1, np.int64)  # with draft tokens, by how many of them were accepted
+        self._num_rows = np.zeros(
+            1, np.int64
+        )  # with draft tokens, by how many of them were accepted
 
     def admit(self, sequence: Sequence, num_cached: int, *, has_prefix_cache: bool) -> None:
         """Count the first admission of a sequence, with `num_cached` tokens found in the prefix cache."""

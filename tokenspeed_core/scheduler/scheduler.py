@@ -267,8 +267,8 @@ class Scheduler:
     def _count_prefills(self, flight: StepInFlight) -> None:
         """Count the prompts that a step completed."""
         num_decodes = flight.plan.num_decodes
-        for row in np.flatnonzero(flight.max_new_tokens[num_decodes:]):
-            state = self.sequences.get(int(flight.sequence_ids[num_decodes + row]))
+        for row in flight.max_new_tokens[num_decodes:].nonzero()[0].tolist():
+            state = self.sequences.get(flight.sequence_ids.item(num_decodes + row))
             if state is not None:
                 self.counters.first_token(state.sequence)
 
