@@ -21,12 +21,13 @@ class SampledTokens:
     """The R query tokens after which a token is chosen, in S rows: all of a decode row, the last of a chunk row.
 
     `rows` [S] are those rows of the plan, and `num_drafts` [S] their draft tokens. `offsets` [R] are the places of the
-    query tokens in their rows.
+    query tokens in their rows, and `row_of` [R] the indices of their rows in `rows`.
     """
 
     rows: I64
     num_drafts: I64
     offsets: I64
+    row_of: I64
 
     @classmethod
     def of(cls, plan: StepPlan) -> SampledTokens:
@@ -34,7 +35,8 @@ class SampledTokens:
         rows, middle = plan.wants_logits.nonzero()[0], plan.num_decodes
         num_drafts = np.zeros(len(rows), np.int64)
         np.subtract(plan.num_query_tokens[:middle], 1, out=num_drafts[:middle])
-        return cls(rows, num_drafts, _offsets(num_drafts + 1))
+        counts = num_drafts + 1
+        return cls(rows, num_drafts, _offsets(counts), np.arange(len(rows)).repeat(counts))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,7 +62,7 @@ class DraftRows:
         """Return all rows of a step, padding included. `columns` are those of its StagedLayout."""
         nothing = np.zeros(0, np.int64)
         return cls(
-            SampledTokens(nothing, nothing, nothing),
+            SampledTokens(nothing, nothing, nothing, nothing),
             columns["num_drafts"],
             columns["first"],
             columns["slots"],
@@ -120,7 +122,7 @@ class DraftRows:
 
     def is_kept(self, num_new: I32) -> Bool:
         """Return the mask of `is_new`, computed on the host, bool [R]."""
-        kept: Bool = self.host.offsets < np.repeat(num_new, self.host.num_drafts + 1)
+        kept: Bool = self.host.offsets < num_new[self.host.row_of]
         return kept
 
     def drafts_before(self, rows: I64) -> tuple[I64, I64]:

@@ -97,15 +97,16 @@ class SlotLayout:
             values.append(plan.draft_token_ids)
         if not words:
             return _NO_WORDS, _NO_VALUES
+        if len(words) == 1:
+            return words[0], values[0]
         return np.concatenate(words), np.concatenate(values)
 
     def _draft_words(self, plan: StepPlan) -> I64:
         """Return the words of a plan's draft tokens. Raises ValueError if a row has more than `max_drafts`."""
         counts = plan.num_query_tokens[: plan.num_decodes] - 1
-        if len(counts) and counts.max() > self.max_drafts:
-            raise ValueError(
-                f"a row has {counts.max()} draft tokens, and slots hold {self.max_drafts}"
-            )
+        most = max(counts.tolist(), default=0)
+        if most > self.max_drafts:
+            raise ValueError(f"a row has {most} draft tokens, and slots hold {self.max_drafts}")
         first = self.drafts + plan.slots[: plan.num_decodes].astype(np.int64) * self.max_drafts
         # Token i of the plan is token i - before of its row.
         before = counts.cumsum() - counts
