@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -107,43 +108,57 @@ class Tenants:
 
 
 class Deviation(NamedTuple):
-    """The position of the index at which a sequence deviated from an occurrence, and its tokens since then."""
+    """The position at which a sequence deviated from an occurrence, and the sequence's own position there."""
 
     position: int
-    num_after: int
+    own_position: int
 
 
 @dataclass(slots=True)
 class FollowedMatches:
-    """Occurrences in an index that a sequence has matched so far."""
+    """Occurrences in an index that a sequence has matched so far.
+
+    They are as they were found, `num_followed` tokens before the sequence's end.
+    """
 
     index: MatchIndex
     source: Source
     occurrences: list[Occurrence] = field(default_factory=list)
+    num_followed: int = 0
 
     @property
     def length(self) -> int:
         """Length of the longest match."""
-        return max([each[1] for each in self.occurrences], default=0)
+        if not self.occurrences:
+            return 0
+        return min(MAX_CONTEXT, self.num_followed + max([each[1] for each in self.occurrences]))
+
+    def replace(self, occurrences: list[Occurrence]) -> None:
+        """Follow other occurrences, which end at the sequence's end."""
+        self.occurrences = occurrences
+        self.num_followed = 0
 
     def follow(self, new_tokens: list[int]) -> Deviation | None:
-        """Advance over new tokens; drop occurrences that continued otherwise.
+        """Advance over the sequence's newest tokens; drop occurrences that continued otherwise.
 
-        Returns where the best occurrence deviated, if all did.
+        Returns where the best occurrence deviated, if all did. For that, `index` is the sequence's own.
         """
-        num_new, index = len(new_tokens), self.index
+        num_new, index, start = len(new_tokens), self.index, self.num_followed
         kept: list[Occurrence] = []
         best, best_length = None, -1
-        for position, length in self.occurrences:
+        for each in self.occurrences:
+            position = each[0] + start
             found = index.continuation(position, num_new)
             if found == new_tokens:
-                kept.append(Occurrence(position + num_new, min(MAX_CONTEXT, length + num_new)))
+                kept.append(each)
             elif not kept and found:
                 num_equal = _num_equal(found, new_tokens)
-                if length + num_equal > best_length:
-                    best = Deviation(position + num_equal, num_new - num_equal)
-                    best_length = length + num_equal
+                length = min(MAX_CONTEXT, each[1] + start) + num_equal
+                if length > best_length:
+                    own_position = index.num_tokens - num_new + num_equal
+                    best, best_length = Deviation(position + num_equal, own_position), length
         self.occurrences = kept
+        self.num_followed += num_new
         return None if kept else best
 
 
@@ -162,74 +177,57 @@ _NO_DRAFT = Draft([], [], [], 0.0)
 
 def vote(matches: FollowedMatches, calibration: Calibration, limit: int) -> Draft:
     """Return the continuation on which most occurrences agree."""
-    continuations: list[tuple[int, list[int]]] = []  # with their votes
-    longest = 0
-    for position, length in matches.occurrences:
-        tokens = matches.index.continuation(position, limit)
-        if tokens:
-            continuations.append((length + 1, tokens))
-            longest = max(longest, length)
+    continuation, start = matches.index.continuation, matches.num_followed
+    found = [continuation(each[0] + start, limit) for each in matches.occurrences]
+    lengths = [min(MAX_CONTEXT, each[1] + start) for each in matches.occurrences]
+    if [] in found:  # overwritten
+        lengths = [*compress(lengths, found)]
+        found = [*filter(None, found)]
+    if not found:
+        return _NO_DRAFT
+    longest, first = max(lengths), found[0]
+    if found.count(first) == len(found):
+        return _draft(first, unanimous_cells(matches.source, longest, limit), calibration)
+    weights = [length + 1 for length in lengths]
     token_ids: list[int] = []
     cells: list[int] = []
+    for i in range(limit):
+        tokens = [each[i] for each in found]
+        token, share = _most_voted(tokens, weights)
+        if share < 1.0:
+            is_kept = [each == token for each in tokens]
+            found, weights = [*compress(found, is_kept)], [*compress(weights, is_kept)]
+        token_ids.append(token)
+        cells.append(cell_of(matches.source, longest + i, share))
+    return _draft(token_ids, cells, calibration)
+
+
+def _draft(token_ids: list[int], cells: list[int], calibration: Calibration) -> Draft:
+    """Return a draft of these tokens, up to the end of a text or the first one that is too improbable."""
+    if SEPARATOR in token_ids:
+        token_ids = token_ids[: token_ids.index(SEPARATOR)]
     probabilities: list[float] = []
     num_expected, probability = 0.0, 1.0
-    if not continuations:
-        return _NO_DRAFT
-    first = continuations[0][1]
-    if all(tokens == first for _, tokens in continuations):
-        return _unanimous(first, matches.source, longest, calibration)
-    for i in range(limit):
-        token, share = _most_voted(continuations, i)
-        if token == SEPARATOR:
-            break
-        if share < 1.0:
-            continuations = [each for each in continuations if each[1][i : i + 1] == [token]]
-        cell = cell_of(matches.source, longest + i, share)
+    for cell in cells[: len(token_ids)]:
         estimate = calibration.probabilities[cell]
         probability *= estimate
         if probability < MIN_PROBABILITY:
             break
-        token_ids.append(token)
-        cells.append(cell)
         probabilities.append(estimate)
         num_expected += probability
-    return Draft(token_ids, probabilities, cells, num_expected)
+    num_tokens = len(probabilities)
+    return Draft(token_ids[:num_tokens], probabilities, cells, num_expected)
 
 
-def _unanimous(
-    token_ids: list[int], source: Source, length: int, calibration: Calibration
-) -> Draft:
-    """Return a draft of the tokens that follow all occurrences. `length` is that of the longest match."""
-    if SEPARATOR in token_ids:
-        token_ids = token_ids[: token_ids.index(SEPARATOR)]
-    cells = unanimous_cells(source, length, len(token_ids))
-    probabilities = list(map(calibration.probabilities.__getitem__, cells))
-    num_expected, probability = 0.0, 1.0
-    for i, estimate in enumerate(probabilities):
-        probability *= estimate
-        if probability < MIN_PROBABILITY:
-            return Draft(token_ids[:i], probabilities[:i], cells[:i], num_expected)
-        num_expected += probability
-    return Draft(token_ids, probabilities, cells, num_expected)
-
-
-def _most_voted(continuations: list[tuple[int, list[int]]], i: int) -> tuple[int, float]:
-    """Return token i with the most votes, and its share of them. SEPARATOR: all continuations have ended."""
-    if len(continuations) == 1:
-        tokens = continuations[0][1]
-        return (tokens[i] if i < len(tokens) else SEPARATOR), 1.0
-    tokens = [each[1][i] if i < len(each[1]) else SEPARATOR for each in continuations]
-    token = tokens[0]
-    if tokens.count(token) == len(tokens):
-        return token, 1.0
+def _most_voted(tokens: list[int], weights: list[int]) -> tuple[int, float]:
+    """Return the token with the most votes, and its share of them."""
+    if tokens.count(tokens[0]) == len(tokens):
+        return tokens[0], 1.0
     votes: dict[int, int] = {}
-    for weight, tokens in continuations:
-        if i < len(tokens):
-            votes[tokens[i]] = votes.get(tokens[i], 0) + weight
-    if not votes:
-        return SEPARATOR, 1.0
+    for token, weight in zip(tokens, weights, strict=True):
+        votes[token] = votes.get(token, 0) + weight
     token = max(votes, key=votes.__getitem__)  # of equal ones, the newest occurrence's
-    return token, votes[token] / sum(votes.values())
+    return token, votes[token] / sum(weights)
 
 
 class SuffixSequence:
@@ -287,31 +285,28 @@ class SuffixSequence:
         new_tokens, own, answers = self._new_tokens, self._own, self._answers
         self._new_tokens = []
         if new_tokens:
-            if self._deviations:
-                self._deviations = [
-                    Deviation(each.position, each.num_after + len(new_tokens))
-                    for each in self._deviations
-                ]
             deviation = own.follow(new_tokens)
             if deviation is not None:
                 self._deviations = [deviation, *self._deviations[:1]]
             if answers.occurrences:
                 answers.follow(new_tokens)
-        has_exact = own.length >= _EXACT_LENGTH
+        own_length = own.length
+        has_exact = own_length >= _EXACT_LENGTH
         needs_answers = answers.index.num_tokens and answers.length < _EXACT_LENGTH
         if has_exact and not needs_answers:
             return
         context = own.index.context()
         if needs_answers:
-            answers.occurrences = answers.index.find(context)
+            answers.replace(answers.index.find(context))
         if has_exact:
             return
         found = own.index.find(context)
-        if found and found[0].length > max(own.length, _LOCAL_LENGTH):
-            own.occurrences, own.source = found, Source.OWN
+        if found and found[0].length > max(own_length, _LOCAL_LENGTH):
+            own.replace(found)
+            own.source = Source.OWN
         elif not own.occurrences:
             nearby = self._after_deviations(context.token_ids[-1])
-            own.occurrences = nearby or found
+            own.replace(nearby or found)
             own.source = Source.LOCAL if nearby else Source.OWN
 
     def _after_deviations(self, last: int) -> list[Occurrence]:
@@ -326,15 +321,15 @@ class SuffixSequence:
             if last in nearby:
                 found.append(Occurrence(each.position + nearby.index(last) + 1, 1))
         for each in self._deviations[:1]:
-            if not found and each.num_after < self._window_after(each):
-                found.append(Occurrence(each.position + each.num_after, 0))
+            num_after = index.num_tokens - each.own_position
+            if not found and num_after < self._window_after(each):
+                found.append(Occurrence(each.position + num_after, 0))
         return found
 
     def _window_after(self, deviation: Deviation) -> int:
         """Return the length of the window after a deviation, without the tokens since then."""
-        index = self._own.index
         is_in_prompt = deviation.position < self._num_prompt
-        end = self._num_prompt if is_in_prompt else index.num_tokens - deviation.num_after
+        end = self._num_prompt if is_in_prompt else deviation.own_position
         return max(0, min(_LOCAL_WINDOW, end - deviation.position))
 
 
