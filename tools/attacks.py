@@ -18,7 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import httpx
@@ -39,55 +39,87 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def bodies(size: int) -> Iterator[tuple[str, str, bytes]]:
-    """Yield the name, the path and the body of each attack by one large request."""
+def bodies(size: int) -> Iterator[tuple[str, str, Callable[[], bytes]]]:
+    """Yield the name, the path and a function that makes the body of each attack by one large request."""
     chat, completions = "/v1/chat/completions", "/v1/completions"
 
     def body(**fields: object) -> bytes:
         return json.dumps({"messages": [USER], **fields}).encode()
 
-    yield "wrong stop strings", chat, body(stop=[1] * (size // 3))
-    yield "wrong content parts", chat, body(messages=[{**USER, "content": [1] * (size // 3)}])
-    yield "wrong messages", chat, body(messages=[1] * (size // 3))
-    yield "many tools", chat, body(tools=[{"type": "function"}] * (size // 22))
-    yield "nested metadata", chat, body(metadata={"a": [[]] * (size // 4)})
-    yield "keys of metadata", chat, body(metadata={f"k{i}": i for i in range(size // 16)})
-    yield "unknown keys", chat, body(**{f"k{i}": i for i in range(size // 16)})
-    yield "biases", chat, body(logit_bias={f"k{i}": 1 for i in range(size // 12)})
-    yield "escapes", completions, b'{"prompt": "' + b"\\u0041" * (size // 6) + b'"}'
-    yield "deep JSON", completions, b'{"prompt": ' + b"[" * size
-    yield "long prompt", completions, json.dumps({"prompt": "word " * (size // 5)}).encode()
-    yield "spaces", completions, json.dumps({"prompt": " " * size}).encode()
-    yield "one word", completions, json.dumps({"prompt": "a" * size}).encode()
-    yield "token ids", completions, json.dumps({"prompt": [5] * (size // 3)}).encode()
-    yield "control tokens", chat, body(messages=[{**USER, "content": "<|im_end|>" * (size // 10)}])
-    yield "under the limits", chat, body(metadata={f"k{i}": [i] for i in range(40_000)})
-    yield "blank lines", chat, body(messages=[{**USER, "content": "\n" * (size // 2)}])
-    yield "many messages", chat, body(messages=[USER] * 4000)
-    yield "long arguments", chat, body(messages=[USER, _call("[" * (size // 2)), USER])
-    schema = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(20_000)}}
-    response_format = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    yield "wide schema", chat, body(response_format=response_format)
-    yield "regex", completions, json.dumps({"prompt": "a", "guided_regex": "a?" * 9000}).encode()
-    yield "many stops", completions, json.dumps({"prompt": "a", "stop": ["a" * 999] * 64}).encode()
-    yield "prompts", completions, json.dumps({"prompt": ["word " * 4000] * 32}).encode()
-    yield "256k tokens", completions, json.dumps({"prompt": [5] * 262_000}).encode()
-    yield "256k words", chat, body(messages=[{**USER, "content": "a b " * 65_000}])
-    yield "prompts of ids", completions, json.dumps({"prompt": [[5] * 4096] * 32}).encode()
-    yield "echoed ids", completions, json.dumps({"prompt": [5] * 9000, "echo": True}).encode()
-    yield "lone surrogates", completions, b'{"prompt": "' + b"\\ud800" * (size // 8) + b'"}'
-    yield "digits", completions, b'{"prompt": "a", "seed": ' + b"9" * size + b"}"
+    yield "wrong stop strings", chat, lambda: body(stop=[1] * (size // 3))
+    yield (
+        "wrong content parts",
+        chat,
+        lambda: body(messages=[{**USER, "content": [1] * (size // 3)}]),
+    )
+    yield "wrong messages", chat, lambda: body(messages=[1] * (size // 3))
+    yield "many tools", chat, lambda: body(tools=[{"type": "function"}] * (size // 22))
+    yield "nested metadata", chat, lambda: body(metadata={"a": [[]] * (size // 4)})
+    yield "keys of metadata", chat, lambda: body(metadata={f"k{i}": i for i in range(size // 16)})
+    yield "unknown keys", chat, lambda: body(**{f"k{i}": i for i in range(size // 16)})
+    yield "biases", chat, lambda: body(logit_bias={f"k{i}": 1 for i in range(size // 12)})
+    yield "escapes", completions, lambda: b'{"prompt": "' + b"\\u0041" * (size // 6) + b'"}'
+    yield "deep JSON", completions, lambda: b'{"prompt": ' + b"[" * size
+    yield "long prompt", completions, lambda: json.dumps({"prompt": "word " * (size // 5)}).encode()
+    yield "spaces", completions, lambda: json.dumps({"prompt": " " * size}).encode()
+    yield "one word", completions, lambda: json.dumps({"prompt": "a" * size}).encode()
+    yield "token ids", completions, lambda: json.dumps({"prompt": [5] * (size // 3)}).encode()
+    yield (
+        "control tokens",
+        chat,
+        lambda: body(messages=[{**USER, "content": "<|im_end|>" * (size // 10)}]),
+    )
+    yield "under the limits", chat, lambda: body(metadata={f"k{i}": [i] for i in range(40_000)})
+    yield "blank lines", chat, lambda: body(messages=[{**USER, "content": "\n" * (size // 2)}])
+    yield "many messages", chat, lambda: body(messages=[USER] * 4000)
+    yield "long arguments", chat, lambda: body(messages=[USER, _call("[" * (size // 2)), USER])
+    yield "wide schema", chat, lambda: body(response_format=_wide_schema(20_000))
+    yield (
+        "regex",
+        completions,
+        lambda: json.dumps({"prompt": "a", "guided_regex": "a?" * 9000}).encode(),
+    )
+    yield (
+        "many stops",
+        completions,
+        lambda: json.dumps({"prompt": "a", "stop": ["a" * 999] * 64}).encode(),
+    )
+    yield "prompts", completions, lambda: json.dumps({"prompt": ["word " * 4000] * 32}).encode()
+    yield "256k tokens", completions, lambda: json.dumps({"prompt": [5] * 262_000}).encode()
+    yield "256k words", chat, lambda: body(messages=[{**USER, "content": "a b " * 65_000}])
+    yield "prompts of ids", completions, lambda: json.dumps({"prompt": [[5] * 4096] * 32}).encode()
+    yield (
+        "echoed ids",
+        completions,
+        lambda: json.dumps({"prompt": [5] * 9000, "echo": True}).encode(),
+    )
+    yield "lone surrogates", completions, lambda: b'{"prompt": "' + b"\\ud800" * (size // 8) + b'"}'
+    yield "digits", completions, lambda: b'{"prompt": "a", "seed": ' + b"9" * size + b"}"
     strings = {"prompt": "a b" * (size // 3), "return_token_strs": True}
-    yield "token strings", "/tokenize", json.dumps(strings).encode()
-    yield "tokenized words", "/tokenize", json.dumps({"prompt": "\u4e00 " * (size // 7)}).encode()
-    yield "detokenized ids", "/detokenize", json.dumps({"tokens": [5] * (size // 9)}).encode()
+    yield "token strings", "/tokenize", lambda: json.dumps(strings).encode()
+    yield (
+        "tokenized words",
+        "/tokenize",
+        lambda: json.dumps({"prompt": "\u4e00 " * (size // 7)}).encode(),
+    )
+    yield (
+        "detokenized ids",
+        "/detokenize",
+        lambda: json.dumps({"tokens": [5] * (size // 9)}).encode(),
+    )
     long_input = [{"role": "user", "content": "word " * (size // 5)}]
-    yield "responses", "/v1/responses", json.dumps({"input": long_input}).encode()
-    yield "wrong input", "/v1/responses", json.dumps({"input": [1] * (size // 3)}).encode()
+    yield "responses", "/v1/responses", lambda: json.dumps({"input": long_input}).encode()
+    yield "wrong input", "/v1/responses", lambda: json.dumps({"input": [1] * (size // 3)}).encode()
     anthropic = {"max_tokens": 1, "messages": [{**USER, "content": [1] * (size // 3)}]}
-    yield "wrong blocks", "/v1/messages", json.dumps(anthropic).encode()
+    yield "wrong blocks", "/v1/messages", lambda: json.dumps(anthropic).encode()
     counted = {"messages": [{**USER, "content": "word " * (size // 5)}]}
-    yield "counted tokens", "/v1/messages/count_tokens", json.dumps(counted).encode()
+    yield "counted tokens", "/v1/messages/count_tokens", lambda: json.dumps(counted).encode()
+
+
+def _wide_schema(num_keys: int) -> dict[str, Any]:
+    properties = {f"k{i}": {"type": "string"} for i in range(num_keys)}
+    schema = {"type": "object", "properties": properties}
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
 
 
 def _call(arguments: str) -> dict[str, Any]:
@@ -164,11 +196,15 @@ class Client:
 Attack = Callable[[Client], Awaitable[None]]
 
 
+async def post_large(path: str, body: Callable[[], bytes], client: Client) -> None:
+    """Send a large body, which is made when it is first sent."""
+    await client.post(path, body())
+
+
 def attacks(size: int) -> dict[str, Attack]:
     """Return all attacks by name; those by one large request have bodies of about `size` bytes."""
     found: dict[str, Attack] = {
-        name: lambda client, path=path, body=body: client.post(path, body)  # type: ignore[misc]
-        for name, path, body in bodies(size)
+        name: partial(post_large, path, cache(body)) for name, path, body in bodies(size)
     }
     for method in (
         Client.tiny_chunks,
