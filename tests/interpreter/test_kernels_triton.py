@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenspeed_testing.attention import check_attention
+from tokenspeed_testing.attention import attends_to_steps, serves_layers_and_steps
 from tokenspeed_testing.conformance import agrees_with_reference, check, make_inputs, run
 from tokenspeed_testing.shapes import contract_of, problems
 
@@ -185,32 +185,18 @@ def test_gemv_kernel_adds_a_bias(op: str, dtype: str) -> None:
             torch.testing.assert_close(got, want, rtol=tolerance.relative, atol=tolerance.absolute)
 
 
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
-@pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_size", "block_size", "dtype", "kv_dtype", "features"),
-    [
-        pytest.param(4, 2, 32, 16, "float32", "float32", {}, marks=pytest.mark.release),
-        (7, 1, 48, 8, "float16", "float16", {"window": 20, "has_sinks": True}),
-        (2, 2, 16, 64, "float16", "float16", {"soft_cap": 1.0, "has_sinks": True}),
-        (4, 2, 24, 16, "float16", "float8_e4m3fn", {"window": 20}),
-        (4, 2, 16, 8, "float16", "float16", {"window": 12, "is_chunked": True}),
-        (4, 2, 48, 16, "float32", "float32", {"value_head_size": 20}),
-        (2, 1, 16, 8, "float16", "float8_e4m3fn", {"value_head_size": 32, "has_sinks": True}),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
-)
-def test_paged_attention_matches_the_formula(
-    phase: str,
+def attention_problem(
     num_heads: int,
     num_kv_heads: int,
     head_size: int,
     block_size: int,
     dtype: str,
     kv_dtype: str,
-    features: dict[str, Any],
-) -> None:
-    problem = AttentionProblem(
-        phase,
+    **features: Any,
+) -> AttentionProblem:
+    """Return a problem of the phase decode."""
+    return AttentionProblem(
+        "decode",
         num_heads,
         num_kv_heads,
         head_size,
@@ -220,8 +206,51 @@ def test_paged_attention_matches_the_formula(
         head_size**-0.5,
         **{"window": None, **features},
     )
-    spec = descriptors.TRITON_ATTENTION[0]
-    assert check_attention(spec, CPU, cases=[problem]) >= 5
+
+
+FP8 = "float8_e4m3fn"
+ATTENTION = {
+    "float32": attention_problem(4, 2, 32, 16, "float32", "float32"),
+    "window and sinks": attention_problem(
+        7, 1, 48, 8, "float16", "float16", window=20, has_sinks=True
+    ),
+    "soft cap and sinks": attention_problem(
+        2, 2, 16, 64, "float16", "float16", soft_cap=1.0, has_sinks=True
+    ),
+    "fp8 and window": attention_problem(4, 2, 24, 16, "float16", FP8, window=20),
+    "chunks": attention_problem(4, 2, 16, 8, "float16", "float16", window=12, is_chunked=True),
+    "small values": attention_problem(4, 2, 48, 16, "float32", "float32", value_head_size=20),
+    "fp8, large values and sinks": attention_problem(
+        2, 1, 16, 8, "float16", FP8, value_head_size=32, has_sinks=True
+    ),
+}
+
+
+def in_release(*names: str) -> list[Any]:
+    """Return parameters for ATTENTION; those with these names are tested before releases."""
+    mark = {True: pytest.mark.release, False: ()}
+    return [
+        pytest.param(problem, id=name, marks=mark[name in names])
+        for name, problem in ATTENTION.items()
+    ]
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("problem", in_release("float32"))
+def test_paged_attention_matches_the_formula(phase: str, problem: AttentionProblem) -> None:
+    factory = descriptors.TRITON_ATTENTION[0].factory()
+    assert attends_to_steps(factory, replace(problem, phase=phase), CPU) >= 5
+
+
+# What a backend keeps between calls does not depend on the other features.
+WITHOUT_STATE = ("float32", "soft cap and sinks", "fp8 and window", "chunks", "small values")
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("problem", in_release(*WITHOUT_STATE))
+def test_paged_attention_serves_layers_and_steps(phase: str, problem: AttentionProblem) -> None:
+    factory = descriptors.TRITON_ATTENTION[0].factory()
+    serves_layers_and_steps(factory, replace(problem, phase=phase), CPU)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ __all__ = [
     "attend",
     "attends",
     "attends_once",
+    "attends_to_steps",
     "attention_problems",
     "check_attention",
     "compare",
@@ -122,19 +123,30 @@ def check_attention(
     factory: AttentionFactory = spec.factory()
     runs = 0
     for problem in attention_problems(spec) if cases is None else cases:
-        kinds = DECODE_ROWS if problem.phase == "decode" else PREFILL_ROWS
-        for index, rows in enumerate((*kinds, PADDED_ROWS)):
-            fixture = make_fixture(problem, rows, device, seed=index)
-            kernel = factory(problem, limits_of(fixture), device)
-            attends(kernel, problem, fixture, rows)
-            if index == 0:  # the host has no exact lengths for this step
-                step = replace(fixture.step, host_query_start=None, host_seq_lens=None)
-                attends(kernel, problem, replace(fixture, step=step), rows)
-            runs += 1
-        serves_layers_and_steps(factory, problem, device, kinds[1:3])
+        runs += attends_to_steps(factory, problem, device)
+        serves_layers_and_steps(factory, problem, device)
         if "graph_safe" in spec.capability.features and device.type == "cuda":
             replays(spec, problem, device)
     return runs
+
+
+def attends_to_steps(
+    factory: AttentionFactory, problem: AttentionProblem, device: torch.device
+) -> int:
+    """Compare a backend with the definition on a step of every kind. Returns the number of steps."""
+    kinds = (*_kinds(problem), PADDED_ROWS)
+    for index, rows in enumerate(kinds):
+        fixture = make_fixture(problem, rows, device, seed=index)
+        kernel = factory(problem, limits_of(fixture), device)
+        attends(kernel, problem, fixture, rows)
+        if index == 0:  # the host has no exact lengths for this step
+            step = replace(fixture.step, host_query_start=None, host_seq_lens=None)
+            attends(kernel, problem, replace(fixture, step=step), rows)
+    return len(kinds)
+
+
+def _kinds(problem: AttentionProblem) -> tuple[Rows, ...]:
+    return DECODE_ROWS if problem.phase == "decode" else PREFILL_ROWS
 
 
 def attends(
@@ -168,17 +180,17 @@ def attends(
 
 
 def serves_layers_and_steps(
-    factory: AttentionFactory,
-    problem: AttentionProblem,
-    device: torch.device,
-    kinds: Iterable[Rows],
+    factory: AttentionFactory, problem: AttentionProblem, device: torch.device
 ) -> None:
     """Run several steps of two layers each on one backend, and compare with a new backend per
     layer.
 
     The second layer has the first layer's queries and sinks in reverse order.
     """
-    fixtures = [make_fixture(problem, rows, device, seed=seed) for seed, rows in enumerate(kinds)]
+    fixtures = [
+        make_fixture(problem, rows, device, seed=seed)
+        for seed, rows in enumerate(_kinds(problem)[1:3])
+    ]
     limits = AttentionLimits(
         **{
             each.name: max(getattr(limits_of(fixture), each.name) for fixture in fixtures)
@@ -193,7 +205,7 @@ def serves_layers_and_steps(
         steps.append(
             [(layer, attend(factory(problem, limits_of(layer), device), layer)) for layer in layers]
         )
-    for step in (*steps, *steps):
+    for step in (*steps, steps[0]):
         kernel.prepare(step[0][0].step)
         found = [_unwritten(layer) for layer, _ in step]
         for out, (layer, _) in zip(found, step, strict=True):
