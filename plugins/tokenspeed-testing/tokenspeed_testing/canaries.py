@@ -10,23 +10,27 @@ import torch
 from torch import Tensor
 
 _GUARD = 1024  # bytes before and after a copied tensor; keeps its alignment
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Canary:
-    """Memory that holds some arguments: its bytes, their former values, and the elements of each
+    """Memory that holds some arguments: its bits, their former values, and the elements of each
     argument.
     """
 
-    memory: Tensor  # uint8 [elements, bytes per element]
+    memory: Tensor  # integers [elements]
     before: Tensor
     covered: Mapping[str, Tensor]  # bool [elements]
 
     def check(self, case: str, mutates: Collection[str]) -> None:
         """Raise AssertionError if a byte outside the arguments in `mutates` changed."""
-        changed = (self.memory != self.before).any(dim=1)
+        changed = self.memory != self.before
+        if not changed.any():
+            return
         for name, mask in self.covered.items():
-            assert name in mutates or not changed[mask].any(), f"{case}: it wrote into {name}"
+            is_changed = (changed & mask).any()
+            assert name in mutates or not is_changed, f"{case}: it wrote into {name}"
             changed &= ~mask
         assert not changed.any(), f"{case}: it wrote beyond {' and '.join(self.covered)}"
 
@@ -71,8 +75,9 @@ def _moved(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Canary]:
             True
         )
     taken = torch.stack(list(covered.values())).any(dim=0)
-    raw = memory.view(torch.uint8).view(-1, size)  # torch moves no eight-bit floats by a mask
-    raw[taken] = old.view(torch.uint8).view(-1, size)[taken[room : room + len(old)]]
+    # torch selects no eight-bit floats by a mask, and compares NaN unequal.
+    raw, middle = memory.view(_INTEGERS[size]), slice(room, room + len(old))
+    raw[middle] = torch.where(taken[middle], old.view(_INTEGERS[size]), raw[middle])
     views = {
         name: memory.as_strided(each.shape, each.stride(), each.storage_offset() + room)
         for name, each in tensors.items()
