@@ -17,8 +17,8 @@ from tokenspeed_kernels_blackwell.moe import experts
 from tokenspeed_kernels_blackwell.moe import inputs as experts_inputs
 from tokenspeed_kernels_blackwell.moe import reference as experts_reference
 from tokenspeed_kernels_blackwell.moe.experts import TILINGS
-from tokenspeed_testing.conformance import check
-from tokenspeed_testing.shapes import contract_of
+from tokenspeed_testing.conformance import agrees_with_reference, check
+from tokenspeed_testing.shapes import contract_of, problems
 from torch import Tensor
 
 from tokenspeed_core.api import Tolerance
@@ -111,13 +111,24 @@ def test_e2m1_ties_round_to_even() -> None:
     assert torch.equal(found_scale.float(), scale.float()) and torch.equal(found, codes)
 
 
-@pytest.mark.parametrize(
-    "num_rows", [(0, ROWS[3]), pytest.param(ROWS, marks=pytest.mark.release)], ids=["few", "all"]
-)
-def test_mxfp8_experts_conform(monkeypatch: pytest.MonkeyPatch, num_rows: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("num_rows", "strided"), [(0, False), (ROWS[3], True)])
+def test_mxfp8_experts_match_the_reference(
+    monkeypatch: pytest.MonkeyPatch, num_rows: int, strided: bool
+) -> None:
     monkeypatch.setattr(experts, "mxfp8_rows", reference.mxfp8_rows)
     contract = replace(contract_of(MOE[0]), tolerances=NEAR)
-    assert check(MOE[0], CPU, contract=contract, num_rows=num_rows) >= 4 * len(num_rows)
+    cases = list(problems(MOE[0], contract))
+    assert cases
+    for problem in cases:
+        kernel = MOE[0].factory()(problem)
+        agrees_with_reference(kernel, contract, problem, num_rows, CPU, strided=strided)
+
+
+@pytest.mark.release
+def test_mxfp8_experts_conform(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts, "mxfp8_rows", reference.mxfp8_rows)
+    contract = replace(contract_of(MOE[0]), tolerances=NEAR)
+    assert check(MOE[0], CPU, contract=contract, num_rows=ROWS) >= 4 * len(ROWS)
 
 
 def to_exponents(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

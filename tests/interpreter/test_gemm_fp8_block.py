@@ -7,8 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
-from transformers import FineGrainedFP8Config
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
 from tokenspeed_kernels.triton.linear.gemm_fp8 import MAX_ROWS
 from tokenspeed_kernels.triton.linear.gemm_fp8_block import FEW_ROWS, MIDDLE_ROWS, linear_fp8_block
@@ -18,6 +16,10 @@ pytestmark = pytest.mark.interpreter
 
 def operand(rows: int, size: int, block_rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes and scales from transformers' quantization, and the values it dequantizes them to, in float64."""
+    # Imported by the process that runs the test, not by all that collect it.
+    from transformers import FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
+
     x = torch.randn(rows, size, generator=torch.Generator().manual_seed(rows)) * torch.logspace(
         -2, 1, size
     )
