@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import pytest
@@ -155,19 +156,41 @@ def speedups(
     num_tokens: int = 60,
 ) -> list[float]:
     """Return the ratio of the times without and with drafts, for each acceptance."""
-    plain, drafting = (
-        seconds_of(
+    drafting = seconds_of(
+        monkeypatch,
+        costs,
+        acceptances,
+        drafting=True,
+        num_users=num_users,
+        num_sequences=num_sequences,
+        num_tokens=num_tokens,
+    )
+    plain = seconds_without_drafts(
+        costs.host, costs.device, len(acceptances), num_users, num_sequences, num_tokens
+    )
+    return [a / b for a, b in zip(plain, drafting, strict=True)]
+
+
+@cache
+def seconds_without_drafts(
+    host: float,
+    device: float,
+    num_acceptances: int,
+    num_users: int,
+    num_sequences: int,
+    num_tokens: int,
+) -> list[float]:
+    """Return the times without drafts, which depend on no other costs and on no acceptance."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return seconds_of(
             monkeypatch,
-            costs,
-            acceptances,
-            drafting=drafting,
+            Costs(host, device),
+            [0.0] * num_acceptances,
+            drafting=False,
             num_users=num_users,
             num_sequences=num_sequences,
             num_tokens=num_tokens,
         )
-        for drafting in (False, True)
-    )
-    return [a / b for a, b in zip(plain, drafting, strict=True)]
 
 
 SIX_TIMES = Costs(propose=4.1)  # 4.1 + 1.0 + 0.9 without overlap; 1.0 without drafts
