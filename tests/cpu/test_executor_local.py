@@ -61,7 +61,9 @@ def test_two_ranks_answer_as_one_process_until_one_dies() -> None:
     assert has_ended(rank)
 
 
-@pytest.mark.parametrize("model", ["demo", "demo-deepseek"])
+@pytest.mark.parametrize(
+    "model", [pytest.param("demo", marks=pytest.mark.release), "demo-deepseek"]
+)
 def test_fused_all_reduces_give_the_tokens_of_one_process(model: str) -> None:
     settings = {**SMALL, "model": model, "dtype": "float32"}
     params = SamplingParams(temperature=0, max_tokens=24)
