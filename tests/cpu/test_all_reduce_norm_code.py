@@ -13,6 +13,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from tokenspeed_kernels.triton.comm import overlap
 from tokenspeed_kernels.triton.comm.all_reduce_norm import (
     NUM_AHEAD,
     NUM_PROGRAMS,
@@ -48,6 +49,7 @@ def compiled(size: int, alignment: int, num_scales: int = 0) -> Mapping[str, str
     for name in names:
         if name.endswith("_ptr") and name not in constants:
             signature[name] = "*i64" if name.startswith(("inboxes", "calls")) else "*bf16"
+    signature["aborted_ptr"] = "*i32"
     if num_scales:
         signature["y_ptr"], signature["scale_ptr"] = "*fp8e4nv", "*fp32"
     aligned = [name for name, kind in signature.items() if kind.startswith("*")]
@@ -129,3 +131,36 @@ def test_all_threads_agree_that_a_row_has_arrived(size: int, alignment: int) -> 
     assert any("bar.sync" in between for between in polls)
     block, num_warps = tiling(size)
     assert block >= 32 * num_warps
+
+
+@pytest.mark.parametrize("num_scales", [0, 1, 40])
+def test_overlapped_kernels_compile(num_scales: int) -> None:
+    block, num_warps = tiling(5120)
+    constants = {
+        "N": 5120,
+        "BLOCK_N": block,
+        "VECTOR": 8,
+        "NUM_SCALES": num_scales,
+        "GROUP": 128,
+        "NUM_PARTS": 2,
+    }
+    types = {"eps": "fp32", "residual_stride": "i32", "scale_ptr": "*fp32"}
+    types |= dict.fromkeys(("arrived_ptr", "aborted_ptr", "calls_ptr"), "*i32")
+    types |= dict.fromkeys(("flags_ptr", "other_flags_ptr"), "*i32")
+    if num_scales:
+        types["y_ptr"] = "*fp8e4nv"
+    for kernel in (overlap._meet, overlap._receive):
+        names = kernel.arg_names
+        own = {name: value for name, value in constants.items() if name in names}
+        if num_scales == 0 and "scale_ptr" in names:
+            own["scale_ptr"] = None
+        signature = {
+            name: "constexpr" if name in own else types.get(name, "*bf16") for name in names
+        }
+        constexprs = {(names.index(name),): value for name, value in own.items()}
+        source = ASTSource(kernel, signature, constexprs, {})
+        code = triton.compile(
+            source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}
+        )
+        assert "sys.acquire" in code.asm["ptx"]
+        assert "ld.volatile" in code.asm["ptx"]

@@ -56,7 +56,7 @@ def gloo_ops() -> torch.library.Library:
 
 
 def on_cpu(group: CommGroup, size: int, dtype: torch.dtype) -> symmetric_memory.SymmetricBuffer:
-    return symmetric_memory.SymmetricBuffer(torch.full((size,), torch.nan, dtype=dtype), ())
+    return symmetric_memory.SymmetricBuffer(torch.full((size,), torch.nan, dtype=dtype), (), ())
 
 
 def on_gloo(problem: Problem, group: CommGroup) -> Any:

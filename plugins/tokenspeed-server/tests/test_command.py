@@ -134,6 +134,7 @@ def test_every_setting_has_a_flag(served: list[ServerConfig]) -> None:
         "allowed_origins": "*",
         "kernel_backend": "greedy=a",
         "backend_option": "a.b=c",
+        "deepep_mode": "normal",
         "dist_init_addr": "a:1",
         "eplb_interval": "100",
         "speculative_config": '{"method": "a"}',
@@ -152,6 +153,7 @@ def test_every_setting_has_a_flag(served: list[ServerConfig]) -> None:
         "eagle3_layers_to_capture": ["--speculative-algorithm", "eagle3"],
         "enable_allreduce_fusion": ["--tp", "2"],
         "comm_fusion_max_num_tokens": ["--enable-allreduce-fusion", "--tp", "2"],
+        "deepep_mode": ["--all2all-backend", "deepep"],
         "enable_eplb": shared_experts,
         "num_redundant_experts": ["--enable-eplb", *shared_experts],
         "eplb_interval": ["--enable-eplb", *shared_experts],
@@ -159,7 +161,7 @@ def test_every_setting_has_a_flag(served: list[ServerConfig]) -> None:
     for name, field in ServerConfig.model_fields.items():
         if name == "speculative_eagle_topk":  # has one value
             continue
-        if field.annotation is bool:
+        if ServerConfig.is_switch(name):
             off = field.default is True
             words = [f"--no-{flag(name)[2:]}" if off else flag(name), *needs.get(name, [])]
         else:
