@@ -239,8 +239,12 @@ def vendors(session: nox.Session) -> None:
         for each in plugin.vendors:
             tests = f"{plugin.folder}/{each['tests']}"
             folders = [VENDOR_WHEELS / library for library in each["libraries"]]
+            # The library may have wheels for another Python only.
+            options = ["--no-deps"]
+            if "python" in each:
+                options += ["--only-binary=:all:", "--python-version", each["python"]]
             for folder in folders:
-                pip(session, "download", "-q", "--no-deps", "-d", str(folder), folder.name)
+                pip(session, "download", "-q", *options, "-d", str(folder), folder.name)
             home = Path(tests).parent if tests.endswith(".py") else Path(tests)
             found = [str(path) for folder in folders for path in folder.glob("*.whl")]
             kept = str(ROOT / home / "signatures.json")
