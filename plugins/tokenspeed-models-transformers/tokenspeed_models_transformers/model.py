@@ -145,7 +145,7 @@ def _check_shared(specs: Sequence[ShardingSpec], build: BuildContext) -> None:
     if build.group("world").size > 1 and all(build.group(name).size == 1 for name in groups):
         raise ValueError(
             "processes can share attention, gated MLPs and experts of the usual form, and the model has none that these "
-            "sizes divide. Use one process"
+            "sizes divide. Use other sizes, or one process"
         )
 
 

@@ -206,7 +206,8 @@ class Replacer:
             if not fits:
                 what, instead = "is quantized", "Use an unquantized checkpoint"
                 if is_plain:
-                    what, instead = "is shared by several processes", "Use --moe-tp-size 1"
+                    what = "is shared by several processes"
+                    instead = "Use --moe-tp-size 1, without --enable-expert-parallel"
                 raise ValueError(
                     f"{name} ({type(module).__name__}) {what}, but its experts do not compute "
                     f"down(silu(gate(x)) * up(x)). {instead}"
@@ -243,8 +244,14 @@ class Replacer:
         shards = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
         qkv = self._stack(name, module, shards)
         out = self._stack(name, module, {"o_proj": replace(heads, axis=1)})
-        if hasattr(module, "num_key_value_groups"):  # its own forward repeats the heads so often
-            module.num_key_value_groups = local.num_heads // local.num_kv_heads
+        numbers = {
+            "num_heads": local.num_heads,
+            "num_key_value_heads": local.num_kv_heads,
+            "num_key_value_groups": local.num_heads // local.num_kv_heads,
+        }
+        for attribute, number in numbers.items():
+            if hasattr(module, attribute):  # its own forward may read it
+                setattr(module, attribute, number)
         for part in module.children():
             # Counted as a part of the module.
             vars(part).setdefault("forward", _unused)

@@ -95,8 +95,10 @@ class CheckpointNames:
         for source, tensor in weights:
             if self._own:
                 name, _ = rename_source_key(source, renamings, [], prefix, self._known)
-                if name in self._own or f"{name.rpartition('.')[0]}." in self._ignored:
-                    yield name, tensor
+                # The prefix is not added to names of other processes' experts, which are not known.
+                owned = next(filter(self._is_own, (name, f"{prefix}.{name}")), None)
+                if owned is not None:
+                    yield owned, tensor
                     continue
             name, pattern = rename_source_key(source, renamings, converters, prefix, self._known)
             if name not in self._known and source in self._known:
@@ -119,6 +121,10 @@ class CheckpointNames:
         for name in self.targets.keys() - seen - aliases.keys() - self._aliases.keys():
             if name in self._buffers and self._optional.search(name):
                 yield name, self.targets[name].clone()
+
+    def _is_own(self, name: str) -> bool:
+        """Return whether a tensor belongs to TokenSpeed's layers, those of other processes included."""
+        return name in self._own or f"{name.rpartition('.')[0]}." in self._ignored
 
     def _convert(
         self, name: str, converter: WeightConverter, source: str, num_tensors: int
