@@ -67,7 +67,8 @@ def test_table_equals_transformers(scaling: dict[str, Any], theta: float, head_s
     reference = LlamaRotaryEmbedding(LlamaConfig(**config))
     rope = read_rope(config, head_size)
     frequencies, factor = inverse_frequencies(rope)
-    torch.testing.assert_close(frequencies, reference.inv_freq, rtol=2e-6, atol=0)
+    # Powers of 1,000,000 multiply the rounding of their exponents by 14.
+    torch.testing.assert_close(frequencies, reference.inv_freq, rtol=4e-6, atol=0)
     assert factor == pytest.approx(reference.attention_scaling)
     positions = torch.arange(256)[None]
     cosines, sines = reference(torch.zeros(1), positions)
