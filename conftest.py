@@ -7,7 +7,7 @@ import gc
 
 import pytest
 
-gc.disable()  # until the tests are collected: what they import stays
+gc.disable()  # until the tests are collected, because imported modules are never freed
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

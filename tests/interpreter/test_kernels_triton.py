@@ -242,7 +242,7 @@ def test_paged_attention_matches_the_formula(phase: str, problem: AttentionProbl
     assert attends_to_steps(factory, replace(problem, phase=phase), CPU) >= 5
 
 
-# What a backend keeps between calls does not depend on the other features.
+# The other features do not change the state that a backend keeps between calls.
 WITHOUT_STATE = ("float32", "soft cap and sinks", "fp8 and window", "chunks", "small values")
 
 

@@ -50,7 +50,7 @@ def two_processes(num_rows: int, size: int, num_scales: int = 0) -> list[Process
 
 
 class Process(OverlappedAllReduce):
-    """One of two processes whose transfers are copies of the test."""
+    """A process of a pair. The test copies its parts to the other process."""
 
     def transfer(self, x: Tensor) -> None:
         self._memory.other_inbox[: x.shape[0]] = x

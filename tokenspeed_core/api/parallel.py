@@ -174,7 +174,7 @@ class Overlap(Protocol):
         """
 
     def receive(self, sent: SentSummands, residual: Any, weight: Any, eps: float) -> Any:
-        """Return what the fused kernel returns for these summands."""
+        """Return the result of the fused kernel for these summands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +199,6 @@ class FusedCollective:
 
     @property
     def overlap(self) -> Overlap | None:
-        """The attribute `overlap` of the kernel; None if it has none."""
+        """The kernel's attribute `overlap`, or None."""
         found: Overlap | None = getattr(self.kernel, "overlap", None)
         return found

@@ -40,7 +40,7 @@ def kernel_table(plan: KernelPlan) -> str:
         lines.append(f"  and {len(reasons) - room} more. For one op: tokenspeed plugins why {op}")
     if plan.collectives:
         lines += describe_collectives(plan.collectives)
-        if plan.not_fused:
+        if plan.not_fused and any(each.collective.op == "all_reduce" for each in plan.collectives):
             lines.append(f"  no all-reduce is fused with a norm: {plan.not_fused}")
     return "\n".join(lines)
 

@@ -38,7 +38,7 @@ def exchange_tokens(problem: Problem, group: CommGroup, *, options: DeepEPOption
 
 
 class Exchange:
-    """The kernel of one process. Each process has equally many experts."""
+    """The kernel of a process. All processes have the same number of experts."""
 
     def __init__(self, buffer: Any, group: CommGroup) -> None:
         self._buffer, self._tokens = buffer, group.tokens

@@ -127,7 +127,7 @@ _ALL = ShardingSpec("hidden states", Replicated(), Replicated(), 0)
 def _check_heads(
     recorded: Sequence[RecordedAttention], usual: Mapping[str, UsualAttention], build: BuildContext
 ) -> None:
-    """Raise ValueError if processes must share attention whose heads cannot be divided."""
+    """Raise ValueError if attention must be divided, and a module does not allow it."""
     left = [each.module for each in recorded if each.module not in usual]
     group = build.group("attn")
     if left and group.size > 1:
@@ -144,8 +144,7 @@ def _check_shared(specs: Sequence[ShardingSpec], build: BuildContext) -> None:
     ]
     if build.group("world").size > 1 and all(build.group(name).size == 1 for name in groups):
         raise ValueError(
-            "processes can share attention, gated MLPs and experts of the usual form, and the model has none that these "
-            "sizes divide. Use other sizes, or one process"
+            "the model has no attention, gated MLP or experts that these sizes can divide. Use other sizes, or one process"
         )
 
 

@@ -268,7 +268,7 @@ class Replacer:
     def _share(
         self, name: str, axis: str, group: str, size: int, bind: Callable[..., None]
     ) -> None:
-        """Add the specs of a module that processes share, whose outputs of `size` values are partial sums."""
+        """Add the specs of a divided module. Its outputs, of `size` values, are partial sums."""
         between = Sharded(axis, group)
         self.sharding.append(ShardingSpec(f"{name}.in", Replicated(), between, size))
         self.sharding.append(ShardingSpec(f"{name}.out", between, Partial((group,)), size, bind))

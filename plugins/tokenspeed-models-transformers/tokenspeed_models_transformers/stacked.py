@@ -18,7 +18,7 @@ QUANTIZED = "tokenspeed_quantized"
 """The attribute of a quantized linear layer with the forward that replaces that of transformers."""
 
 ALL_REDUCE = "tokenspeed_all_reduce"
-"""The attribute of a linear layer whose outputs are partial sums, with the kernel that adds them up."""
+"""The attribute of a linear layer that returns partial sums: the kernel that adds them up."""
 
 Stacked = Callable[[Any], Tensor]
 """Maps x [T, in], or the result of a quantizing op for x, to [T, sum of outputs]."""

@@ -27,7 +27,7 @@ from tokenspeed_kernels.triton.comm.rows import store_row, tiling
 from tokenspeed_kernels.triton.quantize.fp8_per_group import GROUP
 from tokenspeed_kernels.triton.quantize.fp8_per_token import normalized
 
-MIN_NUM_TOKENS = 6144  # the parts of fewer rows leave multiprocessors idle at their ends
+MIN_NUM_TOKENS = 6144  # fewer rows gained nothing: two small GEMMs take longer than one
 FIRST_PART = 5 / 8  # of the rows, rounded to whole tiles of a GEMM and aligned scales
 TILE = 128
 NUM_PARTS = 2
@@ -101,7 +101,7 @@ class TwoInboxes:
 
 
 class OverlappedAllReduce:
-    """The `Overlap` of one of two processes; `num_scales` as in the fused kernel."""
+    """Implements `Overlap` in a process of a pair. `num_scales` is that of the fused kernel."""
 
     def __init__(
         self, problem: Problem, memory: TwoInboxes, num_scales: int, transfers: torch.cuda.Stream
