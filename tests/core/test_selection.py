@@ -100,7 +100,9 @@ def test_ranked_kernels_come_first_in_each_phase() -> None:
         "not one from dist-one: 1.5 times the floor, two comes first -> --attention-backend.decode one"
         in explained
     )
-    assert "not special from dist-special: two comes first" in explained
+    assert (
+        "not special from dist-special: not measured on this device, two comes first" in explained
+    )
     older = Selector(kernels, PlatformInfo("cuda", (8, 0)), rankings=rankings)
     assert older.select_attention(ATTENTION).spec.backend == "one"
 
@@ -214,9 +216,12 @@ def test_missing_module_shows_how_to_obtain_it() -> None:
 
 def test_auto_skips_a_kernel_that_needs_compiling() -> None:
     slow = kernel("slow", ON_HOPPER, needs_compile=True)
-    selector = Selector((slow, PORTABLE), HOPPER)
-    assert selector.select("greedy", LOGITS).spec.backend == "portable"
-    assert "must be compiled" in explain(selector.plan(), "greedy")
+    ranking = Ranking("greedy", None, (9, 0), (("slow", "1 us"), ("portable", "2 us")))
+    for rankings, figure in (((), "not measured on this device"), ((ranking,), "1 us")):
+        selector = Selector((slow, PORTABLE), HOPPER, rankings=rankings)
+        assert selector.select("greedy", LOGITS).spec.backend == "portable"
+        explained = explain(selector.plan(), "greedy")
+        assert f"must be compiled before the first call; {figure} -> " in explained
     named = Selector((slow, PORTABLE), HOPPER, [override("sampling", "slow")])
     assert named.select("greedy", LOGITS).spec.backend == "slow"
 

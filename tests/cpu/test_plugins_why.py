@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from plugin_files import write_plugin
 
+from tokenspeed_core.api import Ranking
 from tokenspeed_core.cli import main
 from tokenspeed_core.kernels.installed import installed_kernels
 from tokenspeed_core.plugins import Catalog
@@ -38,6 +39,30 @@ def test_text_shows_reasons_and_hints(
     assert "runs   torch from tokenspeed-kernels: the reference" in text
     assert "not    triton from tokenspeed-kernels" in text
     assert "device cpu is not supported (supported: cuda)\n           -> use a cuda device" in text
+
+
+@pytest.mark.parametrize("fastest", ["triton", "torch"])
+def test_figures_of_ranked_experts_are_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fastest: str
+) -> None:
+    names = sorted(("triton", "torch"), key=lambda name: name != fastest)
+    figures = tuple((name, f"{index + 1}.00 times") for index, name in enumerate(names))
+    ranking = Ranking("moe_experts", None, (9, 0), figures)
+    monkeypatch.setattr("tokenspeed_kernels.rankings.RANKINGS", (ranking,))
+    model = Path(__file__).parents[2] / "tokenspeed_models/example/qwen3_moe"
+    # CUDA graphs cannot hold the reference.
+    words = ("plugins", "why", "moe", str(model), "--platform", "sm90", "--enforce-eager")
+    assert main(list(words)) == 0
+    text = capsys.readouterr().out
+    experts = text.partition("\nmoe_experts ")[2].partition("\n\n")[0]
+    assert f"  runs   {fastest} from tokenspeed-kernels: 1.00 times\n" in experts
+    assert (
+        f"  fits   {names[1]} from tokenspeed-kernels\n           2.00 times, {fastest} comes first\n"
+        in experts
+    )
+    route = text.partition("\nmoe_route ")[2].partition("\n\n")[0]
+    assert "the most specific that fits, not measured on this device\n" in route
+    assert "not measured on this device, triton comes first\n" in route
 
 
 MANY_REASONS = """

@@ -30,6 +30,8 @@ from tokenspeed_core.kernels.refusals import hardware_refusals, problem_refusals
 from tokenspeed_core.plugins.catalog import plugin_error
 from tokenspeed_core.plugins.selection import DEFAULTS
 
+NOT_MEASURED = "not measured on this device"
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -361,10 +363,8 @@ def _first(
             if reasons or (name == "auto" and not _is_auto(kernel, figures)):
                 continue
             if name == "auto":
-                unmeasured = (
-                    "the reference" if kernel.spec.reference else "the most specific that fits"
-                )
-                return kernel, figures.get(kernel.spec.backend, unmeasured)
+                place = "the reference" if kernel.spec.reference else "the most specific that fits"
+                return kernel, figures.get(kernel.spec.backend, f"{place}, {NOT_MEASURED}")
             if name == kernel.spec.backend:
                 return kernel, f"selected by {source}"
     return None, "no kernel fits; the ops that it fuses run separately"
@@ -390,21 +390,20 @@ def _verdicts(
         spec, fits = kernel.spec, not reasons
         needs_name = fits and kernel.needs_ranking and spec.backend not in figures
         if fits and kernel is not taken and taken is not None:
+            figure = figures.get(spec.backend, NOT_MEASURED)
             first = next(
                 other for other, no in judged if not no and other.spec.backend == spec.backend
             )
             if first is not kernel:
                 why = f"another kernel of this name, from {first.distribution}, comes first"
             elif spec.needs_compile and spec.backend not in names:
-                why = "auto does not choose kernels that must be compiled before the first call"
+                why = f"auto does not choose kernels that must be compiled before the first call; {figure}"
             elif spec.needs_name and spec.backend not in names:
                 why = "auto does not choose kernels that have not been measured"
             elif needs_name and spec.backend not in names:
                 why = "auto does not choose third-party kernels that have no measured ranking"
             else:
-                why = ", ".join(
-                    filter(None, (figures.get(spec.backend), f"{taken.spec.backend} comes first"))
-                )
+                why = f"{figure}, {taken.spec.backend} comes first"
             # "auto" covers problems of the same op that this backend does not fit.
             hint = as_typed(flag, spec.backend, "auto") if first is kernel else ""
             reasons = (Reason(why, hint),)
