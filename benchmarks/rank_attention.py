@@ -3,12 +3,12 @@ r"""Rank attention backends by end-to-end times of a model, and write the rankin
     for pair in '"triton"' '"fa3"' '{"prefill": "fa3", "decode": "triton"}'; do
         python benchmarks/offline.py qwen3-8b --repeats 2 --flags "{\"attention_backend\": $pair}"
     done > runs.jsonl
-    python benchmarks/rank_attention.py runs.jsonl --capability 9.0 --write tokenspeed_kernels/rankings.py
+    python benchmarks/rank_attention.py runs.jsonl --capability 9.0 --out tokenspeed_kernels/rankings.py
 
 Prefill is ranked by the workloads "prefill", "throughput" and "agentic", decode by "latency", "throughput" and
 "agentic", among runs that differ only in that phase's backend. Kernel times alone (attention_backends.py) do not
 decide, because they ignore the mix of steps in serving and backends that synchronize with the device. A phase that the
-runs rank is replaced with the backends of these runs; other phases stay.
+runs rank is replaced with the backends of these runs; other rankings stay. rank_kernels.py ranks other ops.
 """
 
 from __future__ import annotations
@@ -21,21 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import geometric_mean
 
-from tokenspeed_kernels.rankings import RANKINGS
+from ranking_file import source, update
+
+from tokenspeed_core.api import Ranking
 
 DECIDES = {
     "prefill": ("prefill", "throughput", "agentic"),
     "decode": ("latency", "throughput", "agentic"),
 }
-TEMPLATE = '''"""Measured rankings of backends. Written by benchmarks/rank_attention.py."""
-
-from __future__ import annotations
-
-from tokenspeed_core.api import Ranking
-
-RANKINGS = (
-{rankings})
-'''
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +54,18 @@ def main() -> None:
     parser.add_argument(
         "--capability", required=True, help="compute capability of the device, such as 9.0"
     )
-    parser.add_argument("--write", type=Path, help="write the rankings to this file")
+    parser.add_argument("--out", type=Path, help="update the rankings in this file")
     arguments = parser.parse_args()
     runs = list(read(arguments.runs.read_text().splitlines()))
     major, minor = map(int, arguments.capability.split("."))
-    found = {(each.phase or "", each.compute_capability): each.figures for each in RANKINGS}
-    found |= {
-        (phase, (major, minor)): figures for phase in DECIDES if (figures := ranked(runs, phase))
-    }
-    text = TEMPLATE.format(
-        rankings="".join(source(*key, figures) for key, figures in found.items())
-    )
-    print(text)
-    if arguments.write:
-        arguments.write.write_text(text)
+    rankings = [
+        Ranking("attention", phase, (major, minor), figures)
+        for phase in DECIDES
+        if (figures := ranked(runs, phase))
+    ]
+    print("".join(map(source, rankings)), end="")
+    if arguments.out:
+        update(arguments.out, rankings)
 
 
 def read(lines: Iterable[str]) -> Iterable[Run]:
@@ -112,12 +103,6 @@ def ranked(runs: Iterable[Run], phase: str) -> tuple[tuple[str, str], ...]:
         (name, "; ".join(f"{where}: {', '.join(each)}" for where, each in figures[name].items()))
         for name in order
     )
-
-
-def source(phase: str, capability: tuple[int, ...], figures: Iterable[tuple[str, str]]) -> str:
-    """Return the source of a Ranking."""
-    rows = "".join(f'            ("{backend}", "{figure}"),\n' for backend, figure in figures)
-    return f'    Ranking(\n        "attention", "{phase}", {capability},\n        (\n{rows}        ),\n    ),\n'
 
 
 if __name__ == "__main__":

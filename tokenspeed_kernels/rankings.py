@@ -1,4 +1,7 @@
-"""Measured rankings of backends. Written by benchmarks/rank_attention.py."""
+"""Measured rankings of backends.
+
+benchmarks/rank_attention.py writes those of attention, benchmarks/rank_kernels.py those of other ops.
+"""
 
 from __future__ import annotations
 

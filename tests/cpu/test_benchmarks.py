@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from importlib import import_module
@@ -13,8 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from tokenspeed_core.api import PlatformInfo
+from tokenspeed_core.api import DOTS, Capability, KernelSpec, PlatformInfo, Ranking
+from tokenspeed_core.kernels.installed import InstalledKernel, installed_kernels, installed_ops
+from tokenspeed_core.plugins import Catalog
 from tokenspeed_core.worker.assemble import plan_for
+from tokenspeed_kernels import rankings
+from tokenspeed_kernels.reference import moe
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -152,3 +157,150 @@ def test_times_of_delivery_are_reported() -> None:
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert min(report["iterators_us"], report["sinks_us"]) > 0
+
+
+def rank(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    """Run rank_kernels.py as on a device of compute capability 1.0, which has no rankings."""
+    monkeypatch.syspath_prepend(FOLDER)
+    script = import_module("rank_kernels")
+    fake = PlatformInfo("cpu", (1, 0), "fake device")
+    monkeypatch.setattr(script, "describe_device", lambda device: fake)
+    sizes = ("--device", "cpu", "--shapes", "small", "--tokens", "1", "5")
+    monkeypatch.setattr(sys, "argv", ["rank_kernels.py", *words, *sizes])
+    status: int = script.main()
+    return status
+
+
+def doubled(problem: Any) -> Any:
+    """Return experts whose results are wrong."""
+    experts = moe.moe_experts(problem)
+    return lambda *arguments: 2 * experts(*arguments)
+
+
+def test_backends_of_experts_are_timed_and_ranked() -> None:
+    ops = ("moe_experts", "moe_experts_fp8_block", "moe_experts_w4a16", "moe_experts_int8_static")
+    words = (*ops, "--device", "cpu", "--shapes", "small", "--tokens", "1", "3")
+    done = script("rank_kernels.py", *words)
+    assert done.returncode == 0, done.stderr
+    for op in ops:
+        assert f"{op} small, 3 tokens: lower bound -, torch" in done.stdout
+        assert f"{op} torch: 1.00 times the fastest, geometric mean of 2 sizes" in done.stdout
+    refused = script("rank_kernels.py", *words, "--out", "rankings.py")
+    assert (refused.returncode, "--out needs a GPU" in refused.stderr) == (2, True)
+
+
+def test_new_rankings_keep_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rankings.py"
+    for op in ("moe_experts", "moe_experts_fp8", "moe_experts"):
+        assert rank(monkeypatch, op, "--out", str(path)) == 0
+    written = runpy.run_path(str(path))["RANKINGS"]
+    assert written[: len(rankings.RANKINGS)] == rankings.RANKINGS
+    added = written[len(rankings.RANKINGS) :]
+    assert [(each.op, each.phase, each.compute_capability) for each in added] == [
+        ("moe_experts", None, (1, 0)),
+        ("moe_experts_fp8", None, (1, 0)),
+    ]
+    ((backend, figure),) = added[0].figures
+    assert (backend, "sizes on fake device" in figure) == ("torch", True)
+
+
+def test_wrong_backend_gets_no_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    capability = Capability(("cpu",), ("bfloat16",))
+    specs = (
+        KernelSpec("moe_experts", "doubled", capability, f"{__name__}:doubled"),
+        KernelSpec("moe_experts", "broken", capability, "no_such_module:make"),
+    )
+    monkeypatch.setattr(
+        import_module("rank_kernels"),
+        "installed_kernels",
+        lambda catalog: [
+            *installed_kernels(catalog),
+            *(InstalledKernel(each, "tokenspeed-kernels") for each in specs),
+        ],
+    )
+    assert rank(monkeypatch, "moe_experts") == 1
+    output = capsys.readouterr().out
+    assert "FAILED moe_experts doubled, which gets no rank: small, 1 tokens: Assertion" in output
+    assert "FAILED moe_experts broken, which gets no rank: ModuleNotFoundError" in output
+    ranked = [line.split()[1] for line in output.splitlines() if "times the fastest" in line]
+    assert ranked == ["torch:"]
+
+
+def test_backends_are_ranked_by_mean_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    script = import_module("rank_kernels")
+    measured = {"one": (10.0, 10.0, 400.0), "two": (20.0, 20.0, 100.0)}
+    times = [
+        script.Time(backend, "small", num_tokens, microseconds, backend == "one")
+        for backend, found in measured.items()
+        for num_tokens, microseconds in zip((1, 16, 8192), found, strict=True)
+    ]
+    (first, _), (second, figure) = script.ranked(times, "fake device")
+    assert (first, second) == ("one", "two")  # both lose by a factor of four, "one" only once
+    assert figure == (
+        "1.59 times the fastest, geometric mean of 3 sizes on fake device without CUDA graphs; "
+        "µs for 1, 16, 8192 tokens: small 20.0, 20.0, 100.0"
+    )
+
+
+@pytest.mark.parametrize("wrong", [(7, slice(None)), (slice(None), slice(8)), (7, 3)])
+def test_wrong_tokens_and_features_are_found(
+    monkeypatch: pytest.MonkeyPatch, wrong: tuple[Any, Any]
+) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    agree = import_module("rank_kernels").agree
+    expected = torch.randn((400, 512), generator=torch.Generator().manual_seed(0))
+    found, tolerance = expected.clone(), DOTS[1]
+    agree(found, expected, tolerance)
+    found[wrong] = float("nan") if wrong == (7, 3) else 0.0
+    with pytest.raises(AssertionError, match="wrong"):
+        agree(found, expected, tolerance)
+
+
+def test_lower_bound_counts_used_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    script = import_module("rank_kernels")
+    contract = installed_ops(Catalog.discover())["moe_experts"]
+    problem = script.problem_of(contract, "small")
+    weights = script.make_weights(contract, problem, torch.device("cpu"))
+    assert [len(weights[name]) for name in ("gate_up", "down")] == [8, 8]
+    arguments = weights | script.route(problem, 1, torch.device("cpu"))
+    num_bytes = 2 * (2 * 3 * 128 * 128) + 2 * (2 * 128)  # two experts, x and y in bfloat16
+    for best, expected in (
+        (script.Ceilings(1e6, 1e30), num_bytes),
+        (script.Ceilings(1e30, 1e6), 2 * 6 * 128 * 128),
+    ):
+        assert script.lower_bound(contract, problem, arguments, best) == pytest.approx(expected)
+
+
+def test_file_of_rankings_is_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    ranking_file = import_module("ranking_file")
+    source = Path(rankings.__file__).read_text()
+    assert ranking_file.text_of(rankings.RANKINGS) == source
+
+
+def test_attention_rankings_keep_other_ops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    runs, path = tmp_path / "runs.jsonl", tmp_path / "rankings.py"
+    other = Ranking("moe_experts", None, (9, 0), (("triton", "1 µs"),))
+    old = Ranking("attention", "decode", (9, 0), (("old", "1 s"),))
+    path.write_text(import_module("ranking_file").text_of([old, other]))
+    facts = {"workload": "latency", "shape": "small", "platform": "fake device"}
+    lines = (
+        {**facts, "s": seconds, "backends": {"attention": ["fa3", decode]}}
+        for decode, seconds in (("fa3", 2.0), ("triton", 1.0))
+    )
+    runs.write_text("\n".join(map(json.dumps, lines)))
+    words = ["rank_attention.py", str(runs), "--capability", "9.0", "--out", str(path)]
+    monkeypatch.setattr(sys, "argv", words)
+    import_module("rank_attention").main()
+    decode, kept = runpy.run_path(str(path))["RANKINGS"]
+    assert kept == other
+    assert decode.figures == (
+        ("triton", "small on fake device: latency 1.00 s"),
+        ("fa3", "small on fake device: latency 2.00 s"),
+    )
