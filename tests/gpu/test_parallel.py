@@ -61,6 +61,20 @@ def test_two_gpus_give_the_tokens_of_one(model: str, settings: dict[str, Any]) -
     assert found == greedy_tokens(model)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
+@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [("demo", {}), ("demo-deepseek", {"enable_expert_parallel": True})],
+)
+def test_four_gpus_give_the_tokens_of_one(
+    model: str, settings: dict[str, Any], is_fused: bool
+) -> None:
+    settings = {**settings, "enable_allreduce_fusion": is_fused}
+    found = greedy_tokens(model, tensor_parallel_size=4, **settings)
+    assert found == greedy_tokens(model)
+
+
 def batch_texts(folder: Path, num_prompts: int, *flags: str) -> list[str]:
     """Return the greedy answers of `run-batch` with one or several engines."""
     body = {"model": "demo-deepseek", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
@@ -141,18 +155,26 @@ def test_two_engines_that_share_experts_give_the_tokens_of_one(
     assert found == texts_of_one_engine[:num_prompts]
 
 
+# Small steps, and a step whose transfers overlap with computation, with an odd number of tokens.
+@pytest.mark.parametrize("lengths", [(5, 40, 130), (3250, 3251)], ids=["small", "overlapped"])
 @pytest.mark.parametrize(
     ("quantization", "layout"),
-    [("fp8", {"tensor_parallel_size": 2}), ("fp8-block", {"dense_tp_size": 2})],
+    [
+        (None, {"tensor_parallel_size": 2}),
+        ("fp8", {"tensor_parallel_size": 2}),
+        ("fp8-block", {"dense_tp_size": 2}),
+    ],
 )
-def test_fused_fp8_all_reduces_change_only_close_tokens(
-    quantization: str, layout: dict[str, int]
+def test_fused_all_reduces_change_only_close_tokens(
+    quantization: str | None, layout: dict[str, int], lengths: tuple[int, ...]
 ) -> None:
     params = SamplingParams(temperature=0, max_tokens=24, logprobs=5)
-    prompts = [{"prompt_token_ids": list(range(3, 3 + length))} for length in (5, 40, 130)]
+    prompts = [
+        {"prompt_token_ids": [3 + token % 1500 for token in range(length)]} for length in lengths
+    ]
     answers = []
     for is_fused in (False, True):
-        settings: dict[str, Any] = {"enable_allreduce_fusion": is_fused, "max_total_tokens": 2048}
+        settings: dict[str, Any] = {"enable_allreduce_fusion": is_fused, "max_total_tokens": 8192}
         with LLM("demo", quantization=quantization, **layout, **settings) as llm:
             answers.append([each.outputs[0] for each in llm.generate(prompts, params)])
     for separate, fused in zip(*answers, strict=True):
