@@ -22,6 +22,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import last_token_weights
 import numpy as np
@@ -29,7 +30,7 @@ import torch
 from runner_step import prefilled
 from tokenspeed_bench.result import machine
 from tokenspeed_bench.shapes import SHAPES, write
-from tokenspeed_testing.drafts import install_forced
+from tokenspeed_testing.drafts import FixedDepth, install_forced
 from tokenspeed_testing.plans import PlanMaker
 
 from tokenspeed_core import LLM, SamplingParams
@@ -209,7 +210,9 @@ def check_outputs(folder: Path, answers: Path) -> None:
     expected, _ = plain.ask(prompts)
     plain.llm.shutdown()
     answers.write_text(json.dumps(expected))
-    drafted = User(folder, 48, drafting(answers, 0.7, MAX_DRAFTS))
+    # Steps of this model are so short that the engine would not choose to draft.
+    with patch("tokenspeed_core.engine.drafting.AdaptiveDepth", lambda _, most: FixedDepth(most)):
+        drafted = User(folder, 48, drafting(answers, 0.7, MAX_DRAFTS))
     found, _ = drafted.ask(prompts)
     _, num_accepted, _ = drafted.accepted()
     drafted.llm.shutdown()

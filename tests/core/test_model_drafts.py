@@ -72,11 +72,11 @@ def test_released_slot_has_no_draft_tokens(drafts: ModelDrafts) -> None:
 def test_results_are_needed_only_for_made_drafts(drafts: ModelDrafts, columns: SlotColumns) -> None:
     columns.set_decoding(0, True)
     columns.set_decoding(1, True)
-    assert not drafts.needs_results
+    assert not drafts.wants_results()
     assert drafts.next_drafts(slots(0, 1), 7, is_useful=False) == NextDraftCount(0)
-    assert not drafts.needs_results
+    assert not drafts.wants_results()
     assert drafts.next_drafts(slots(0, 1), 0) == NextDraftCount(3)
-    assert drafts.needs_results
+    assert drafts.wants_results()
 
 
 def test_rows_with_processors_get_none(drafts: ModelDrafts, columns: SlotColumns) -> None:
@@ -112,7 +112,7 @@ def test_host_gets_the_draft_tokens_of_grammars(drafts: ModelDrafts, columns: Sl
 def test_paused_model_follows_prompts_only(drafts: ModelDrafts, depth: Paused) -> None:
     drafts.next_drafts(slots(0), 0)
     depth.is_paused = True
-    assert not drafts.needs_results
+    assert not drafts.wants_results()
     assert drafts.count(slots(0), slots(9)) is None
     assert drafts.next_drafts(slots(0), 0) is None
     assert drafts.next_drafts(slots(0), 7) == NextDraftCount(0)

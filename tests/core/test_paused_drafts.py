@@ -80,6 +80,7 @@ def paused_world(monkeypatch: pytest.MonkeyPatch) -> tuple[World, Paused, Calls]
         world.submit(request(i, prompt, max_tokens=40))
     while world.scheduler.columns.is_decoding.sum() != NUM_SEQUENCES:
         world.step()
+    world.step()  # collects the first tokens
     return world, depth, Calls(world, monkeypatch)
 
 
@@ -95,17 +96,20 @@ def test_drafter_gets_the_tokens_of_a_pause_at_once(monkeypatch: pytest.MonkeyPa
     world, depth, calls = paused_world(monkeypatch)
     depth.is_paused = False
     world.step()
-    assert calls.names == ["begin"] * NUM_SEQUENCES + ["propose"]
+    # The first proposals show that it is worth to collect the steps in flight, whose tokens the second ones follow.
+    begun = [*["begin"] * NUM_SEQUENCES, "propose", "extend", "propose"]
+    assert calls.names == begun
     depth.is_paused = True
     world.step()
     known = world.scheduler.columns.num_known.copy()
     for _ in range(6):
         world.step()
-    assert len(calls.names) == NUM_SEQUENCES + 1
+    assert calls.names == begun
+    calls.extended.clear()
     depth.is_paused = False
     world.step()
-    assert calls.names[NUM_SEQUENCES + 1 :] == ["extend", "propose"]
-    assert min(calls.extended) >= 6
+    assert calls.names[len(begun) :] == ["extend", "propose"] * 2
+    assert min(calls.extended[:NUM_SEQUENCES]) >= 6
     assert (world.scheduler.columns.num_known[:NUM_SEQUENCES] > known[:NUM_SEQUENCES]).all()
     world.run()
     for sequence_id, tokens in world.tokens.items():
@@ -119,10 +123,11 @@ def test_few_sequences_begin_before_a_step(monkeypatch: pytest.MonkeyPatch) -> N
     clock = iter(range(1000))
     monkeypatch.setattr(drafts_module, "perf_counter", lambda: float(next(clock)))
     world.step()
-    assert calls.names == ["begin", "begin", "propose"], "each takes a second"
+    assert calls.names[:3] == ["begin", "begin", "propose"], "each takes a second"
     world.step()
     assert calls.names.count("begin") == NUM_SEQUENCES
-    assert calls.proposed == [2, NUM_SEQUENCES]
+    assert calls.proposed[0] == 2
+    assert calls.proposed[-1] == NUM_SEQUENCES
 
 
 def test_account_limits_the_time_to_begin_and_end_sequences() -> None:
@@ -146,10 +151,19 @@ def test_steps_without_drafts_raise_the_budget_to_a_limit() -> None:
     for _ in range(10_000):  # drafts are on, but no row may have any, as with logits processors
         depth.finish_step(FinishedStep(4, 4, 0, 0, 0.5))
     assert depth.max_drafts(4) == 3
-    assert depth.max_seconds(4) == pytest.approx(4 * 0.5)
+    assert depth.max_seconds(4) == pytest.approx(4 * 0.5, abs=MAX_LOSS)
 
 
-@pytest.mark.parametrize(("lost", "num_steps"), [(0.5, 100), (1.5, 300), (1000.0, 6500)])
+def test_costly_steps_may_save_a_larger_budget() -> None:
+    account = Account(pause=0)
+    for _ in range(10):
+        account.record(5.0, cost=3.0)
+    assert account.balance == 12.0, "four steps of three plain ones"
+    account.record(0.5, cost=1.0)
+    assert account.balance == 12.0, "cheap steps keep it, and add nothing"
+
+
+@pytest.mark.parametrize(("lost", "num_steps"), [(0.75, 100), (1.5, 200), (1000.0, 4334)])
 def test_pause_lasts_until_the_budget_is_half_a_step(lost: float, num_steps: int) -> None:
     account = Account(balance=0.5, pause=0)
     for _ in range(6):  # later pauses are not longer
@@ -159,13 +173,12 @@ def test_pause_lasts_until_the_budget_is_half_a_step(lost: float, num_steps: int
         for _ in range(num_steps):
             account.earn()
         assert account.pause == 0
-        assert account.balance == pytest.approx(0.5)
+        assert account.balance == pytest.approx(0.5, abs=MAX_LOSS)
 
 
 def test_loss_during_a_pause_extends_it() -> None:
     account = Account(balance=0.5, pause=0)
     account.record(-0.5)
-    for _ in range(50):
-        account.earn()
-    account.record(-0.125)
-    assert account.pause == 75
+    before = account.pause
+    account.record(-0.375)
+    assert account.pause == before + 50

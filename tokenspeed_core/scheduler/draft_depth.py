@@ -17,14 +17,15 @@ import numpy as np
 
 from tokenspeed_core.api.step import F32, I32, I64
 from tokenspeed_core.scheduler.drafts import FinishedStep
-from tokenspeed_core.scheduler.step_cost import MAX_OUTLIER, StepCost
+from tokenspeed_core.scheduler.step_cost import MAX_OUTLIER, RowsCost, StepCost
 
 F64 = np.ndarray[Any, np.dtype[np.float64]]
 
-MAX_LOSS = 0.005  # share of the time of all steps that speculation may lose
+MAX_LOSS = 0.0075  # share of the time of all steps that speculation may lose
 MARGIN = 1.02  # predicted speed-up from which drafts are verified
 _STAKE = 0.5  # budget with which speculation is tried, in plain steps
-_MAX_BALANCE = 4.0  # largest budget, in plain steps
+# Largest budget, in steps: plain ones, or ones with drafts as far as drafts saved it.
+_MAX_BALANCE = 4.0
 _MAX_LOST = 32.0  # largest loss that the account keeps, in plain steps
 _NUM_MEASURED = 16  # last steps of a pause, which are measured
 # Draft tokens of the first step with drafts. Later steps have at most twice the number tried before.
@@ -86,16 +87,18 @@ class Account:
 
     def earn(self) -> None:
         """Record a step, which adds MAX_LOSS to the budget, up to its maximum."""
-        self.balance = min(_MAX_BALANCE, self.balance + MAX_LOSS)
+        if self.balance < _MAX_BALANCE:
+            self.balance += MAX_LOSS
         if self.pause:
             self.pause -= 1
 
-    def record(self, saved: float) -> None:
-        """Record the plain steps that drafts saved; negative: lost.
+    def record(self, saved: float, cost: float = 1.0) -> None:
+        """Record the plain steps that a step of `cost` plain steps saved; negative: lost.
 
         If the budget is used up, drafts pause until it is _STAKE.
         """
-        self.balance = max(-_MAX_LOST, min(_MAX_BALANCE, self.balance + saved))
+        limit = max(self.balance, _MAX_BALANCE * cost)
+        self.balance = max(-_MAX_LOST, min(limit, self.balance + saved))
         if self.pause or self.balance <= 0.0:
             self.pause = max(self.pause, ceil((_STAKE - self.balance) / MAX_LOSS))
 
@@ -121,6 +124,9 @@ class AdaptiveDepth:
         # Seconds to begin and end sequences, not yet in the account: of this step, and of earlier steps that were not
         # compared with plain ones.
         self._spent = self._spent_before = 0.0
+        self._is_asked = (
+            False  # the drafter was asked before the step that finishes next was collected
+        )
         self._is_drafting = False  # the drafter was called for the step that finishes next
         self._was_drafting = False  # the drafter was called for the step before that
 
@@ -148,16 +154,44 @@ class AdaptiveDepth:
         """
         self._is_drafting = True
         cost = self.cost.of(num_rows)
-        most = min(sum(counts.tolist()), num_left, max(_FIRST_DRAFTS, 2 * cost.most_tried))
-        seconds = cost.with_drafts(most)
+        seconds = cost.with_drafts(self._most(counts, num_left, cost))
+        chosen, self._step_expected[slots] = self._choose(
+            slots, counts, probabilities, num_rows, seconds
+        )
+        return chosen
+
+    def are_useful(
+        self, slots: I64, counts: I32, probabilities: F32 | None, num_rows: int, num_left: int
+    ) -> bool:
+        """Return whether any of the proposed tokens are worth a step that does not overlap with others."""
+        self._is_asked = True
+        cost = self.cost.of(num_rows)
+        seconds = cost.with_drafts(self._most(counts, num_left, cost))
+        seconds[0] = cost.plain
+        chosen, _ = self._choose(slots, counts, probabilities, num_rows, seconds)
+        return any(chosen.tolist())
+
+    def _most(self, counts: I32, num_left: int, cost: RowsCost) -> int:
+        """Return the maximum draft tokens of a step."""
+        num_proposed: int = sum(counts.tolist())
+        return min(num_proposed, num_left, max(_FIRST_DRAFTS, 2 * cost.most_tried))
+
+    def _choose(
+        self,
+        slots: I64,
+        counts: I32,
+        probabilities: F32 | None,
+        num_rows: int,
+        seconds: list[float],
+    ) -> tuple[I32, F64]:
+        """Return the results of `choose_counts` for these rows."""
         if num_rows == 1:
             row = self._history[:, slots[0]].tolist()
             estimates = self._estimates_of_row(row, counts.item(0), probabilities)
-            count, self._step_expected[slots[0]] = choose_count(estimates, seconds)
-            return np.array([count], np.int32)
+            count, expected = choose_count(estimates, seconds)
+            return np.array([count], np.int32), np.array([expected])
         estimates_of_rows = self._estimates(slots, counts, probabilities)
-        chosen, self._step_expected[slots] = choose_counts(estimates_of_rows, num_rows, seconds)
-        return chosen
+        return choose_counts(estimates_of_rows, num_rows, seconds)
 
     def _prior(self) -> float:
         """Return the acceptance that is assumed for a new row."""
@@ -210,6 +244,7 @@ class AdaptiveDepth:
     def finish_step(self, step: FinishedStep) -> None:
         """Record the duration of a step. Steps with prompt tokens are not compared with others."""
         account, num_drafts = self.account, step.num_tokens - step.num_rows
+        is_asked, self._is_asked = self._is_asked, False
         if step.num_chunk_tokens or not step.num_rows:
             self._is_drafting = False
             self._spent_before += self._spent
@@ -227,13 +262,17 @@ class AdaptiveDepth:
         # A step for which the drafter found nothing is not a plain one: the call took time.
         if is_called:
             seconds = cost.observe(num_drafts, seconds)
+        elif step.is_steady and not spent:
+            # Successive plain steps overlap. The first and the last of them take a different time.
+            if is_asked:
+                cost.observe_asked(seconds)
+            else:
+                cost.observe_plain(seconds)
+                self._since_plain, self._num_plain_wanted = 0, max(0, self._num_plain_wanted - 1)
+        if is_called or is_asked:
             self._since_plain += 1
             if self._since_plain >= _PLAIN_INTERVAL:
                 self._since_plain, self._num_plain_wanted = 0, _NUM_PLAIN_AGAIN
-        elif step.is_steady and not spent:
-            # Successive plain steps overlap. The first and the last of them take a different time.
-            cost.observe_plain(seconds)
-            self._since_plain, self._num_plain_wanted = 0, max(0, self._num_plain_wanted - 1)
         plain = cost.plain
         if not plain:  # no plain step with about as many rows was measured
             self._spent_before = spent
@@ -243,5 +282,7 @@ class AdaptiveDepth:
             saved += 1 + step.num_accepted / step.num_rows - seconds / plain
         elif was_called:  # no other step was in flight
             saved -= max(0.0, min(seconds / plain, MAX_OUTLIER) - 1)
+        elif is_asked:
+            saved -= max(0.0, cost.asked / plain - 1)
         if saved:
-            account.record(saved)
+            account.record(saved, seconds / plain)

@@ -82,6 +82,14 @@ class DraftDepth(Protocol):
     def spend(self, seconds: float) -> None:
         """Record the drafter's time to begin or end sequences. The step that finishes next includes it."""
 
+    def are_useful(
+        self, slots: I64, counts: I32, probabilities: F32 | None, num_rows: int, num_left: int
+    ) -> bool:
+        """Return whether a step would verify any of the proposed tokens if steps in flight were collected for it.
+
+        The arguments are those of `choose`.
+        """
+
     def choose(
         self, slots: I64, counts: I32, probabilities: F32 | None, num_rows: int, num_left: int
     ) -> I32:
@@ -120,10 +128,9 @@ class DraftSource(ABC):
         """Whether decode rows may get draft tokens now."""
         return self._depth.max_drafts(len(self._columns.decoding())) > 0
 
-    @property
     @abstractmethod
-    def needs_results(self) -> bool:
-        """Whether all steps in flight must be collected before the next one is planned, if drafts are on."""
+    def wants_results(self) -> bool:
+        """Return whether to collect all steps in flight before the next one is planned. Called while drafts are on."""
 
     @abstractmethod
     def count(self, slots: I64, room: I32) -> I32 | None:
@@ -198,10 +205,28 @@ class HostDrafts(DraftSource):
         """Whether the drafter works, and drafts are not paused."""
         return not self._is_off and self._depth.max_drafts(len(self._columns.decoding())) > 0
 
-    @property
-    def needs_results(self) -> bool:
-        """Whether a decoding row may draft: its newest tokens must be known."""
-        return bool(np.count_nonzero(self._columns.may_draft[self._columns.decoding()]))
+    def wants_results(self) -> bool:
+        """Return whether any row would get draft tokens if the tokens known now were all.
+
+        The drafter proposes continuations without the tokens of the steps in flight. If none is worth a wait for these,
+        the next step is a plain one, and overlaps with them.
+        """
+        columns = self._columns
+        slots = columns.decoding()
+        num_rows = len(slots)
+        room = columns.max_len[slots] - columns.num_bound[slots] - 1
+        most = np.minimum(room, np.int32(self._depth.max_drafts(num_rows)))
+        most *= columns.may_draft[slots]
+        if not np.count_nonzero(most > 0):
+            return False
+        found = self._propose(slots, most)
+        if found is None:
+            return False
+        drafting, _, drafts = found
+        num_left = self._num_left(num_rows)
+        return self._depth.are_useful(
+            drafting, drafts.counts, drafts.probabilities, num_rows, num_left
+        )
 
     def count(self, slots: I64, room: I32) -> I32 | None:
         """Let the drafter propose tokens, and return their number for each row.
@@ -214,23 +239,10 @@ class HostDrafts(DraftSource):
         max_drafts = self._depth.max_drafts(num_rows)
         if not max_drafts:
             return None
-        most = np.minimum(room, np.int32(max_drafts))
-        drafting, places = slots, None
-        try:
-            # Built-in functions are faster than NumPy on short lists.
-            if VACANT in self._sequence_id[slots].tolist() or min(most.tolist()) < 1:
-                self._begin(slots, num_rows)
-                is_ready = (self._sequence_id[slots] != VACANT) & (most > 0)
-                places = is_ready.nonzero()[0]
-                if not len(places):
-                    return None
-                drafting, most = slots[places], most[places]
-            self._follow(drafting)
-            drafts = self._drafter.propose(drafting.astype(np.int32), most)
-            self._check(drafts, most)
-        except Exception:  # plugin code may raise anything
-            self._switch_off()
+        found = self._propose(slots, np.minimum(room, np.int32(max_drafts)))
+        if found is None:
             return None
+        drafting, places, drafts = found
         # Copies: the drafter may reuse its arrays while the plan is in flight, and they may have another type.
         counts, token_ids = np.array(drafts.counts, np.int32), np.array(drafts.token_ids, np.int32)
         self._proposed = Proposed(drafting, counts, token_ids)
@@ -265,13 +277,38 @@ class HostDrafts(DraftSource):
         self._sequence_id[slot] = VACANT
         self._depth.spend(perf_counter() - started_at)
 
+    def _propose(self, slots: I64, most: I32) -> tuple[I64, I64 | None, Drafts] | None:
+        """Let the drafter propose at most `most[i]` tokens for each decode row; None: for no row.
+
+        Returns the slots that it proposed for, their places in `slots` (None: all), and the proposals.
+        """
+        drafting, places = slots, None
+        try:
+            # Built-in functions are faster than NumPy on short lists.
+            if VACANT in self._sequence_id[slots].tolist() or min(most.tolist()) < 1:
+                self._begin(slots, len(slots))
+                is_ready = (self._sequence_id[slots] != VACANT) & (most > 0)
+                places = is_ready.nonzero()[0]
+                if not len(places):
+                    return None
+                drafting, most = slots[places], most[places]
+            self._follow(drafting)
+            drafts = self._drafter.propose(drafting.astype(np.int32), most)
+            self._check(drafts, most)
+        except Exception:  # plugin code may raise anything
+            self._switch_off()
+            return None
+        return drafting, places, drafts
+
     def _begin(self, slots: I64, num_rows: int) -> None:
-        """Begin new sequences of some slots until the time limit, at least one."""
+        """Begin new sequences of some slots that have a generated token, until the time limit, at least one."""
         new = slots[(self._sequence_id[slots] == VACANT) & self._columns.may_draft[slots]]
         columns, started_at = self._columns, perf_counter()
         max_seconds, seconds = self._depth.max_seconds(num_rows), 0.0
         for slot in new.tolist():
             sequence, known = self._sequences.at(slot).sequence, columns.known(slot)
+            if len(known) == sequence.num_prompt:
+                continue  # its first token is in flight
             self._depth.begin(slot)
             tenant = sequence.request.cache_namespace
             self._drafter.begin(slot, known.copy(), sequence.num_prompt, tenant)

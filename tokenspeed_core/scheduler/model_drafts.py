@@ -28,9 +28,8 @@ class ModelDrafts(DraftSource):
         self._num_made = np.zeros(limits.max_num_seqs, np.int32)
         self._is_known = np.zeros(limits.max_num_seqs, np.bool_)  # the host has the ids
 
-    @property
-    def needs_results(self) -> bool:
-        """Whether the next plan needs all results: a row has draft tokens, and its depth follows the newest acceptance."""
+    def wants_results(self) -> bool:
+        """Return whether a row has draft tokens: its depth follows the newest acceptance."""
         slots = self._columns.decoding()
         return bool(self._num_made[slots].any() and self._columns.may_draft[slots].any())
 

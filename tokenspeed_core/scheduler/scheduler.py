@@ -85,11 +85,10 @@ class Scheduler:
         self.sequences.on_release = drafts.end
         self._drafts_with_prompts = with_prompts
 
-    @property
-    def needs_results(self) -> bool:
-        """Whether all steps in flight must be collected before the next one is planned, for its draft tokens."""
+    def wants_results(self) -> bool:
+        """Return whether to collect all steps in flight before the next one is planned, for its draft tokens."""
         drafts = self._drafts_of_next_step
-        return drafts is not None and drafts.needs_results
+        return drafts is not None and drafts.wants_results()
 
     @property
     def _drafts_of_next_step(self) -> DraftSource | None:

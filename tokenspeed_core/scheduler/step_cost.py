@@ -17,12 +17,25 @@ def size_class(number: int) -> int:
 class RowsCost:
     """Mean seconds of steps with about the same number of rows: plain steps, and steps by their draft tokens."""
 
-    __slots__ = ("_classes", "_num_steps", "_seconds", "most_tried", "num_plain", "plain")
+    __slots__ = (
+        "_classes",
+        "_num_asked",
+        "_num_steps",
+        "_seconds",
+        "asked",
+        "most_tried",
+        "num_plain",
+        "plain",
+    )
 
     def __init__(self, classes: list[int]) -> None:
         """`classes` are the size classes of all numbers of draft tokens."""
         self.plain = 0.0
         self.num_plain = 0
+        self.asked = (
+            0.0  # of steps during which the drafter was asked, and had nothing worth verifying
+        )
+        self._num_asked = 0
         self.most_tried = 0  # draft tokens of a measured step
         self._classes = classes
         # By class of draft tokens. Class 0: the drafter was called, but no token was verified.
@@ -33,6 +46,11 @@ class RowsCost:
         """Record a step for which the drafter was not called."""
         self.num_plain += 1
         self.plain = _next_mean(self.plain, self.num_plain, seconds)
+
+    def observe_asked(self, seconds: float) -> None:
+        """Record a plain step during which the drafter was asked."""
+        self._num_asked += 1
+        self.asked = _next_mean(self.asked, self._num_asked, seconds)
 
     def observe(self, num_drafts: int, seconds: float) -> float:
         """Record a step for which the drafter was called. Returns its seconds, limited if it is an outlier."""

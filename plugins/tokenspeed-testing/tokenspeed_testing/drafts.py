@@ -32,6 +32,12 @@ class FixedDepth:
     def spend(self, seconds: float) -> None:
         """Do nothing."""
 
+    def are_useful(
+        self, slots: I32, counts: I32, probabilities: F32 | None, num_rows: int, num_left: int
+    ) -> bool:
+        """Return whether there are any."""
+        return bool(np.count_nonzero(counts))
+
     def choose(
         self, slots: I32, counts: I32, probabilities: F32 | None, num_rows: int, num_left: int
     ) -> I32:
