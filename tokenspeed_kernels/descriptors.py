@@ -173,7 +173,7 @@ TORCH_CACHE = (
     _torch("mla_write", "mla:mla_write", frozenset()),
 )
 _VALUES = frozenset({"value_head_size"})
-_SCORES = frozenset({"window", "chunked", "soft_cap", "sinks"}) | _VALUES
+_SCORES = frozenset({"window", "chunked", "soft_cap", "sinks", "bidirectional"}) | _VALUES
 TORCH_ATTENTION = (
     _torch("attention", "attention:attention", _SCORES),
     _torch("mla_decode", "mla:mla_decode"),

@@ -100,6 +100,7 @@ class DenseBuild:
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
         value_head_size: int | None = None,
+        is_bidirectional: bool = False,
         group: str = "full",
         rotation: Rotation | None = None,
     ) -> AttentionCall:
@@ -125,6 +126,7 @@ class DenseBuild:
             sinks,
             rotate,
             is_chunked=is_chunked,
+            is_bidirectional=is_bidirectional,
         )
         self.caches[layer] = call
         return call
@@ -162,7 +164,7 @@ def sequence_logits(
 
 
 class _DenseAttention:
-    """Causal attention over all keys of one sequence, or over the last `window` keys."""
+    """Attention over all keys of one sequence, or over the last `window` keys. The first call may see later keys."""
 
     def __init__(
         self,
@@ -174,8 +176,9 @@ class _DenseAttention:
         rotate: Callable[..., None] | None,
         *,
         is_chunked: bool = False,
+        is_bidirectional: bool = False,
     ) -> None:
-        self.is_chunked = is_chunked
+        self.is_chunked, self.is_bidirectional = is_chunked, is_bidirectional
         self.num_repeats, self.scale, self.window, self.rotate = num_repeats, scale, window, rotate
         self.soft_cap, self.sinks = soft_cap, sinks
         self.clear()
@@ -200,10 +203,12 @@ class _DenseAttention:
             torch.arange(num_keys - q.shape[0], num_keys)[:, None],
             torch.arange(num_keys),
         )
-        hidden = key > position
-        if self.window is not None:
-            start = position // self.window * self.window
-            hidden |= key < (start if self.is_chunked else position - self.window + 1)
+        is_prompt = self.is_bidirectional and len(self.keys) == 1
+        hidden = (key > position) & (not is_prompt)
+        if self.window is not None and self.is_chunked:
+            hidden |= key < position // self.window * self.window
+        elif self.window is not None:
+            hidden |= (key - position).abs() >= self.window
         if self.soft_cap is not None:
             scores = self.soft_cap * torch.tanh(scores / self.soft_cap)
         scores = scores.masked_fill(hidden.to(scores.device), float("-inf"))

@@ -280,6 +280,7 @@ def test_undeclared_features_are_refused() -> None:
         "soft_cap": {"soft_cap": 50.0},
         "sinks": {"has_sinks": True},
         "value_head_size": {"value_head_size": 32},
+        "bidirectional": {"is_bidirectional": True},
     }
     for feature, changes in needing.items():
         with pytest.raises(SelectionError, match=f"the feature {feature} is not supported"):

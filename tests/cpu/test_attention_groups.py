@@ -19,7 +19,8 @@ from tokenspeed_core.api.cache_groups import (
     LatentAttention,
     SlidingWindow,
 )
-from tokenspeed_core.api.kernels import PlatformInfo
+from tokenspeed_core.api.kernels import PHASES, PlatformInfo
+from tokenspeed_core.api.models import LatentSizes
 from tokenspeed_core.errors import CheckpointError
 from tokenspeed_core.kernels.select import Selector
 from tokenspeed_core.kv_cache.page_layout import PageLayout
@@ -34,8 +35,8 @@ WINDOW = SlidingWindow("window", num_layers=2, num_kv_heads=2, head_size=16, win
 WIDE_WINDOW = SlidingWindow("wide", num_layers=5, num_kv_heads=2, head_size=16, window=32)
 
 
-def make_build(resolved: Resolved, *groups: CacheGroupSpec) -> ModelBuild:
-    info = replace(resolved.checkpoint.info, cache_groups=groups)
+def make_build(resolved: Resolved, *groups: CacheGroupSpec, **changes: Any) -> ModelBuild:
+    info = replace(resolved.checkpoint.info, cache_groups=groups, **changes)
     changed = replace(resolved, checkpoint=replace(resolved.checkpoint, info=info))
     return ModelBuild(changed, torch.device("meta"), Selector((), PlatformInfo("cpu")))
 
@@ -95,6 +96,27 @@ def test_layer_of_another_kind_than_its_group_is_refused(tiny: Make) -> None:
     build = make_build(tiny(), Latent("full", 2, 2, 16))
     with pytest.raises(CheckpointError, match=r"k \[2, 16\].* latent \[16\]"):
         attend(build, 0)
+
+
+def test_bidirectional_layer_of_a_causal_model_is_refused(tiny: Make) -> None:
+    with pytest.raises(CheckpointError, match="layer 1 is bidirectional"):
+        attend(make_build(tiny(), FULL), 1, is_bidirectional=True)
+
+
+def test_only_plain_prompts_are_bidirectional(tiny: Make) -> None:
+    latent = LatentAttention("latent", num_layers=1, latent_size=20, rope_size=12)
+    build = make_build(tiny(), FULL, latent, is_bidirectional=True)
+    attend(build, 0, is_bidirectional=True)
+    (layer,) = build.layers
+    problems = {phase: layer.problem(phase=phase, block_size=16) for phase in PHASES}
+    assert {phase: each.is_bidirectional for phase, each in problems.items()} == {
+        "prefill": True,
+        "decode": False,
+    }
+    with pytest.raises(CheckpointError, match="layer 1 is both chunked and bidirectional"):
+        attend(build, 1, is_bidirectional=True, is_chunked=True, window=8)
+    with pytest.raises(CheckpointError, match="layer 0: latent attention"):
+        build.latent_attention(layer=0, sizes=LatentSizes(4, 20, 12, 8, 8), scale=1.0)
 
 
 def test_layers_own_the_bytes_of_their_blocks() -> None:

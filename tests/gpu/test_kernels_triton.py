@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tokenspeed_testing.attention import Rows, attends, check_attention, limits_of, make_fixture
+from tokenspeed_testing.attention import (
+    Rows,
+    attends,
+    attends_once,
+    check_attention,
+    limits_of,
+    make_fixture,
+)
 from tokenspeed_testing.conformance import check
 
 from tokenspeed_core.api.attention import AttentionProblem
@@ -36,6 +43,25 @@ def test_fp8_gemm_conforms_around_the_row_limit(num_rows: int) -> None:
 @pytest.mark.parametrize("spec", [s for s in SPECS if s.op == "attention"], ids=lambda s: s.backend)
 def test_paged_attention_conforms(spec: KernelSpec) -> None:
     check_attention(spec, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("window", [None, 128])
+def test_long_whole_prompts_conform(window: int | None) -> None:
+    problem = AttentionProblem(
+        "prefill",
+        16,
+        4,
+        128,
+        "bfloat16",
+        "bfloat16",
+        16,
+        128**-0.5,
+        window,
+        is_bidirectional=True,
+    )
+    rows = Rows((1, 1500, 40, 700, 3), (300, 1500, 900, 700, 3))
+    factory = descriptors.TRITON_ATTENTION[0].factory()
+    attends_once(factory, problem, torch.device("cuda"), rows)
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])

@@ -242,6 +242,15 @@ def test_paged_attention_matches_the_formula(phase: str, problem: AttentionProbl
     assert attends_to_steps(factory, replace(problem, phase=phase), CPU) >= 5
 
 
+@pytest.mark.parametrize("features", [{"window": 12}, {"soft_cap": 1.0, "has_sinks": True}])
+def test_whole_prompts_see_later_keys(features: dict[str, Any]) -> None:
+    problem = attention_problem(
+        4, 2, 16, 8, "float32", "float32", is_bidirectional=True, **features
+    )
+    factory = descriptors.TRITON_ATTENTION[0].factory()
+    assert attends_to_steps(factory, replace(problem, phase="prefill"), CPU) >= 5
+
+
 # The other features do not change the state that a backend keeps between calls.
 WITHOUT_STATE = ("float32", "soft cap and sinks", "fp8 and window", "chunks", "small values")
 

@@ -23,6 +23,10 @@ class AttentionProblem:
     from position 0: a query attends to the positions of its chunk up to its own. With sinks, each query head has a
     learned score without a value, which joins the softmax. Keys have `head_size` elements per head, and values
     `value_head_size` (None: as many).
+
+    If it `is_bidirectional`, a row of queries from position 0 is a whole prompt, and its queries attend to all its
+    keys, with a window to those less than `window` positions away. Other rows are causal. The engine asks for that in
+    the phase "prefill" only, since decode rows begin after their prompt, and never for chunks.
     """
 
     phase: str
@@ -38,6 +42,7 @@ class AttentionProblem:
     has_sinks: bool = False
     is_chunked: bool = False
     value_head_size: int | None = None
+    is_bidirectional: bool = False
 
     @property
     def out_size(self) -> int:
@@ -62,7 +67,8 @@ class AttentionStep:
 
     `seq_lens` counts the tokens in the cache after the step's own are written. `max_*` are host-side upper bounds, in
     captured steps those of the graph. Query token t of row i has the position
-    `seq_lens[i] - (query_start[i + 1] - query_start[i]) + (t - query_start[i])` and attends to positions up to its own.
+    `seq_lens[i] - (query_start[i + 1] - query_start[i]) + (t - query_start[i])` and attends to positions up to its own,
+    except in whole prompts of a bidirectional problem.
     A padding row has `seq_lens` 0; its output may be anything but NaN. `num_tokens` may exceed `query_start[num_rows]`
     in a padded graph. `shares_prefix` and `overlaps_prefill` are hints that only captured steps have.
     """

@@ -31,7 +31,9 @@ ANY_ARCHITECTURE = "*"
 class ModelInfo:
     """The properties of a checkpoint that the core needs.
 
-    `num_parameters` counts all weights (tied ones once); `cache_groups` are the caches of each sequence.
+    `num_parameters` counts all weights (tied ones once); `cache_groups` are the caches of each sequence. If it
+    `is_bidirectional`, a prompt's tokens see later ones in some layers. A prompt is then computed in one step, and
+    shares no cache entries.
     """
 
     architecture: str
@@ -43,6 +45,7 @@ class ModelInfo:
     cache_groups: tuple[CacheGroupSpec, ...]
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    is_bidirectional: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +250,7 @@ class BuildContext(Protocol):
         soft_cap: float | None = None,
         sinks: torch.Tensor | None = None,
         value_head_size: int | None = None,
+        is_bidirectional: bool = False,
         group: str = "full",
         rotation: Rotation | None = None,
     ) -> AttentionCall:
@@ -255,7 +259,8 @@ class BuildContext(Protocol):
         With `is_chunked`, the window is the length of chunks (see `AttentionProblem`), and the group a `SlidingWindow`.
         The window, heads, head sizes and number of layers must match the group. Values have `value_head_size` elements
         per head (None: `head_size`). `sinks` (float32 [H]) is a parameter; attention reads its memory in each step.
-        With a `rotation`, one kernel may rotate and write the cache; without, q and k are used unchanged.
+        With a `rotation`, one kernel may rotate and write the cache; without, q and k are used unchanged. A layer that
+        `is_bidirectional` shows each token of a prompt the later ones; the model's `ModelInfo` must say so too.
         """
 
     def latent_attention(

@@ -131,6 +131,7 @@ _CONTRACTS = (
             "is_chunked": "whether the window is a chunk of positions from a multiple of its length on",
             "soft_cap": "bound c of scores, which become c * tanh(score / c); None: no bound",
             "has_sinks": "whether each query head has a learned score without a value",
+            "is_bidirectional": "whether all tokens of a prompt see each other, within the window on both sides",
         },
         "",
         "",

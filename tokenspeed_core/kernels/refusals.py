@@ -16,6 +16,7 @@ _FEATURE_AXES = {
     "soft_cap": "soft_cap",
     "sinks": "has_sinks",
     "value_head_size": "value_head_size",
+    "bidirectional": "is_bidirectional",
 }
 
 

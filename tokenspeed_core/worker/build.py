@@ -91,7 +91,7 @@ class ModelBuild:
         self.layers: list[AttentionLayer] = []
         self.latent_layers: list[LatentLayer] = []
         info = resolved.checkpoint.info
-        self._architecture = info.architecture
+        self._architecture, self._is_bidirectional = info.architecture, info.is_bidirectional
         num_processes = resolved.parallel.group("attn").size
         self._group_specs = {
             group.name: local_cache_group(group, num_processes) for group in resolved.cache_groups
@@ -238,18 +238,29 @@ class ModelBuild:
         soft_cap: float | None = None,
         sinks: torch.Tensor | None = None,
         value_head_size: int | None = None,
+        is_bidirectional: bool = False,
         group: str = "full",
         rotation: Rotation | None = None,
     ) -> AttentionLayer:
         """Register a layer's attention.
 
-        Raises CheckpointError if the layer does not match the cache group that the family's `describe` declared.
+        Raises CheckpointError if the layer does not match what the family's `describe` declared.
         """
         layer, group = self._first_layer + layer, self._group_names.get(group, group)
+        if is_bidirectional and not self._is_bidirectional:
+            raise CheckpointError(
+                f"{self._architecture} layer {layer} is bidirectional, and the model is described as causal. Set "
+                "ModelInfo.is_bidirectional in `describe`. A bidirectional drafter needs a bidirectional model."
+            )
+        if is_bidirectional and is_chunked:
+            raise CheckpointError(
+                f"{self._architecture} layer {layer} is both chunked and bidirectional, which no kernel computes."
+            )
         parts = keys_and_values(num_kv_heads, head_size, value_head_size)
         index = self._next_index(layer, group, parts, window)
         problem = partial(
-            AttentionProblem,
+            _attention_problem,
+            is_bidirectional=is_bidirectional,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_size=head_size,
@@ -272,6 +283,10 @@ class ModelBuild:
     ) -> LatentLayer:
         """Register a layer's latent attention. Raises CheckpointError as `attention` does."""
         layer, group = self._first_layer + layer, self._group_names.get(group, group)
+        if self._is_bidirectional:
+            raise CheckpointError(
+                f"{self._architecture} layer {layer}: latent attention cannot be bidirectional. Its kernels are causal."
+            )
         width = sizes.latent_size + sizes.rope_size
         index = self._next_index(layer, group, (CachePart("latent", (width,)),))
         kv_scale = self._kv_scale(layer).key
@@ -384,6 +399,13 @@ class ModelBuild:
                     kernels[key] = self._make(choice, problem, limits, self.device)
                 layer.bind(phase, kernels[key])
                 layer.group.is_split |= choice.spec != layer.choices[PHASES[0]].spec
+
+
+def _attention_problem(phase: str, *, is_bidirectional: bool, **others: Any) -> AttentionProblem:
+    """Return a layer's problem in a phase. Decodes are causal, so any backend may serve them."""
+    return AttentionProblem(
+        phase, is_bidirectional=is_bidirectional and phase == "prefill", **others
+    )
 
 
 def _why_not_fused(resolved: Resolved, platform: PlatformInfo) -> str:

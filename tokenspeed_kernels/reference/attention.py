@@ -144,6 +144,9 @@ class TorchAttention:
     def _row(self, table: Tensor, start: int, num_queries: int, length: int) -> list[_Batch]:
         """Plan one row. Its queries are chunked if a mask or scores are stored."""
         size, window = self._problem.block_size, self._problem.window
+        num_later = 0  # keys after its own that a query sees
+        if self._problem.is_bidirectional and num_queries == length:
+            num_later = length if window is None else window - 1
         needs_mask = window is not None or num_queries not in (1, length) or not self._is_plain
         chunks = [(0, num_queries)]
         if needs_mask:
@@ -153,13 +156,15 @@ class TorchAttention:
             chunks = list(pairwise([*range(0, num_queries, most), num_queries]))
         planned = []
         for begin, end in chunks:
-            stop = length - num_queries + end
-            skipped = self._first_block(stop - (end - begin))
+            first_query = length - num_queries + begin
+            after_last = first_query + end - begin
+            stop = min(length, after_last + num_later)
+            skipped = self._first_block(first_query)
             keys = torch.arange(skipped * size, stop, device=self._device)
             mask = None
             if needs_mask:
-                query = torch.arange(stop - (end - begin), stop, device=self._device).unsqueeze(1)
-                hidden = keys > query
+                query = torch.arange(first_query, after_last, device=self._device).unsqueeze(1)
+                hidden = keys > query + num_later
                 if window is not None:
                     hidden |= keys < self._first_seen(query)
                 mask = self._mask(hidden)
@@ -172,7 +177,7 @@ class TorchAttention:
                     blocks=table[skipped : -(-stop // size)],
                     unwritten=None,
                     mask=mask,
-                    causal=mask is None and num_queries > 1,
+                    causal=mask is None and num_queries > 1 and not num_later,
                 )
             )
         return planned

@@ -24,7 +24,7 @@ class Attention:
     columns, adjacent ones together if the rotation `is_interleaved`. Subclasses that do not rotate pass None. `scale`
     multiplies the scores (None: 1 / sqrt(head_size)), and `soft_cap` bounds them. `qk_norm` normalizes queries and
     keys before the rotation. `window` is the number of tokens that a query sees, itself included; with `is_chunked`
-    it is the length of chunks. `stacked_name` is the checkpoint's name of queries, keys and values if it stores them
+    it is the length of chunks. If it `is_bidirectional`, tokens of a prompt see later ones too. `stacked_name` is the checkpoint's name of queries, keys and values if it stores them
     as one tensor. `input_size` is the width of x if it differs from `hidden_size`, that of the output. In a layer
     without a norm before its blocks `has_norm` is False. With `has_sinks` each query head has a learned score that
     joins its softmax.
@@ -51,6 +51,7 @@ class Attention:
         qk_norm: HeadNorm | AllHeadNorm | None = None,
         window: int | None = None,
         is_chunked: bool = False,
+        is_bidirectional: bool = False,
         stacked_name: str | None = None,
         has_norm: bool = True,
         has_sinks: bool = False,
@@ -101,6 +102,7 @@ class Attention:
             scale=head_size**-0.5 if scale is None else scale,
             window=window,
             is_chunked=is_chunked,
+            is_bidirectional=is_bidirectional,
             soft_cap=soft_cap,
             sinks=self._sinks,
             group=window_group(window),

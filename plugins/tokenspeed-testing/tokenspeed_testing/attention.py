@@ -72,6 +72,7 @@ def attention_problems(spec: KernelSpec) -> Iterator[AttentionProblem]:
     caps = (None, 1.0, 1.0, None) if "soft_cap" in capability.features else (None,)
     sinks = (False, False, True, True) if "sinks" in capability.features else (False,)
     values = (None, 48, None, 24) if "value_head_size" in capability.features else (None,)
+    whole = (False, True, True, False) if "bidirectional" in capability.features else (False,)
     for phase in capability.phases or ("prefill", "decode"):
         for index in range(
             max(
@@ -87,6 +88,7 @@ def attention_problems(spec: KernelSpec) -> Iterator[AttentionProblem]:
                         caps,
                         sinks,
                         values,
+                        whole,
                     ),
                 )
             )
@@ -109,6 +111,7 @@ def attention_problems(spec: KernelSpec) -> Iterator[AttentionProblem]:
                     has_sinks=sinks[index % len(sinks)],
                     is_chunked=chunks[index % len(chunks)],
                     value_head_size=values[index % len(values)],
+                    is_bidirectional=whole[index % len(whole)],
                 )
 
 

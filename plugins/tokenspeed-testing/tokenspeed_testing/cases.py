@@ -24,6 +24,7 @@ _PLAIN: dict[str, Any] = {
     "soft_cap": None,
     "has_sinks": False,
     "value_head_size": None,
+    "is_bidirectional": False,
 }
 # The problems that need a feature of attention.
 _FEATURES: dict[str, dict[str, Any]] = {
@@ -32,6 +33,7 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "soft_cap": {"soft_cap": 1.0},
     "sinks": {"has_sinks": True},
     "value_head_size": {"value_head_size": 48},
+    "bidirectional": {"is_bidirectional": True},
 }
 
 
@@ -150,8 +152,12 @@ def _attention_axes(spec: KernelSpec) -> dict[str, list[tuple[tuple[str, Any], .
     heads = capability.head_sizes or (*_HEAD_SIZES, *bounded.get("head_size", ()))
     blocks = capability.block_sizes or (*_BLOCK_SIZES, *bounded.get("block_size", ()))
     claimed = [needing for name, needing in _FEATURES.items() if name in capability.features]
-    together = {axis: value for needing in claimed for axis, value in needing.items()}
-    features = [{}, *claimed, together] if len(claimed) > 1 else [{}, *claimed]
+    features = [{}, *claimed]
+    for other in ("bidirectional", "chunked"):  # no layer is both
+        some = [needing for needing in claimed if needing != _FEATURES[other]]
+        together = {axis: value for needing in some for axis, value in needing.items()}
+        if together not in features:
+            features.append(together)
     return {
         "phase": [(("phase", phase),) for phase in capability.phases or PHASES],
         "types": [tuple(types.items()) for types in _types(spec, has_cache=True)],

@@ -157,11 +157,12 @@ def formula(
         v = _keys(v_cache, blocks, length).repeat_interleave(num_groups, dim=1)
         position = torch.arange(length - (stop - start), length)[:, None]
         key = torch.arange(length)
-        is_hidden = key > position
+        is_whole = problem.is_bidirectional and length == stop - start
+        is_hidden = (key > position) & (not is_whole)
         if problem.window is not None and problem.is_chunked:
             is_hidden |= key // problem.window != position // problem.window
         elif problem.window is not None:
-            is_hidden |= key <= position - problem.window
+            is_hidden |= (key - position).abs() >= problem.window
         scores = torch.einsum("thd,lhd->htl", q[start:stop].float(), k) * problem.scale
         if problem.soft_cap is not None:
             scores = problem.soft_cap * torch.tanh(scores / problem.soft_cap)

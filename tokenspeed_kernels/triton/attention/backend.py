@@ -1,4 +1,4 @@
-"""The Triton attention backend: split keys for decode rows, causal tiles for prompts."""
+"""The Triton attention backend: split keys for decode rows, tiles of queries for prompts."""
 
 from __future__ import annotations
 
@@ -285,6 +285,7 @@ class TritonAttention:
             IS_DECODE=launch.is_decode,
             HAS_WINDOW=problem.window is not None,
             IS_CHUNKED=problem.is_chunked,
+            IS_BIDIRECTIONAL=problem.is_bidirectional,
             SOFT_CAP=soft_cap(problem),
             PRECISION="ieee" if problem.dtype == "float32" else "tf32",
             SHARED=launch.shared is not None,

@@ -299,6 +299,7 @@ def attend_shared(
                 total,
                 q,
                 row,
+                row,
                 start,
                 stop,
                 k_ptr + kv_head * stride_h,

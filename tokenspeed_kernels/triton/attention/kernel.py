@@ -69,6 +69,7 @@ def attend(
     IS_DECODE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     IS_CHUNKED: tl.constexpr,
+    IS_BIDIRECTIONAL: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
     SHARED: tl.constexpr,
@@ -95,6 +96,8 @@ def attend(
     (`attend_shared`) has finished.
 
     `sinks` (float32 [H], or None) are scores that join each head's softmax, in its first split.
+
+    IS_BIDIRECTIONAL: queries of a row that starts at position 0 see later keys too, those less than `window` away.
 
     PDL: this kernel may start before the previous one has finished (see `pdl`). With SHARED the previous kernel is
     `attend_shared`. That kernel has already waited for all inputs of this one and does not access its outputs, so the
@@ -128,6 +131,13 @@ def attend(
     seq_len = tl.load(seq_lens_ptr + row)
     first_query = tile * TOKENS
     stop = seq_len - num_queries + tl.minimum(first_query + TOKENS, num_queries)
+    num_later = 0  # keys after its own that a query sees
+    if IS_BIDIRECTIONAL:
+        if HAS_WINDOW:
+            num_later = tl.where(seq_len == num_queries, window - 1, 0)
+        else:
+            num_later = tl.where(seq_len == num_queries, seq_len, 0)
+        stop = tl.minimum(stop + num_later, seq_len)
     start = first_key(seq_len - num_queries + first_query, window, BLOCK_N, HAS_WINDOW, IS_CHUNKED)
     is_whole = True
     shared = 0
@@ -146,6 +156,7 @@ def attend(
         head = kv_head * G + member % G
         used = (member < TOKENS * G) & (query < num_queries)
         position = seq_len - num_queries + query
+        last_seen = position + num_later
         column = tl.arange(0, BLOCK_D)
         v_column = tl.arange(0, BLOCK_V)
         q_mask = used[:, None] & (column < D)[None, :]
@@ -156,7 +167,7 @@ def attend(
 
         unmasked = start
         if not HAS_WINDOW:
-            whole = tl.minimum(stop, seq_len - num_queries + first_query + 1) - start
+            whole = tl.minimum(stop, seq_len - num_queries + first_query + 1 + num_later) - start
             unmasked = start + tl.maximum(whole, 0) // BLOCK_N * BLOCK_N
 
         acc = tl.zeros([BLOCK_M, BLOCK_V], dtype=tl.float32)
@@ -176,6 +187,7 @@ def attend(
                 total,
                 q,
                 position,
+                last_seen,
                 start,
                 unmasked,
                 k_base,
@@ -204,6 +216,7 @@ def attend(
             total,
             q,
             position,
+            last_seen,
             unmasked,
             stop,
             k_base,

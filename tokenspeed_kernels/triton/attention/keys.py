@@ -43,6 +43,7 @@ def attend_keys(
     total,
     q,
     position,
+    last_seen,
     start,
     stop,
     k_base,
@@ -65,7 +66,9 @@ def attend_keys(
     SOFT_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attend to keys [start, stop) and return the updated softmax state. `position` [BLOCK_M] is used only if MASKED.
+    """Attend to keys [start, stop) and return the updated softmax state.
+
+    `position` [BLOCK_M] and `last_seen` [BLOCK_M], the last key that each query sees, are used only if MASKED.
 
     SOFT_CAP is the bound of scores in base 2, or None.
     """
@@ -99,7 +102,7 @@ def attend_keys(
         if SOFT_CAP is not None:
             scores = _cap_scores(scores * log2_scale, SOFT_CAP)
         if MASKED:
-            seen = (key[None, :] <= position[:, None]) & inside[None, :]
+            seen = (key[None, :] <= last_seen[:, None]) & inside[None, :]
             if HAS_WINDOW:
                 seen = seen & (key[None, :] >= _first_seen(position, window, IS_CHUNKED)[:, None])
             scores = tl.where(seen, scores, float("-inf"))
