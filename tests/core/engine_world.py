@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -44,10 +45,13 @@ def allowed(last: int, token: int) -> bool:
 class Replayed:
     """Sends every plan as bytes to a second runner too, and compares the results."""
 
-    def __init__(self, first: FakeRunner, second: FakeRunner) -> None:
-        self.first, self.second = first, second
+    def __init__(
+        self, first: FakeRunner, second: FakeRunner, check: Callable[[StepPlan], None]
+    ) -> None:
+        self.first, self.second, self.check = first, second, check
 
     def forward(self, plan: StepPlan) -> None:
+        self.check(plan)
         self.first.forward(plan)
         self.second.forward(PLANS.unpack(pack(plan)))
 
@@ -159,6 +163,7 @@ class World:
     policy: str | Policy = "fcfs"
     prefix_caching: bool = True
     num_drafts: int = 0
+    whole_prompts: bool = False
     max_queued: int = 10_000
     fail_at: frozenset[int] = frozenset()
     tokens: dict[int, list[int]] = field(default_factory=dict)
@@ -173,8 +178,8 @@ class World:
             self.block_size,
             self.num_pages,
             blocks_per_page=self.blocks_per_page,
-            max_chunk=self.chunk_size if self.chunk_size > 0 else None,
-            prefix_caching=self.prefix_caching,
+            max_chunk=self.chunk_size if self.chunk_size > 0 and not self.whole_prompts else None,
+            prefix_caching=self.prefix_caching and not self.whole_prompts,
         )
         limits = SchedulerLimits(
             self.max_num_seqs,
@@ -184,6 +189,7 @@ class World:
             self.max_queued,
             MODEL.vocab_size,
             max_drafts=self.num_drafts,
+            whole_prompts=self.whole_prompts,
         )
         policy = POLICIES[self.policy] if isinstance(self.policy, str) else self.policy
         self.model = FakeModel(reads_all=FULL in self.groups)
@@ -216,10 +222,20 @@ class World:
         self.runner = runners[0]
         self.engine = Engine(
             self.scheduler,
-            Replayed(*runners),
+            Replayed(*runners, self.check_prompts),
             depth=self.depth,
             late_source=Masks(self.scheduler),
         )
+
+    def check_prompts(self, plan: StepPlan) -> None:
+        """With `whole_prompts`, no row has a part of a prompt, or a prompt and output."""
+        for row in range(plan.num_decodes, plan.num_rows) if self.whole_prompts else ():
+            sequence_id = int(self.scheduler.columns.sequence_id[plan.slots[row]])
+            start, num_prompt = (
+                plan.num_computed_tokens[row],
+                len(self.requests[sequence_id].prompt),
+            )
+            assert start >= num_prompt or (start, plan.num_query_tokens[row]) == (0, num_prompt)
 
     def submit(self, submit: Submit) -> None:
         rejected = self.scheduler.submit(submit)

@@ -62,6 +62,7 @@ class EngineMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "priority"]),
         caching=st.booleans(),
         drafts=st.integers(0, 4),
+        whole_prompts=st.sampled_from([False, False, True]),
     )
     def start(
         self,
@@ -73,6 +74,7 @@ class EngineMachine(RuleBasedStateMachine):
         policy: str,
         caching: bool,
         drafts: int,
+        whole_prompts: bool,
     ) -> None:
         self.world = World(
             groups=GROUPS[groups],
@@ -83,6 +85,7 @@ class EngineMachine(RuleBasedStateMachine):
             policy=policy,
             prefix_caching=caching,
             num_drafts=drafts,
+            whole_prompts=whole_prompts,
         )
         self.next_id = 0
 
@@ -168,6 +171,7 @@ def test_long_random_histories_keep_the_invariants(
             policy=rng.choice(["fcfs", "priority"]),
             prefix_caching=rng.random() < 0.7,
             num_drafts=rng.randint(0, 4),
+            whole_prompts=rng.random() < 0.3,
         )
         for sequence_id in range(0, 60, 3):
             base = rng.randint(0, 2) * 5
@@ -289,6 +293,7 @@ def test_sequences_as_long_as_the_pool_finish(seed: int) -> None:
             chunk_size=rng.choice([-1, 3, 5, 16, 64]),
             depth=rng.randint(1, 3),
             num_drafts=rng.choice([0, 0, 4]),
+            whole_prompts=rng.random() < 0.3,
             max_num_seqs=rng.choice([1, 2, 4]),
         )
         most = min(world.scheduler.kv.max_sequence_len, world.max_model_len)

@@ -135,8 +135,18 @@ def test_seeds_beyond_64_bits_wrap_around(seed: int, expected: int) -> None:
     assert inits.seed.tolist() == [expected]
 
 
-@pytest.mark.parametrize(("chunk_size", "budget", "most"), [(16, 16, 16), (-1, 20, 56)])
-def test_step_respects_all_limits(chunk_size: int, budget: int, most: int) -> None:
-    limits = SchedulerLimits(6, 50, chunk_size, 20, 100, 64)
-    assert limits.is_chunking == (chunk_size > 0)
+@pytest.mark.parametrize(
+    ("chunk_size", "whole_prompts", "budget", "most", "flag"),
+    [
+        (16, False, 16, 16, "--chunked-prefill-size"),
+        (-1, False, 20, 56, "--max-model-len"),
+        (16, True, 20, 56, "--max-model-len"),
+    ],
+)
+def test_step_respects_all_limits(
+    chunk_size: int, whole_prompts: bool, budget: int, most: int, flag: str
+) -> None:
+    limits = SchedulerLimits(6, 50, chunk_size, 20, 100, 64, whole_prompts=whole_prompts)
+    assert limits.is_chunking == (limits.max_chunk is not None) == (budget == chunk_size)
     assert (limits.token_budget, limits.max_num_tokens) == (budget, most)
+    assert limits.step_flag == flag

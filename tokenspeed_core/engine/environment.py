@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 from tokenspeed_core.config import Config
 from tokenspeed_core.errors import ConfigError
+from tokenspeed_core.resolved import Resolved
 
 _GPU_SETTINGS = (
     "enforce_eager",
@@ -44,11 +45,16 @@ def prepare_torch() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
-def unused_settings(config: Config, *, is_cpu: bool) -> dict[str, str]:
+def unused_settings(resolved: Resolved, *, is_cpu: bool) -> dict[str, str]:
     """Return the settings that were given but have no effect here, with the reason."""
-    reasons: dict[str, str] = {}
+    config, reasons = resolved.config, dict[str, str]()
     if is_cpu:
         reasons = dict.fromkeys(_GPU_SETTINGS, "no effect on a CPU")
-    if config.chunked_prefill_size > 0:
+    if resolved.limits.whole_prompts:
+        cut, shared = config.chunked_prefill_size > 0, config.enable_prefix_caching
+        for name, is_on in (("chunked_prefill_size", cut), ("enable_prefix_caching", shared)):
+            if is_on:
+                reasons[name] = "no effect, since tokens of a prompt see later ones"
+    elif config.chunked_prefill_size > 0:
         reasons["max_prefill_tokens"] = "no effect unless --chunked-prefill-size is -1"
     return {name: why for name, why in reasons.items() if config.origin(name) != "default"}

@@ -124,6 +124,7 @@ def resolve(
         config.max_queued_tokens,
         config.max_sequences_per_key,
         max_drafts=0 if drafter is None else drafter.max_drafts,
+        whole_prompts=info.is_bidirectional,
     )
     return Resolved(
         config=settled,
@@ -200,7 +201,7 @@ def _start(
         executed.close()  # frees captured steps, for which the end of NCCL's communication would wait
         raise
     config = resolved.config
-    for name, reason in unused_settings(config, is_cpu=is_cpu).items():
+    for name, reason in unused_settings(resolved, is_cpu=is_cpu).items():
         log.warning("%s has %s", flag(name), reason)
     if resolved.drafter is not None:
         # Captured steps hold draft tokens or prompts.
@@ -245,7 +246,8 @@ def _make_scheduler(resolved: Resolved, runner: LocalRunner, *, is_batch: bool) 
         runner.num_pages,
         blocks_per_page=runner.layout.blocks_per_page,
         max_chunk=resolved.limits.max_chunk,
-        prefix_caching=resolved.config.enable_prefix_caching,
+        # With later tokens in view, equal prefixes have different cache entries.
+        prefix_caching=resolved.config.enable_prefix_caching and not resolved.limits.whole_prompts,
     )
     max_model_len = _fit_model_len(resolved, kv.max_sequence_len)
     limits = replace(resolved.limits, max_model_len=max_model_len)

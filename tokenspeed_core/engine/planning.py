@@ -46,7 +46,7 @@ def plan_start(config: Config) -> StartPlan:
     weights = choose_format(resolved.checkpoint.files, config.load_format, catalog)
     plan, memory, schemes = plan_only(resolved, catalog)
     is_cpu = resolve_device(resolved.config.device).type == "cpu"
-    unused = unused_settings(resolved.config, is_cpu=is_cpu)
+    unused = unused_settings(resolved, is_cpu=is_cpu)
     return StartPlan(catalog, resolved, weights, plan, memory, schemes, unused)
 
 

@@ -48,10 +48,14 @@ def log_start(
     num_kv_tokens: int,
     max_model_len: int,
 ) -> None:
-    """Log the kernels, the drafter, the grammar backend, and the size of the KV cache."""
+    """Log the kernels, the drafter, bidirectional prompts, the grammar backend, and the size of the KV cache."""
     log.info("%s", kernel_table(runner.kernel_plan))
     if resolved.drafter is not None:
         log.info("speculative decoding: %s", resolved.drafter)
+    if resolved.limits.whole_prompts:
+        log.info(
+            "tokens of a prompt see later ones: each prompt is computed in one step, without prefix caching"
+        )
     log.info("structured output: %s", "off" if grammars is None else grammars.entry)
     log.info(
         "%s on %s in %s: a KV cache of %d tokens in blocks of %d, sequences of up to %d tokens",

@@ -19,11 +19,17 @@ class SchedulerLimits:
     max_queued_tokens: int | None = None  # prompt tokens of the waiting sequences
     max_live_per_tenant: int | None = None  # unfinished sequences
     max_drafts: int = 0  # draft tokens of a row
+    whole_prompts: bool = False  # a step computes whole prompts, whatever `chunk_size` is
 
     @property
     def is_chunking(self) -> bool:
         """Whether chunked prefill is on."""
-        return self.chunk_size > 0
+        return self.chunk_size > 0 and not self.whole_prompts
+
+    @property
+    def step_flag(self) -> str:
+        """The flag that bounds the tokens of the largest step."""
+        return "--chunked-prefill-size" if self.is_chunking else "--max-model-len"
 
     @property
     def token_budget(self) -> int:

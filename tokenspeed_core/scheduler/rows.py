@@ -16,11 +16,19 @@ from tokenspeed_core.scheduler.step_plan_builder import StepPlanBuilder
 class RowPlanner:
     """Plans decodes and chunks of sequences that have a slot."""
 
-    def __init__(self, columns: SlotColumns, kv: KVManager, sequences: SequenceTable) -> None:
-        """Plan rows of these sequences; `kv` has their blocks."""
+    def __init__(
+        self,
+        columns: SlotColumns,
+        kv: KVManager,
+        sequences: SequenceTable,
+        *,
+        whole_prompts: bool = False,
+    ) -> None:
+        """Plan rows of these sequences; `kv` has their blocks. Prompts are cut into chunks unless `whole_prompts`."""
         self.columns = columns
         self.kv = kv
         self.sequences = sequences
+        self._whole_prompts = whole_prompts
 
     def plan_decodes(
         self, builder: StepPlanBuilder, slots: I64, num_query: I32, drafts: DraftSource | None
@@ -47,16 +55,22 @@ class RowPlanner:
             builder.set_drafts(drafts.take(slots, num_query - 1))
 
     def plan_chunk(self, builder: StepPlanBuilder, slot: int, num_tokens: int) -> None:
-        """Plan the next `num_tokens` known tokens of a slot, or fewer if tokens or pages run out."""
+        """Plan the next `num_tokens` known tokens of a slot, or fewer if tokens or pages run out.
+
+        With `whole_prompts`, nothing is planned if that is less than the prompt.
+        """
         columns, kv = self.columns, self.kv
         start, target = int(columns.num_planned[slot]), int(columns.target[slot])
-        end = min(start + num_tokens, target, kv.max_capacity(self.sequences.blocks(slot)))
-        if end <= start or not self._extend(builder, slot, start, end):
-            return
-        is_last = end == target
         state = self.sequences.at(slot)
         assert isinstance(state, Prefilling), "only prompts are cut into chunks"
         sequence = state.sequence
+        end = min(start + num_tokens, target, kv.max_capacity(state.lease.blocks))
+        if self._whole_prompts and start < sequence.num_prompt:
+            # After a preemption, the output is computed again in later steps, since its tokens see only earlier ones.
+            end = sequence.num_prompt if end >= sequence.num_prompt else start
+        if end <= start or not self._extend(builder, slot, start, end):
+            return
+        is_last = end == target
         builder.add_chunk(slot, start, end, is_last=is_last)
         if scored := sequence.take_scored(start, end):
             builder.score(scored, sequence.request.prompt_logprobs)

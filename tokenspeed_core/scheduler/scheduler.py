@@ -68,7 +68,9 @@ class Scheduler:
         self.drafts: DraftSource | None = None  # gives decode rows draft tokens to verify
         self._drafts_with_prompts = True
         self._policy = policy
-        self._rows = RowPlanner(self.columns, kv, self.sequences)
+        self._rows = RowPlanner(
+            self.columns, kv, self.sequences, whole_prompts=limits.whole_prompts
+        )
         self._admission = Admission(limits, policy, self._rows, self.counters)
         self._next_step = 1
         self._num_arrivals = 0

@@ -221,7 +221,7 @@ def _start_on_device(
         sizes += draft_sizes(decodes, limits.max_drafts, limits.max_draft_tokens)
     num_groups = len(assembly.build.groups)
     with _room_for(
-        "The largest step", "Lower --chunked-prefill-size or --max-num-seqs, or free device memory"
+        "The largest step", f"Lower {limits.step_flag} or --max-num-seqs, or free device memory"
     ):
         runner = LocalRunner(assembly, num_pages=1)
         budget = _measure(runner, assembly, device, largest_step(limits, num_groups), sizes)
