@@ -26,14 +26,20 @@ def suite(**attributes: Any) -> TransformersConformance:
     return made
 
 
-def gemma() -> TransformersConformance:
-    return suite(spec=GEMMA3, config=json.loads(EXAMPLE.read_text()))
+def gemma(**changes: Any) -> TransformersConformance:
+    return suite(spec=GEMMA3, config={**json.loads(EXAMPLE.read_text()), **changes})
 
 
 def test_correct_family_passes() -> None:
     gemma().test_number_of_parameters_equals_transformers()
     gemma().test_logits_equal_transformers()
     gemma().test_greedy_tokens_equal_transformers()
+
+
+def test_bidirectional_family_passes() -> None:
+    made = gemma(use_bidirectional_attention=True)
+    made.test_logits_equal_transformers()
+    made.test_greedy_tokens_equal_transformers()
 
 
 def test_family_without_an_example_gets_a_shrunk_default() -> None:
@@ -55,6 +61,17 @@ def wrong_layers_with_windows(c: GemmaConfig) -> GemmaConfig:
 
 def one_rotation_for_all_layers(c: GemmaConfig) -> GemmaConfig:
     return replace(c, local_rope=c.decoder.rope)
+
+
+def causal(c: GemmaConfig) -> GemmaConfig:
+    return replace(c, is_bidirectional=False)
+
+
+def test_causal_mask_of_a_bidirectional_family_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (gemma_describe, gemma_model):
+        monkeypatch.setattr(module, "read_gemma3", lambda config: causal(read_gemma3(config)))
+    with pytest.raises(AssertionError, match="in transformers"):
+        gemma(use_bidirectional_attention=True).test_logits_equal_transformers()
 
 
 def wrong_scale(c: GemmaConfig) -> GemmaConfig:

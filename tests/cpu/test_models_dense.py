@@ -433,8 +433,8 @@ def test_stacked_projections_keep_their_shards() -> None:
             "hidden_activation is 'gelu'",
         ),
         (
-            describe_gemma3,
-            {**GEMMA3_1B, "use_bidirectional_attention": True},
+            describe_gemma3_multimodal,
+            {"text_config": {**GEMMA3_1B, "use_bidirectional_attention": True}},
             "use_bidirectional_attention is true",
         ),
         (describe_gemma3_multimodal, {"text_config": None}, "text_config is None"),

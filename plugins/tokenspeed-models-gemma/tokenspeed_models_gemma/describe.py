@@ -38,36 +38,44 @@ _GEMMA2: Json = {
     "final_logit_softcapping": 30.0,
 }
 _GEMMA3: Json = {**_DEFAULTS, "vocab_size": 262_208, "max_position_embeddings": 131_072}
+_BIDIRECTIONAL = "use_bidirectional_attention"
 # The keys of a multimodal configuration that its language model has too.
 _SHARED = ("eos_token_id", "bos_token_id", "torch_dtype", "dtype")
 
 
 @dataclass(frozen=True, slots=True)
 class GemmaConfig:
-    """A Gemma model. `decoder.rope` rotates in layers with full attention, `local_rope` in those with a window."""
+    """A Gemma model. `decoder.rope` rotates in layers with full attention, `local_rope` in those with a window.
+
+    If it `is_bidirectional`, tokens of a prompt see later ones too.
+    """
 
     decoder: DecoderConfig
     local_rope: RopeConfig
     attention_scale: float
     attention_soft_cap: float | None
     logit_soft_cap: float | None
+    is_bidirectional: bool
 
 
 def read_gemma2(config: Json) -> GemmaConfig:
     """Read a Gemma 2 configuration: a window in every second layer, one rotation, soft caps."""
     config = {**_GEMMA2, **config}
+    _refuse_bidirectional(config)
     decoder = _read_decoder(config, "Gemma2ForCausalLM", full_every=2)
     return _read(config, decoder, decoder.rope)
 
 
 def read_gemma3(config: Json, architecture: str = "Gemma3ForCausalLM") -> GemmaConfig:
-    """Read a Gemma 3 configuration: a window in five of six layers, which have their own rotation, and QK norms."""
+    """Read a Gemma 3 configuration: a window in five of six layers, which have their own rotation, and QK norms.
+
+    With `use_bidirectional_attention`, tokens of a prompt see later ones too.
+    """
     config = {**_GEMMA3, **config}
-    if ConfigReader(config).boolean("use_bidirectional_attention", False):
-        raise ValueError(
-            "config.json: use_bidirectional_attention is true: this is an embedding model. Use a model that "
-            "generates text."
-        )
+    if ConfigReader(config).boolean(_BIDIRECTIONAL, False):
+        # The configured window has both sides of a token; ours has one, and the token.
+        window = ConfigReader(config).integer("sliding_window")
+        config = {**config, "sliding_window": window // 2 + 1}
     pattern = "sliding_window_pattern"
     full_every = ConfigReader(config).integer(pattern if pattern in config else f"_{pattern}", 6)
     read_full_rope = partial(read_layer_rope, layer_type="full_attention", theta=1e6)
@@ -93,7 +101,17 @@ def text_config(config: Json) -> Json:
 
 def read_gemma3_multimodal(config: Json) -> GemmaConfig:
     """Read the language model of a Gemma 3 configuration with vision."""
-    return read_gemma3(text_config(config), "Gemma3ForConditionalGeneration")
+    text = text_config(config)
+    _refuse_bidirectional(text)
+    return read_gemma3(text, "Gemma3ForConditionalGeneration")
+
+
+def _refuse_bidirectional(config: Json) -> None:
+    """Raise ValueError for the key. The attention backends of transformers disagree about it in these models."""
+    if ConfigReader(config).boolean(_BIDIRECTIONAL, False):
+        raise ValueError(
+            f"config.json: {_BIDIRECTIONAL} is true, which is supported in Gemma3ForCausalLM only"
+        )
 
 
 def _read_decoder(
@@ -123,6 +141,7 @@ def _read(config: Json, decoder: DecoderConfig, local_rope: RopeConfig) -> Gemma
         attention_scale=keys.number("query_pre_attn_scalar") ** -0.5,
         attention_soft_cap=caps[0],
         logit_soft_cap=caps[1],
+        is_bidirectional=keys.boolean(_BIDIRECTIONAL, False),
     )
 
 
@@ -143,4 +162,5 @@ def describe_gemma3_multimodal(config: Json) -> ModelInfo:
 
 def _model_info(c: GemmaConfig) -> ModelInfo:
     """Count the two norms after the blocks of each layer too."""
-    return model_info(c.decoder, 2 * c.decoder.num_layers * c.decoder.hidden_size)
+    info = model_info(c.decoder, 2 * c.decoder.num_layers * c.decoder.hidden_size)
+    return replace(info, is_bidirectional=c.is_bidirectional)

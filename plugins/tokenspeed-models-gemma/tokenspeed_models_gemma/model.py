@@ -78,6 +78,7 @@ def _layer(
         out_bias=d.out_bias,
         qk_norm=HeadNorm(build, d.head_size, d.norm_eps, weight_offset=1.0) if d.qk_norm else None,
         window=d.windows[layer],
+        is_bidirectional=c.is_bidirectional,
     )
     mlp = MLP(
         ModuleBuild(build, f"{name}.mlp"),

@@ -61,12 +61,30 @@ class Reference:
     folder: Path
     model: Any
     vocab_size: int
+    is_bidirectional: bool
 
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Return the logits [T, vocab] of a sequence."""
         with torch.inference_mode():
             result: torch.Tensor = self.model(torch.tensor([list(token_ids)])).logits[0]
         return result
+
+    def output_logits(self, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
+        """Return the logits [T, vocab] for each token of an output, given the tokens before it."""
+        if not self.is_bidirectional:
+            return self.logits([*prompt, *tokens])[len(prompt) - 1 : -1]
+        # A longer sequence would show the prompt the output.
+        found = self.model.generate(
+            torch.tensor([list(prompt)]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            do_sample=False,
+            max_new_tokens=len(tokens),
+            eos_token_id=None,
+            prefix_allowed_tokens_fn=lambda row, ids: [tokens[len(ids) - len(prompt)]],
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        return torch.cat(found.logits)
 
     def prompts(self) -> list[list[int]]:
         """Return random prompts of several lengths; half of them begin alike."""
@@ -130,7 +148,8 @@ class TransformersConformance:
             if self.config is not None:
                 # The family reads the keys of its own example.
                 Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
-            yield Reference(Path(folder), model, config["vocab_size"])
+            info: ModelInfo = load_target(self.spec.describe)(config)
+            yield Reference(Path(folder), model, config["vocab_size"], info.is_bidirectional)
 
     @cached_property
     def _model(self) -> tuple[Any, dict[str, Any]]:
@@ -210,10 +229,9 @@ def _compare_tokens(reference: Reference, llm: LLM, case: str) -> None:
     prompts = reference.prompts()
     for output in llm.generate([{"prompt_token_ids": ids} for ids in prompts], params):
         prompt, tokens = output.prompt_token_ids, output.outputs[0].token_ids
-        logits = reference.logits([*prompt, *tokens])
-        for position, token in enumerate(tokens, len(prompt) - 1):
-            row = logits[position]
+        logits = reference.output_logits(prompt, tokens)
+        for number, (token, row) in enumerate(zip(tokens, logits, strict=True), 1):
             assert row.max() - row[token] <= TOLERANCE, (
-                f"{case}: generated token {position + 2 - len(prompt)} after a prompt of {len(prompt)} tokens is "
+                f"{case}: generated token {number} after a prompt of {len(prompt)} tokens is "
                 f"{token}, in transformers {int(row.argmax())}"
             )
