@@ -106,7 +106,9 @@ NATIVE: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 8},
     "qwen3_moe": {"head_dim": 8, "num_experts": 6, "num_experts_per_tok": 2},
 }
-ALL = MODELS | MORE | NATIVE
+# Tokens of a prompt see later ones.
+BIDIRECTIONAL: dict[str, dict[str, Any]] = {"hrm_text": {}}
+ALL = MODELS | MORE | NATIVE | BIDIRECTIONAL
 
 
 def save_reference(model_type: str, folder: Path, **changes: Any) -> Any:

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from tokenspeed_core.api import AttentionCall, BuildContext, Rotation
 from tokenspeed_models.weights import Shard
 from tokenspeed_models_transformers.describe import group_name
-from tokenspeed_models_transformers.recording import RecordedAttention, observe
+from tokenspeed_models_transformers.recording import Mask, RecordedAttention, observe
 
 SERVE = "tokenspeed"  # the implementation of attention and experts while serving
 
@@ -53,7 +53,10 @@ class PagedAttention:
         arguments: dict[str, Any],
     ) -> None:
         """Raise RuntimeError if the model calls its attention in another way than in the recording."""
-        seen = observe(self.recorded.module, module, q, k, v, mask, arguments, self.recorded.window)
+        recorded = self.recorded
+        if mask is None:
+            mask = Mask(recorded.window, recorded.is_bidirectional)
+        seen = observe(recorded.module, module, q, k, v, mask, arguments)
         if seen != self.recorded:
             raise RuntimeError(
                 f"{self.recorded.module} calls its attention with {seen}; the recorded call was {self.recorded}"
@@ -115,6 +118,7 @@ def bind_attention(
             head_size=each.head_size,
             scale=each.scale,
             window=each.window,
+            is_bidirectional=each.is_bidirectional,
             soft_cap=each.soft_cap,
             sinks=sinks,
             value_head_size=each.value_size,

@@ -2,7 +2,9 @@
 
 Recording shows how a model calls attention, but not whether tokens influence each other in another way, such as
 through a convolution. Therefore the model runs twice here: in two chunks as in serving, with attention computed by plain
-PyTorch, and as in transformers, without replaced modules and without a cache.
+PyTorch, and as in transformers, without replaced modules and without a cache. A model that sees later tokens of a prompt
+has no equal chunks of it. Such a model is compared with transformers at once, and then with itself, in other chunks
+after a prompt of one token.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,12 +21,12 @@ from transformers import PreTrainedModel
 
 from tokenspeed_models_transformers.attention import SERVE, PagedAttention
 from tokenspeed_models_transformers.projections import FusedAttention, rotated
-from tokenspeed_models_transformers.recording import RecordedAttention
+from tokenspeed_models_transformers.recording import RecordedAttention, is_prefix_lm
 from tokenspeed_models_transformers.stacked import ALL_REDUCE, QUANTIZED, Summed
 
 log = logging.getLogger("tokenspeed.models")
 
-_CHUNKS = (3, 5)
+_NUM_TOKENS = 8
 # Largest norm of the difference over the norm of the hidden states. In 16 bits, deep models and routers near a tie
 # differ by some percent, and so does rounding of quantized activations; another formula differs by more than half.
 _TOLERANCE = 1e-2
@@ -49,33 +52,48 @@ def check_against_transformers(
     """
     weight = next(decoder.parameters())
     vocab_size = decoder.config.get_text_config().vocab_size
-    ids = torch.arange(1, sum(_CHUNKS) + 1, device=weight.device) * 7 % vocab_size
-    positions = torch.arange(sum(_CHUNKS), device=weight.device)
+    ids = torch.arange(1, _NUM_TOKENS + 1, device=weight.device) * 7 % vocab_size
+    positions = torch.arange(_NUM_TOKENS, device=weight.device)
 
-    def run(part: slice) -> Tensor:
+    def run(start: int, end: int, **others: Tensor) -> Tensor:
         outputs = decoder(
-            input_ids=ids[part].unsqueeze(0),
-            position_ids=positions[part].unsqueeze(0),
+            input_ids=ids[start:end].unsqueeze(0),
+            position_ids=positions[start:end].unsqueeze(0),
             use_cache=False,
+            **others,
         )
         hidden: Tensor = outputs[0][0]
         return hidden.float()
 
-    with _dense(attention, sinks):
-        ours = torch.cat([run(slice(_CHUNKS[0])), run(slice(_CHUNKS[0], None))])
+    def run_chunks(*ends: int) -> Tensor:
+        with _dense(attention, sinks):
+            return torch.cat([run(start, end) for start, end in pairwise((0, *ends, _NUM_TOKENS))])
+
+    is_bidirectional = any(each.recorded.is_bidirectional for each in attention)
+    ours = run_chunks() if is_bidirectional else run_chunks(3)
+    types = (
+        {"token_type_ids": torch.ones_like(ids).unsqueeze(0)}
+        if is_prefix_lm(decoder.config)
+        else {}
+    )
     try:
         with _unchanged(decoder, SERVE if keeps_layers else "eager"):
-            theirs = run(slice(None))
+            theirs = run(0, _NUM_TOKENS, **types)
     except Exception as error:  # code of a repository may raise anything
         log.warning("the model could not be compared with transformers: %r", error)
         return
-    difference = float((ours - theirs).norm() / theirs.norm())
     is_exact = weight.dtype == torch.float32 and not is_quantized
-    if difference > (_TOLERANCE if is_exact else _ROUNDING_TOLERANCE):
-        raise ValueError(
-            f"{type(decoder).__name__} cannot run through transformers: its hidden states in two chunks differ by "
-            f"{difference:.1%} from those at once. Its tokens may influence each other outside of attention"
-        )
+    tolerance = _TOLERANCE if is_exact else _ROUNDING_TOLERANCE
+    pairs = [(ours, theirs)]
+    if is_bidirectional:
+        pairs.append((run_chunks(1, 4), run_chunks(1)))
+    for found, expected in pairs:
+        difference = float((found - expected).norm() / expected.norm())
+        if difference > tolerance:
+            raise ValueError(
+                f"{type(decoder).__name__} cannot run through transformers: its hidden states in two chunks differ by "
+                f"{difference:.1%} from those at once. Its tokens may influence each other outside of attention"
+            )
 
 
 @contextmanager
@@ -118,7 +136,7 @@ def _unchanged(decoder: PreTrainedModel, experts: str) -> Iterator[None]:
 
 
 class _DenseAttention:
-    """Attention of one sequence over all keys so far, in float32."""
+    """Attention of one sequence over all keys so far, in float32. The first call computes the prompt."""
 
     def __init__(self, recorded: RecordedAttention, sinks: Tensor | None) -> None:
         self._recorded, self._sinks = recorded, sinks
@@ -143,7 +161,10 @@ class _DenseAttention:
             scores = cap * torch.tanh(scores / cap)
         places = torch.arange(len(keys), device=q.device)
         distances = places[-len(q) :].unsqueeze(1) - places
-        hidden = distances < 0 if window is None else (distances < 0) | (distances >= window)
+        is_prompt = self._recorded.is_bidirectional and len(self._keys) == 1
+        hidden = (distances < 0) & (not is_prompt)
+        if window is not None:
+            hidden |= distances.abs() >= window
         scores = scores.masked_fill(hidden, float("-inf"))
         if self._sinks is not None:
             column = self._sinks.view(-1, 1, 1).expand(-1, len(q), 1)

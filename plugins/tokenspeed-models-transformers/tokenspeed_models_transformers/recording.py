@@ -6,14 +6,19 @@ the model's control flow depends on values, which a CUDA graph could not capture
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 RECORD = "tokenspeed_record"  # the implementation of attention and experts in a recorded forward
@@ -28,8 +33,8 @@ _FAR = 1 << 20  # a position beyond every window
 class RecordedAttention:
     """One call of the attention function. `module` is the path of the calling module in the model.
 
-    `window` is the number of tokens that a query sees, its own included, or None for all. `soft_cap` limits the scores.
-    `sinks` is the path of the parameter with a score for each head that joins the softmax.
+    `window` is the number of tokens that a query sees, its own included, or None for all. If it `is_bidirectional`,
+    tokens of a prompt see as many later ones too. `soft_cap` limits the scores. `sinks` is the path of the parameter with a score for each head that joins the softmax.
     """
 
     module: str
@@ -39,6 +44,7 @@ class RecordedAttention:
     value_size: int
     scale: float
     window: int | None
+    is_bidirectional: bool
     soft_cap: float | None
     sinks: str | None
 
@@ -60,10 +66,11 @@ class UnsupportedModelError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Mask:
-    """Takes the place of a mask tensor in a recorded forward."""
+class Mask:
+    """Takes the place of a mask tensor. The fields are those of `RecordedAttention`."""
 
-    window: int | None
+    window: int | None = None
+    is_bidirectional: bool = False
 
 
 def record(model: PreTrainedModel) -> Recording:
@@ -114,7 +121,34 @@ def record(model: PreTrainedModel) -> Recording:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no decoder that takes input_ids and returns hidden states"
         )
+    if is_prefix_lm(model.config):
+        calls = [replace(each, is_bidirectional=True) for each in calls]
+    _check_direction(model.config.get_text_config(), calls)
     return Recording(tuple(calls), experts, decoders[0])
+
+
+def is_prefix_lm(config: PreTrainedConfig) -> bool:
+    """Whether tokens of the type 1, those of a prompt, see each other."""
+    return bool(getattr(config.get_text_config(), "prefix_lm", False))
+
+
+def _check_direction(config: PreTrainedConfig, calls: Iterable[RecordedAttention]) -> None:
+    """Raise UnsupportedModelError unless the masks are bidirectional where the configuration asks for it, and only there.
+
+    Encoders have such masks too, but generate without a cache.
+    """
+    is_wanted = (
+        is_prefix_lm(config)
+        or getattr(config, "use_bidirectional_attention", None) in (True, "all")
+        or getattr(config, "is_causal", None) is False
+    )
+    if any(each.is_bidirectional for each in calls) == is_wanted:
+        return
+    raise UnsupportedModelError(
+        "the configuration asks for bidirectional attention, but the attention mask is causal"
+        if is_wanted
+        else "an attention mask that is not causal is not supported in an encoder"
+    )
 
 
 def observe(
@@ -125,11 +159,10 @@ def observe(
     v: Tensor,
     mask: object,
     arguments: Mapping[str, Any],
-    window: int | None = None,
 ) -> RecordedAttention:
     """Return the record of a call of the attention function by the module at `path`. q, k, v are [1, heads, T, size].
 
-    `window` is that of the mask if no mask was made. Raises UnsupportedModelError.
+    Raises UnsupportedModelError.
     """
     for name, value in arguments.items():
         if value is None or value is False or name in _IGNORED or name in _UNDERSTOOD:
@@ -137,14 +170,20 @@ def observe(
         raise UnsupportedModelError(
             f"{path}: the argument {name} of its attention is not supported"
         )
-    if arguments.get("is_causal") is False:
-        raise UnsupportedModelError(f"{path}: bidirectional attention is not supported")
-    if mask is not None and not isinstance(mask, _Mask):
+    mask = Mask() if mask is None else mask
+    if not isinstance(mask, Mask):
         raise UnsupportedModelError(f"{path}: the model creates or changes its attention mask")
+    if arguments.get("is_causal") is False and not mask.is_bidirectional:
+        raise UnsupportedModelError(f"{path}: its attention is not causal, but its mask is")
     if k.shape[2] != q.shape[2]:
         raise UnsupportedModelError(f"{path}: cross attention is not supported")
     # The mask counts: not all models pass its window, and some pass a window that they do not use.
-    window = mask.window if isinstance(mask, _Mask) else window
+    window = mask.window
+    if mask.is_bidirectional and window != arguments.get("sliding_window"):
+        raise UnsupportedModelError(
+            f"{path}: tokens of its prompts see {window} tokens on each side, those that it generates "
+            f"{arguments.get('sliding_window')}. Bidirectional attention with two windows is not supported"
+        )
     scale, soft_cap, sinks = (arguments.get(name) for name in ("scaling", "softcap", "s_aux"))
     owned = [name for name, each in module._parameters.items() if each is sinks]
     if sinks is not None and not owned:
@@ -157,15 +196,19 @@ def observe(
         value_size=v.shape[3],
         scale=q.shape[3] ** -0.5 if scale is None else float(scale),
         window=window,
+        is_bidirectional=mask.is_bidirectional,
         soft_cap=None if soft_cap is None else float(soft_cap),
         sinks=None if sinks is None else f"{path}.{owned[0]}",
     )
 
 
-def _make_mask(mask_function: Callable[..., Tensor], **arguments: Any) -> _Mask:
-    """Return the window of a mask function. Raises UnsupportedModelError unless it is causal, with or without one."""
-    keys = torch.arange(_FAR + 3)
-    windows = []
+def _make_mask(mask_function: Callable[..., Tensor], **arguments: Any) -> Mask:
+    """Return the window of a mask function, and whether queries see as many later keys.
+
+    Raises UnsupportedModelError for other masks.
+    """
+    keys = torch.arange(2 * _FAR)
+    masks = []
     for query in (_FAR, _FAR + 1):
         try:
             seen = mask_function(torch.tensor(0), torch.tensor(0), torch.tensor(query), keys)
@@ -175,12 +218,16 @@ def _make_mask(mask_function: Callable[..., Tensor], **arguments: Any) -> _Mask:
             ) from error
         places = seen.expand(keys.shape).nonzero().flatten()
         first, last = int(places[0]), int(places[-1])
-        if last != query or len(places) != last - first + 1:
-            raise UnsupportedModelError("an attention mask that is not causal is not supported")
-        windows.append(None if first == 0 else query - first + 1)
-    if windows[0] != windows[1]:
+        window = None if first == 0 else query - first + 1
+        last_seen = len(keys) - 1 if window is None else query + window - 1
+        if last not in (query, last_seen) or len(places) != last - first + 1:
+            raise UnsupportedModelError(
+                "an attention mask that is neither causal nor symmetric is not supported"
+            )
+        masks.append(Mask(window, last != query))
+    if masks[0] != masks[1]:
         raise UnsupportedModelError("chunked attention is not supported")
-    return _Mask(windows[0])
+    return masks[0]
 
 
 # transformers checks the names of implementations when a model is built.

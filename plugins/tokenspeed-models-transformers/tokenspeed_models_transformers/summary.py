@@ -55,6 +55,7 @@ def summarize(config: Mapping[str, Any]) -> dict[str, Any]:
         "num_parameters": sum(each.numel() for each in model.parameters()),
         "eos_token_ids": _ids(text.eos_token_id),
         "bos_token_id": next(iter(_ids(text.bos_token_id)), None),
+        "is_bidirectional": any(each.is_bidirectional for each in attention),
         "layers": [
             (each.num_kv_heads, each.head_size, each.value_size, each.window) for each in attention
         ],
@@ -65,13 +66,7 @@ def _refuse_unsupported(config: PreTrainedConfig, architecture: str) -> None:
     """Raise ValueError for unsupported properties that a forward does not show."""
     if config.is_encoder_decoder:
         raise ValueError(f"{architecture} cannot run through transformers: it has an encoder")
-    text = config.get_text_config()
-    if getattr(text, "prefix_lm", False):
-        raise ValueError(
-            f"{architecture} cannot run through transformers: prefix_lm is true, and attention without a causal mask in "
-            "the prompt is not supported. Give --hf-overrides '{\"prefix_lm\": false}' to mask it causally"
-        )
-    kinds = getattr(text, "layer_types", None) or ()
+    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
     other = sorted(set(kinds) - _LAYER_TYPES)
     if other:
         raise ValueError(
