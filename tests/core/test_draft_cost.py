@@ -35,6 +35,7 @@ class Costs:
     device: float = 0.9
     propose: float = 0.0  # on the host, in addition
     verify: float = 0.0  # on the device, for each draft token
+    drafted: float = 0.0  # on the host, to plan and launch a step with draft tokens, in addition
     begin: float = 0.0
     end: float = 0.0
 
@@ -63,7 +64,7 @@ class TimedRunner:
 
     def forward(self, plan: StepPlan) -> None:
         costs = self.costs
-        self.clock.now += costs.host
+        self.clock.now += costs.host + costs.drafted * (plan.num_draft_tokens > 0)
         seconds = costs.device + costs.verify * plan.num_draft_tokens
         self.device_end = max(self.device_end, self.clock.now) + seconds
         num_new = plan.wants_logits.astype(np.int32)

@@ -86,9 +86,12 @@ def test_one_row_gets_the_batched_estimates(claimed: float | None) -> None:
 def test_times_of_unmeasured_draft_counts_are_interpolated() -> None:
     cost = StepCost(1, 8).of(1)
     cost.observe_plain(1.0)
+    cost.observe(4, 30.0)
+    assert cost.with_drafts(4) == [1.0] * 5, "the first step of a kind does not count"
     cost.observe(4, 3.0)
     assert cost.with_drafts(8) == [1.0, 1.5, 2.0, 2.5, 3.0, 3.0, 3.0, 3.0, 3.0]
-    cost.observe(0, 2.0)  # the drafter was called and found nothing
+    for _ in range(2):
+        cost.observe(0, 2.0)  # the drafter was called and found nothing
     assert cost.with_drafts(4) == [2.0, 2.25, 2.5, 2.75, 3.0]
 
 

@@ -124,9 +124,8 @@ class AdaptiveDepth:
         # Seconds to begin and end sequences, not yet in the account: of this step, and of earlier steps that were not
         # compared with plain ones.
         self._spent = self._spent_before = 0.0
-        self._is_asked = (
-            False  # the drafter was asked before the step that finishes next was collected
-        )
+        # The drafter was asked before the step that finishes next was collected, and its proposals are worth a step.
+        self._is_asked = self._is_wanted = False
         self._is_drafting = False  # the drafter was called for the step that finishes next
         self._was_drafting = False  # the drafter was called for the step before that
 
@@ -169,7 +168,8 @@ class AdaptiveDepth:
         seconds = cost.with_drafts(self._most(counts, num_left, cost))
         seconds[0] = cost.plain
         chosen, _ = self._choose(slots, counts, probabilities, num_rows, seconds)
-        return any(chosen.tolist())
+        self._is_wanted = any(chosen.tolist())
+        return self._is_wanted
 
     def _most(self, counts: I32, num_left: int, cost: RowsCost) -> int:
         """Return the maximum draft tokens of a step."""
@@ -244,7 +244,8 @@ class AdaptiveDepth:
     def finish_step(self, step: FinishedStep) -> None:
         """Record the duration of a step. Steps with prompt tokens are not compared with others."""
         account, num_drafts = self.account, step.num_tokens - step.num_rows
-        is_asked, self._is_asked = self._is_asked, False
+        is_asked, is_wanted = self._is_asked, self._is_wanted
+        self._is_asked = self._is_wanted = False
         if step.num_chunk_tokens or not step.num_rows:
             self._is_drafting = False
             self._spent_before += self._spent
@@ -277,6 +278,8 @@ class AdaptiveDepth:
         if not plain:  # no plain step with about as many rows was measured
             self._spent_before = spent
             return
+        if is_wanted:  # the step with drafts pays for beginning its sequences
+            self._spent_before, spent = spent, 0.0
         saved = -spent / plain
         if is_called:
             saved += 1 + step.num_accepted / step.num_rows - seconds / plain

@@ -57,14 +57,15 @@ class RowsCost:
         each = self._classes[num_drafts]
         mean, count = self._seconds[each], self._num_steps[each] + 1
         self._num_steps[each] = count
-        self._seconds[each] = _next_mean(mean, count, seconds)
+        # The first step of a kind loads code. It is slow, and does not count.
+        self._seconds[each] = seconds if count == 2 else _next_mean(mean, count, seconds)
         self.most_tried = max(self.most_tried, num_drafts)
         return min(seconds, MAX_OUTLIER * max(mean, self.plain)) if count > 1 else seconds
 
     def with_drafts(self, max_drafts: int) -> list[float]:
         """Return the seconds of steps with 0 to `max_drafts` draft tokens for which the drafter was called.
 
-        Times of unmeasured numbers are interpolated. Numbers above `most_tried` get its time. More tokens never count as
+        Times of numbers that were measured less than twice are interpolated. Numbers above `most_tried` get its time. More tokens never count as
         faster.
         """
         found = [self.plain]
@@ -72,7 +73,7 @@ class RowsCost:
         for each, (seconds, num_steps) in enumerate(
             zip(self._seconds, self._num_steps, strict=True)
         ):
-            if not num_steps:
+            if num_steps < 2:
                 continue
             previous, newest = newest, max(newest, seconds)
             if each == 0:

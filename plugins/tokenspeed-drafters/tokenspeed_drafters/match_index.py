@@ -97,10 +97,13 @@ class MatchIndex:
             self.clear()
         start, end = self.num_tokens, self.num_tokens + len(token_ids)
         self._reserve(end)
-        self._chain()
+        is_short = end - self._num_chained <= _MAX_UNCHAINED
+        if not is_short:
+            self._chain()
         self._token_array[np.arange(start, end) & (self._capacity - 1)] = token_ids
         self._text_start, self.num_tokens = start, end
-        self._chain()
+        if not is_short:
+            self._chain()
 
     def context(self) -> Context:
         """Return the end of the text."""
