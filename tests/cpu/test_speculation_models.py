@@ -31,6 +31,7 @@ from tokenspeed_core.engine.messages import Submit
 from tokenspeed_core.errors import ConfigError, PluginError
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.resolved import Resolved
+from tokenspeed_core.scheduler.drafts import FinishedStep
 from tokenspeed_core.worker.local import LocalRunner, build
 
 KINDS: tuple[dict[str, Any], ...] = (
@@ -315,6 +316,74 @@ def test_captured_steps_may_follow_steps_of_a_draft_model(
     assert sum(not size.num_draft_tokens for size in used) > 5
     assert sum(size.num_draft_tokens > 0 for size in used) > 5
     assert engine_stats(engine).num_saved_steps > 10
+
+
+class Pausing(FixedDepth):
+    """Pauses for some steps, then wants draft tokens for as many, and so on."""
+
+    def __init__(self, max_drafts: int, num_steps: int) -> None:
+        super().__init__(max_drafts)
+        self.num_finished, self.num_steps = 0, num_steps
+
+    @property
+    def is_paused(self) -> bool:  # type: ignore[override]
+        return self.num_finished // self.num_steps % 2 == 0
+
+    def max_drafts(self, num_rows: int) -> int:
+        return super().max_drafts(num_rows) * (not self.is_paused)
+
+    def finish_step(self, step: FinishedStep) -> None:
+        self.num_finished += 1
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_pauses_change_no_output(
+    runner: LocalRunner,
+    expected: dict[int, Reply],
+    depth: int,
+    is_captured: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where the draft model followed no step, its cache holds NaN."""
+    if is_captured:
+        capture_decodes(runner, (1, 4, 6), monkeypatch, with_prompts=True)
+    pausing = Pausing(3, num_steps=12)
+    engine = make_engine(runner, max_drafts=3, depth=depth, chunk_size=32, draft_depth=pausing)
+    runner._arena.fill_(255)
+    try:
+        check(finish(engine, requests(), preempt_every=9), expected)
+    finally:
+        runner._arena.zero_()
+    assert engine_stats(engine).num_saved_steps > 5
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_paused_draft_model_does_not_run(
+    runner: LocalRunner,
+    expected: dict[int, Reply],
+    is_captured: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if is_captured:
+        capture_decodes(runner, (1, 4, 6), monkeypatch, with_prompts=True)
+    drafter, num_calls = runner._drafter, 0
+    assert drafter is not None
+    extend = drafter.extend
+
+    def note(*args: Any) -> torch.Tensor | None:
+        nonlocal num_calls
+        num_calls += 1
+        return extend(*args)
+
+    monkeypatch.setattr(drafter, "extend", note)
+    pausing = Pausing(3, num_steps=1000)
+    engine = make_engine(runner, max_drafts=3, depth=2, chunk_size=32, draft_depth=pausing)
+    check(finish(engine, requests()), expected)
+    assert num_calls == 0
+    pausing.num_finished = 1000
+    check(finish(engine, requests()), expected)
+    assert num_calls > 10
 
 
 SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}

@@ -129,6 +129,11 @@ class AdaptiveDepth:
         self._is_drafting = False  # the drafter was called for the step that finishes next
         self._was_drafting = False  # the drafter was called for the step before that
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether drafting pauses until its budget is _STAKE again."""
+        return self.account.pause > 0
+
     def max_drafts(self, num_rows: int) -> int:
         """Return the maximum number of draft tokens of a row; 0 while drafts cost more than they save."""
         if self.account.pause or self._num_plain_wanted:

@@ -70,6 +70,10 @@ class Proposed:
 class DraftDepth(Protocol):
     """Chooses how many draft tokens each row gets."""
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether drafting pauses. A draft model then follows no step, not even one with prompts."""
+
     def max_drafts(self, num_rows: int) -> int:
         """Return the maximum number of draft tokens of a row in a step with `num_rows` decode rows; 0: none.
 
@@ -142,11 +146,11 @@ class DraftSource(ABC):
         return ids
 
     def next_drafts(
-        self, slots: I64, num_chunk_tokens: int, *, is_useful: bool = True
+        self, slots: I64, chunk_slots: I64, *, is_useful: bool = True
     ) -> NextDraftCount | None:
         """Return how many draft tokens the device makes after a step for each row that samples, which are `slots`.
 
-        The step has `num_chunk_tokens` tokens of prompts. Draft tokens that are not useful would probably not be
+        The step computes prompt tokens in `chunk_slots`. Draft tokens that are not useful would probably not be
         verified. None: no draft model follows the step.
         """
         return None

@@ -16,8 +16,13 @@ class ModelDrafts(DraftSource):
     Their ids stay there, unless a row has a grammar: its masks depend on them, so the host gets the ids of all rows.
 
     `DraftDepth` decides how many are made: as many as the next step verifies. While that number is 0, the draft model
-    runs only after steps with prompt tokens, and does not slow down decode steps. It lacks the tokens that were decoded
-    meanwhile, which makes later draft tokens of these sequences worse.
+    runs only after steps with prompt tokens, and does not slow down decode steps. While drafting is paused, it does not
+    run at all.
+
+    A sequence gets draft tokens only if the draft model followed all of its chunks. Two gaps in the draft model's cache
+    are allowed, because they are not worth tracking: tokens that were decoded while it did not run, and prefix hits on
+    blocks that were computed during a pause. There the cache holds zeros or old values. Draft tokens are then worse, but
+    verification keeps outputs exact.
     """
 
     has_model = True
@@ -27,6 +32,7 @@ class ModelDrafts(DraftSource):
         super().__init__(depth, limits, columns)
         self._num_made = np.zeros(limits.max_num_seqs, np.int32)
         self._is_known = np.zeros(limits.max_num_seqs, np.bool_)  # the host has the ids
+        self._is_followed = np.ones(limits.max_num_seqs, np.bool_)  # so far, all chunks were
 
     def wants_results(self) -> bool:
         """Return whether a row has draft tokens: its depth follows the newest acceptance."""
@@ -56,15 +62,18 @@ class ModelDrafts(DraftSource):
         return super().take(slots, counts) if needs_ids else None
 
     def next_drafts(
-        self, slots: I64, num_chunk_tokens: int, *, is_useful: bool = True
+        self, slots: I64, chunk_slots: I64, *, is_useful: bool = True
     ) -> NextDraftCount | None:
         """Return how many draft tokens a step makes for each row that samples in it; None: the model does not run."""
         self._num_made[slots] = 0
         self._is_known[slots] = False
-        none = NextDraftCount(0) if num_chunk_tokens else None
+        if self._depth.is_paused:
+            self._is_followed[chunk_slots] = False
+            return None
+        none = NextDraftCount(0) if len(chunk_slots) else None
         if not is_useful or not self._depth.max_drafts(len(slots)):
             return none
-        places = np.flatnonzero(self._columns.may_draft[slots])
+        places = np.flatnonzero(self._columns.may_draft[slots] & self._is_followed[slots])
         if not len(places):
             return none
         drafting = slots[places]
@@ -82,4 +91,5 @@ class ModelDrafts(DraftSource):
     def end(self, slot: int) -> None:
         """Discard the state of the sequence in a slot."""
         self._num_made[slot] = 0
+        self._is_followed[slot] = True
         self._depth.begin(slot)

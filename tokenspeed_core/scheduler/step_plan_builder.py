@@ -118,6 +118,10 @@ class StepPlanBuilder:
         last = [chunk.slot for chunk in self._chunks if chunk.is_last]
         return np.concatenate((self._decode_slots, np.asarray(last, np.int64)))
 
+    def chunk_slots(self) -> I64:
+        """Return the slots of the chunk rows."""
+        return np.asarray([chunk.slot for chunk in self._chunks], np.int64)
+
     def add_chunk(self, slot: int, start: int, end: int, *, is_last: bool) -> None:
         """Add a chunk row for the known tokens `[start, end)`; the last chunk samples."""
         self._chunks.append(_Chunk(slot, start, end, is_last))

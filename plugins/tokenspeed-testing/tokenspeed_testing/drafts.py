@@ -18,6 +18,8 @@ from tokenspeed_core.scheduler.drafts import FinishedStep
 class FixedDepth:
     """The same number of draft tokens for every row."""
 
+    is_paused = False
+
     def __init__(self, max_drafts: int) -> None:
         self._max_drafts = max_drafts
 
