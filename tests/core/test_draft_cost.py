@@ -18,8 +18,9 @@ from tokenspeed_core.kv_cache.manager import KVManager
 from tokenspeed_core.scheduler import drafts as drafts_module
 from tokenspeed_core.scheduler import prefill_budget
 from tokenspeed_core.scheduler.draft_depth import AdaptiveDepth
-from tokenspeed_core.scheduler.drafts import HostDrafts
+from tokenspeed_core.scheduler.drafts import DraftSource, HostDrafts
 from tokenspeed_core.scheduler.limits import SchedulerLimits
+from tokenspeed_core.scheduler.model_drafts import ModelDrafts
 from tokenspeed_core.scheduler.policy import POLICIES
 from tokenspeed_core.scheduler.scheduler import Scheduler
 
@@ -38,6 +39,11 @@ class Costs:
     drafted: float = 0.0  # on the host, to plan and launch a step with draft tokens, in addition
     begin: float = 0.0
     end: float = 0.0
+    # Of a draft model, on the device after a step: its pass over a step with prompts or without, and each further pass.
+    follow_prompts: float = 0.0
+    follow: float = 0.0
+    draft: float = 0.0
+    is_model: bool = False
 
 
 class Clock:
@@ -60,6 +66,7 @@ class TimedRunner:
         self.clock, self.costs, self.acceptance = clock, costs, acceptance
         self.random = np.random.default_rng(seed)
         self.device_end = 0.0
+        self.num_followed = 0
         self.results: deque[tuple[float, StepResult]] = deque()
 
     def forward(self, plan: StepPlan) -> None:
@@ -75,6 +82,10 @@ class TimedRunner:
                 num_new[row] += 1
         tokens = np.zeros(int(num_new.sum()), np.int32)
         self.results.append((self.device_end, StepResult(plan.step_id, num_new, tokens, None)))
+        if plan.next_drafts is not None:
+            self.num_followed += 1
+            self.device_end += costs.follow_prompts if len(plan.token_ids) else costs.follow
+            self.device_end += costs.draft * max(0, plan.next_drafts.num_drafts - 1)
 
     def sample(self, step_id: int, late: LateInputs | None) -> None:
         return None
@@ -117,8 +128,12 @@ def seconds_of(
     num_users: int = 1,
     num_sequences: int = 20,
     num_tokens: int = 60,
+    spread: int = 0,
 ) -> list[float]:
-    """Return the virtual time in which an engine generates some sequences, for each acceptance in turn."""
+    """Return the virtual time in which an engine generates some sequences, for each acceptance in turn.
+
+    A sequence has `num_tokens` to `num_tokens + spread` tokens.
+    """
     clock = Clock()
     monkeypatch.setattr(prefill_budget, "perf_counter", clock)
     monkeypatch.setattr(drafts_module, "perf_counter", clock)
@@ -130,18 +145,20 @@ def seconds_of(
     )
     if drafting:
         depth = AdaptiveDepth(num_users, MAX_DRAFTS)
-        drafter = TimedDrafter(clock, costs)
         columns, sequences = scheduler.columns, scheduler.sequences
-        scheduler.use_drafts(
-            HostDrafts(drafter, "timed", depth, limits, columns, sequences), with_prompts=False
-        )
+        drafts: DraftSource = ModelDrafts(depth, limits, columns)
+        if not costs.is_model:
+            drafter = TimedDrafter(clock, costs)
+            drafts = HostDrafts(drafter, "timed", depth, limits, columns, sequences)
+        scheduler.use_drafts(drafts, with_prompts=False)
     runner = TimedRunner(clock, costs, 0.0, 0)
     engine, seconds = Engine(scheduler, runner), []
     for acceptance in acceptances:
         runner.acceptance, started_at = acceptance, clock.now
         for i in range(num_sequences):
             number = len(seconds) * num_sequences + i
-            engine.submit(request(number, [number % 90 + 1] * 20, max_tokens=num_tokens))
+            length = number * 37 % (spread + 1)
+            engine.submit(request(number, [number % 90 + 1] * 20, max_tokens=num_tokens + length))
         while engine.has_work:
             engine.step()
         seconds.append(clock.now - started_at)
@@ -155,6 +172,7 @@ def speedups(
     num_users: int = 1,
     num_sequences: int = 20,
     num_tokens: int = 60,
+    spread: int = 0,
 ) -> list[float]:
     """Return the ratio of the times without and with drafts, for each acceptance."""
     drafting = seconds_of(
@@ -165,9 +183,10 @@ def speedups(
         num_users=num_users,
         num_sequences=num_sequences,
         num_tokens=num_tokens,
+        spread=spread,
     )
     plain = seconds_without_drafts(
-        costs.host, costs.device, len(acceptances), num_users, num_sequences, num_tokens
+        costs.host, costs.device, len(acceptances), num_users, num_sequences, num_tokens, spread
     )
     return [a / b for a, b in zip(plain, drafting, strict=True)]
 
@@ -180,6 +199,7 @@ def seconds_without_drafts(
     num_users: int,
     num_sequences: int,
     num_tokens: int,
+    spread: int,
 ) -> list[float]:
     """Return the times without drafts, which depend on no other costs and on no acceptance."""
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -191,6 +211,7 @@ def seconds_without_drafts(
             num_users=num_users,
             num_sequences=num_sequences,
             num_tokens=num_tokens,
+            spread=spread,
         )
 
 
@@ -238,3 +259,35 @@ def test_later_requests_do_not_spend_earlier_savings(
     found = speedups(monkeypatch, costs, [0.97, 0.6, 0.3])
     assert found[0] >= 0.98
     assert min(found[1:]) >= 0.98
+
+
+@pytest.mark.parametrize("num_users", [1, 8])
+@pytest.mark.parametrize(("num_tokens", "spread"), [(3, 0), (10, 30)])
+@pytest.mark.parametrize("follow_prompts", [0.3, 4.0])
+@pytest.mark.parametrize("acceptance", [0.0, 0.6])
+def test_costly_draft_model_loses_less_than_two_percent(
+    monkeypatch: pytest.MonkeyPatch,
+    num_users: int,
+    num_tokens: int,
+    spread: int,
+    follow_prompts: float,
+    acceptance: float,
+) -> None:
+    costs = Costs(
+        0.3, 1.0, verify=0.1, follow_prompts=follow_prompts, follow=0.3, draft=0.3, is_model=True
+    )
+    (found,) = speedups(
+        monkeypatch, costs, [acceptance], num_users, 40 * num_users, num_tokens, spread
+    )
+    assert found >= 0.98
+
+
+@pytest.mark.parametrize(("num_users", "expected"), [(1, 2.0), (8, 1.2)])
+def test_cheap_draft_model_keeps_its_gain(
+    monkeypatch: pytest.MonkeyPatch, num_users: int, expected: float
+) -> None:
+    costs = Costs(0.3, 1.0, verify=0.02, follow_prompts=0.2, follow=0.05, draft=0.05, is_model=True)
+    (found,) = speedups(
+        monkeypatch, costs, [0.9], num_users, 40 * num_users, num_tokens=10, spread=30
+    )
+    assert found >= expected

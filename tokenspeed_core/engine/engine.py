@@ -227,7 +227,13 @@ class Engine:
             # Before `apply`: the drafter ends sequences there, and that time is part of the next step.
             drafts.finish_step(
                 FinishedStep(
-                    plan.num_rows, num_tokens, num_prompt_tokens, num_accepted, seconds, is_steady
+                    plan.num_rows,
+                    num_tokens,
+                    num_prompt_tokens,
+                    num_accepted,
+                    seconds,
+                    is_steady,
+                    is_followed=plan.next_drafts is not None,
                 )
             )
         started_at = perf_counter()

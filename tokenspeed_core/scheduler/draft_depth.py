@@ -17,6 +17,7 @@ import numpy as np
 
 from tokenspeed_core.api.step import F32, I32, I64
 from tokenspeed_core.scheduler.drafts import FinishedStep
+from tokenspeed_core.scheduler.prompt_cost import PromptCost
 from tokenspeed_core.scheduler.step_cost import MAX_OUTLIER, RowsCost, StepCost
 
 F64 = np.ndarray[Any, np.dtype[np.float64]]
@@ -128,6 +129,10 @@ class AdaptiveDepth:
         self._is_asked = self._is_wanted = False
         self._is_drafting = False  # the drafter was called for the step that finishes next
         self._was_drafting = False  # the drafter was called for the step before that
+        self._prompts = PromptCost()
+        self._owed = 0.0  # seconds that a draft model added to steps with prompts, not yet charged
+        self._was_followed = False  # a draft model ran after the step that finished last
+        self._plain = 0.0  # seconds of a plain step, with about as many rows as the newest step
 
     @property
     def is_paused(self) -> bool:
@@ -247,28 +252,31 @@ class AdaptiveDepth:
         self._tried_by_all = kept * self._tried_by_all + num_tried
 
     def finish_step(self, step: FinishedStep) -> None:
-        """Record the duration of a step. Steps with prompt tokens are not compared with others."""
+        """Record the duration of a step. Steps with prompt tokens are compared only with each other."""
         account, num_drafts = self.account, step.num_tokens - step.num_rows
         is_asked, is_wanted = self._is_asked, self._is_wanted
         self._is_asked = self._is_wanted = False
+        was_followed, self._was_followed = self._was_followed, step.is_followed
         if step.num_chunk_tokens or not step.num_rows:
+            if step.num_chunk_tokens:
+                self._finish_prompts(step, has_model=was_followed or step.is_followed)
             self._is_drafting = False
             self._spent_before += self._spent
             self._spent = 0.0
             return
         account.earn()
         is_called, was_called = self._is_drafting or num_drafts > 0, self._was_drafting
-        spent = self._spent + self._spent_before
-        if account.pause > _NUM_MEASURED and not (is_called or was_called or spent):
+        spent = self._spent + self._spent_before + self._owed
+        if account.pause > _NUM_MEASURED and not (is_called or was_called or was_followed or spent):
             return  # the usual case without drafts
         self._is_drafting, self._was_drafting = False, is_called
         cost = self.cost.of(step.num_rows)
         seconds = max(0.0, step.seconds - self._spent)
-        self._spent = self._spent_before = 0.0
+        self._spent = self._spent_before = self._owed = 0.0
         # A step for which the drafter found nothing is not a plain one: the call took time.
         if is_called:
             seconds = cost.observe(num_drafts, seconds)
-        elif step.is_steady and not spent:
+        elif step.is_steady and not spent and not was_followed:
             # Successive plain steps overlap. The first and the last of them take a different time.
             if is_asked:
                 cost.observe_asked(seconds)
@@ -283,14 +291,26 @@ class AdaptiveDepth:
         if not plain:  # no plain step with about as many rows was measured
             self._spent_before = spent
             return
+        self._plain = plain
         if is_wanted:  # the step with drafts pays for beginning its sequences
             self._spent_before, spent = spent, 0.0
         saved = -spent / plain
         if is_called:
             saved += 1 + step.num_accepted / step.num_rows - seconds / plain
-        elif was_called:  # no other step was in flight
+        elif was_called or was_followed:
+            # No other step was in flight, or the draft model delayed this one.
             saved -= max(0.0, min(seconds / plain, MAX_OUTLIER) - 1)
         elif is_asked:
             saved -= max(0.0, cost.asked / plain - 1)
         if saved:
             account.record(saved, seconds / plain)
+
+    def _finish_prompts(self, step: FinishedStep, *, has_model: bool) -> None:
+        """Record a step with prompt tokens.
+
+        The time that the draft model added to it is charged with the next step, so that its draft tokens can pay it back.
+        """
+        if self._owed and self._plain:
+            self.account.record(-self._owed / self._plain)
+            self._owed = 0.0
+        self._owed += self._prompts.observe(step.num_tokens, step.seconds, has_model=has_model)

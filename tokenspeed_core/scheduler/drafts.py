@@ -35,7 +35,8 @@ class FinishedStep(NamedTuple):
     """A collected step: its rows, its query tokens, and how many of these are prompt and accepted draft tokens.
 
     `seconds` is the time since the step before was collected. `is_steady` says whether it is typical of successive
-    steps: if the engine keeps several in flight, the steps before and after it were in flight with it.
+    steps: if the engine keeps several in flight, the steps before and after it were in flight with it. `is_followed`
+    says whether a draft model ran after it.
     """
 
     num_rows: int
@@ -44,6 +45,7 @@ class FinishedStep(NamedTuple):
     num_accepted: int
     seconds: float
     is_steady: bool = True
+    is_followed: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -45,12 +45,12 @@ class RowsCost:
     def observe_plain(self, seconds: float) -> None:
         """Record a step for which the drafter was not called."""
         self.num_plain += 1
-        self.plain = _next_mean(self.plain, self.num_plain, seconds)
+        self.plain = next_mean(self.plain, self.num_plain, seconds)
 
     def observe_asked(self, seconds: float) -> None:
         """Record a plain step during which the drafter was asked."""
         self._num_asked += 1
-        self.asked = _next_mean(self.asked, self._num_asked, seconds)
+        self.asked = next_mean(self.asked, self._num_asked, seconds)
 
     def observe(self, num_drafts: int, seconds: float) -> float:
         """Record a step for which the drafter was called. Returns its seconds, limited if it is an outlier."""
@@ -58,7 +58,7 @@ class RowsCost:
         mean, count = self._seconds[each], self._num_steps[each] + 1
         self._num_steps[each] = count
         # The first step of a kind loads code. It is slow, and does not count.
-        self._seconds[each] = seconds if count == 2 else _next_mean(mean, count, seconds)
+        self._seconds[each] = seconds if count == 2 else next_mean(mean, count, seconds)
         self.most_tried = max(self.most_tried, num_drafts)
         return min(seconds, MAX_OUTLIER * max(mean, self.plain)) if count > 1 else seconds
 
@@ -87,7 +87,7 @@ class RowsCost:
         return [found[each] for each in classes]
 
 
-def _next_mean(mean: float, count: int, seconds: float) -> float:
+def next_mean(mean: float, count: int, seconds: float) -> float:
     """Return the running mean after the measurement number `count`."""
     if count == 1 or mean == 0.0:
         return seconds

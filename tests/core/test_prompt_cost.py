@@ -1,0 +1,82 @@
+"""A draft model that follows prompts is charged for the time that it adds to their steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from tokenspeed_core.scheduler.draft_depth import MAX_LOSS, AdaptiveDepth
+from tokenspeed_core.scheduler.drafts import FinishedStep
+from tokenspeed_core.scheduler.prompt_cost import PromptCost
+
+
+def test_added_time_is_the_difference_to_plain_steps() -> None:
+    cost = PromptCost()
+    for seconds in (90.0, 2.0, 2.0):  # the first one compiles kernels
+        assert cost.observe(40, seconds, has_model=False) == 0.0
+    assert cost.observe(41, 80.0, has_model=True) == 0.0
+    for _ in range(3):
+        assert cost.observe(41, 3.0, has_model=True) == pytest.approx(1.0)
+
+
+def test_faster_steps_with_the_model_add_no_time() -> None:
+    cost = PromptCost()
+    for has_model in (False, True):
+        for _ in range(3):
+            assert cost.observe(40, 2.0 - has_model, has_model=has_model) == 0.0
+
+
+def test_steps_without_plain_ones_have_the_share_of_the_nearest_class() -> None:
+    cost = PromptCost()
+    for num_tokens, added in ((10, 1.0), (1000, 0.25)):
+        for has_model in (False, True):
+            for _ in range(2):
+                cost.observe(num_tokens, 1.0 + added * has_model, has_model=has_model)
+    cost.observe(2000, 10.0, has_model=True)
+    assert cost.observe(2000, 10.0, has_model=True) == pytest.approx(2.0)
+
+
+def steps(depth: AdaptiveDepth, num_steps: int, **values: float) -> None:
+    """Finish decode steps of four rows, which take half a second."""
+    for _ in range(num_steps):
+        depth.finish_step(FinishedStep(4, 4, 0, 0, **{"seconds": 0.5, **values}))
+
+
+def prompts(depth: AdaptiveDepth, num_steps: int, seconds: float, *, is_followed: bool) -> None:
+    for _ in range(num_steps):
+        depth.finish_step(FinishedStep(4, 40, 37, 0, seconds, is_followed=is_followed))
+
+
+@pytest.fixture
+def depth() -> AdaptiveDepth:
+    """Return a depth that has measured plain steps, and whose first pause is over."""
+    depth = AdaptiveDepth(4, 3)
+    prompts(depth, 3, 1.0, is_followed=False)
+    assert depth.is_paused
+    steps(depth, 120)
+    assert not depth.is_paused
+    return depth
+
+
+def test_followed_prompts_use_up_the_budget(depth: AdaptiveDepth) -> None:
+    prompts(depth, 2, 1.1, is_followed=True)
+    assert not depth.is_paused
+    prompts(depth, 6, 1.1, is_followed=True)
+    assert depth.is_paused
+    assert depth.max_drafts(4) == 0
+
+
+def test_plain_prompts_cost_nothing(depth: AdaptiveDepth) -> None:
+    balance = depth.account.balance
+    prompts(depth, 50, 9.0, is_followed=False)
+    assert depth.account.balance == balance
+
+
+def test_step_after_a_followed_one_is_charged_and_not_plain(depth: AdaptiveDepth) -> None:
+    """The host may collect a step before its draft model has run."""
+    balance, num_plain = depth.account.balance, depth.cost.of(4).num_plain
+    prompts(depth, 1, 1.0, is_followed=True)
+    steps(depth, 1, seconds=0.6)
+    assert depth.account.balance == pytest.approx(balance + MAX_LOSS - 0.2)
+    assert depth.cost.of(4).num_plain == num_plain
+    steps(depth, 1)
+    assert depth.cost.of(4).num_plain == num_plain + 1
