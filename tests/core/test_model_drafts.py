@@ -117,8 +117,10 @@ def test_paused_model_follows_no_step(drafts: ModelDrafts, depth: Paused) -> Non
     depth.is_paused = True
     assert not drafts.wants_results()
     assert drafts.count(slots(0), slots(9)) is None
-    assert drafts.next_drafts(slots(0), NONE) is None
-    assert drafts.next_drafts(slots(0), slots(0)) is None
+    assert not drafts.is_idle, "slot 0 still has draft tokens"
+    assert drafts.next_drafts(slots(1), NONE) is None
+    assert drafts.is_idle
+    assert drafts.next_drafts(slots(1), slots(1)) is None
     depth.is_paused = False
     assert drafts.count(slots(0), slots(9)) is None, "nothing was made meanwhile"
 

@@ -117,7 +117,8 @@ class DraftDepth(Protocol):
 class DraftSource(ABC):
     """Gives decode rows draft tokens. The depth decides how many.
 
-    `has_model` says whether a draft model may follow steps: otherwise `next_drafts` is not called.
+    `has_model` says whether a draft model may follow steps: otherwise `next_drafts` is not called. Nor is it called for
+    steps without prompts while the source `is_idle`.
     """
 
     has_model = False
@@ -133,6 +134,11 @@ class DraftSource(ABC):
     def is_on(self) -> bool:
         """Whether decode rows may get draft tokens now."""
         return self._depth.max_drafts(len(self._columns.decoding())) > 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether drafting is paused, and no draft tokens of the time before are left."""
+        return False
 
     @abstractmethod
     def wants_results(self) -> bool:

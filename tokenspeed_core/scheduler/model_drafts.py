@@ -32,7 +32,13 @@ class ModelDrafts(DraftSource):
         super().__init__(depth, limits, columns)
         self._num_made = np.zeros(limits.max_num_seqs, np.int32)
         self._is_known = np.zeros(limits.max_num_seqs, np.bool_)  # the host has the ids
+        self._has_made = False  # of any slot, since the last pause
         self._is_followed = np.ones(limits.max_num_seqs, np.bool_)  # so far, all chunks were
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether drafting is paused, and no draft tokens of the time before are left."""
+        return self._depth.is_paused and not self._has_made
 
     def wants_results(self) -> bool:
         """Return whether a row has draft tokens: its depth follows the newest acceptance."""
@@ -65,11 +71,14 @@ class ModelDrafts(DraftSource):
         self, slots: I64, chunk_slots: I64, *, is_useful: bool = True
     ) -> NextDraftCount | None:
         """Return how many draft tokens a step makes for each row that samples in it; None: the model does not run."""
-        self._num_made[slots] = 0
-        self._is_known[slots] = False
         if self._depth.is_paused:
             self._is_followed[chunk_slots] = False
+            self._num_made[:] = 0
+            self._is_known[:] = False
+            self._has_made = False
             return None
+        self._num_made[slots] = 0
+        self._is_known[slots] = False
         none = NextDraftCount(0) if len(chunk_slots) else None
         if not is_useful or not self._depth.max_drafts(len(slots)):
             return none
@@ -80,6 +89,7 @@ class ModelDrafts(DraftSource):
         most = np.full(len(places), self._limits.max_drafts, np.int32)
         wanted = self._depth.choose(drafting, most, None, len(slots), self._num_left(len(slots)))
         self._num_made[drafting] = wanted
+        self._has_made = True
         returns_ids = bool(wanted[self._columns.has_grammar[drafting]].any())
         return NextDraftCount(int(wanted.max()), returns_ids)
 

@@ -181,10 +181,9 @@ class Scheduler:
         )
         self._admission.plan(builder, left, is_idle=not self.in_flight)
         if not builder.is_empty:
-            if self.drafts is not None and self.drafts.has_model:
-                self._rows.plan_next_drafts(
-                    builder, self.drafts, with_prompts=self._drafts_with_prompts
-                )
+            drafts, has_prompts = self.drafts, builder.num_chunk_tokens > 0
+            if drafts is not None and drafts.has_model and (has_prompts or not drafts.is_idle):
+                self._rows.plan_next_drafts(builder, drafts, with_prompts=self._drafts_with_prompts)
             return builder
         if self.num_preemptions == num_preemptions:
             self._check_progress()
