@@ -33,6 +33,7 @@ from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.resolved import Resolved
 from tokenspeed_core.scheduler.drafts import FinishedStep
 from tokenspeed_core.worker.local import LocalRunner, build
+from tokenspeed_core.worker.staged import BucketSize
 
 KINDS: tuple[dict[str, Any], ...] = (
     {},
@@ -365,8 +366,9 @@ def test_paused_draft_model_does_not_run(
     is_captured: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    used: list[BucketSize] = []
     if is_captured:
-        capture_decodes(runner, (1, 4, 6), monkeypatch, with_prompts=True)
+        used = capture_decodes(runner, (1, 4, 6), monkeypatch, with_prompts=True)
     drafter, num_calls = runner._drafter, 0
     assert drafter is not None
     extend = drafter.extend
@@ -381,9 +383,12 @@ def test_paused_draft_model_does_not_run(
     engine = make_engine(runner, max_drafts=3, depth=2, chunk_size=32, draft_depth=pausing)
     check(finish(engine, requests()), expected)
     assert num_calls == 0
+    assert not any(size.is_followed for size in used)
+    assert any(size.num_chunks for size in used) == is_captured
     pausing.num_finished = 1000
     check(finish(engine, requests()), expected)
     assert num_calls > 10
+    assert any(size.is_followed for size in used) == is_captured
 
 
 SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}

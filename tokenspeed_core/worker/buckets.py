@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -115,30 +115,31 @@ def draft_sizes(
     return tuple(sizes)
 
 
-def followed_sizes(sizes: Iterable[BucketSize]) -> frozenset[BucketSize]:
-    """Return the sizes with graphs of the draft model: all with draft tokens, and a few with chunks.
+def followed_sizes(sizes: Sequence[BucketSize]) -> tuple[BucketSize, ...]:
+    """Return the sizes with graphs of the draft model: all with draft tokens, and variants of a few with chunks.
 
-    Their chunk tokens are powers of two. In steps with more of them, computing takes longer than launching.
+    Chunks have variants because keeping their hidden states takes time. Their tokens are powers of two: in steps with
+    more of them, computing takes longer than launching.
     """
-    return frozenset(
-        size
+    with_drafts = tuple(size for size in sizes if size.num_draft_tokens)
+    return with_drafts + tuple(
+        replace(size, is_followed=True)
         for size in sizes
-        if size.num_draft_tokens
-        or (size.num_chunk_tokens in _FOLLOWED_CHUNKS and not size.no_shared_prefix)
+        if size.num_chunk_tokens in _FOLLOWED_CHUNKS and not size.no_shared_prefix
     )
 
 
 class BucketFinder:
     """Finds the bucket of a step among those without variants."""
 
-    def __init__(self, sizes: Sequence[BucketSize], followed: Collection[BucketSize] = ()) -> None:
+    def __init__(self, sizes: Sequence[BucketSize], followed: Sequence[BucketSize] = ()) -> None:
         """Sort the sizes by kind of step. A draft model can run after the steps in `followed`."""
         self._decodes = sorted(
             size.num_decodes for size in sizes if size.num_tokens == size.num_decodes
         )
         self._drafts = _by_tokens(size for size in sizes if size.num_draft_tokens)
         self._mixed = _by_tokens(size for size in sizes if size.num_chunks)
-        self._followed = [size for size in self._mixed if size in followed]
+        self._followed = _by_tokens(size for size in followed if size.num_chunks)
 
     def find(self, plan: StepPlan) -> BucketSize | None:
         """Return the bucket with the fewest tokens, then decodes, that holds a step.

@@ -51,7 +51,7 @@ class StepGraphs:
             getattr(kernel, "prepares_on_host", False) for kernel in attention
         )
         usual = [size for size in sizes if not size.no_shared_prefix]
-        followed = followed_sizes(usual) if context.drafter is not None else frozenset()
+        followed = followed_sizes(usual) if context.drafter is not None else ()
         self._finder = BucketFinder(usual, followed)
         self._layouts = {
             size: StagedLayout(
@@ -60,7 +60,7 @@ class StepGraphs:
                 has_draft_model=size in followed,
                 num_engines=context.num_engines,
             )
-            for size in (usual if self._needs_prepare else sizes)
+            for size in (*(usual if self._needs_prepare else sizes), *followed)
         }
         longest = max(layout.num_int64 for layout in self._layouts.values())
         self._buffers = SharedBuffers(context.state, sizes, longest)
@@ -105,7 +105,7 @@ class StepGraphs:
         if size is None:
             return None
         bucket = self._buckets[size]
-        variant = bucket.no_shared_prefix if plan.next_drafts is None else None
+        variant = bucket.no_shared_prefix
         if variant is not None and self._context.flags.no_shared_prefix(plan):
             return variant
         return bucket

@@ -26,7 +26,8 @@ class BucketSize:
     """The decode rows, chunk rows, and tokens of all chunks that a step has, or that a bucket holds at most.
 
     With `no_shared_prefix`, its decodes are short and share no prefix, so attention skips the search for one.
-    `num_draft_tokens` are those of all decode rows together.
+    `num_draft_tokens` are those of all decode rows together. With `is_followed`, it has chunks, and a draft model runs
+    after the step.
     """
 
     num_decodes: int
@@ -34,6 +35,7 @@ class BucketSize:
     num_chunk_tokens: int
     no_shared_prefix: bool = False
     num_draft_tokens: int = 0
+    is_followed: bool = False
 
     @property
     def num_rows(self) -> int:
