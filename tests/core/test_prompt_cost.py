@@ -80,3 +80,15 @@ def test_step_after_a_followed_one_is_charged_and_not_plain(depth: AdaptiveDepth
     assert depth.cost.of(4).num_plain == num_plain
     steps(depth, 1)
     assert depth.cost.of(4).num_plain == num_plain + 1
+
+
+def test_long_prompts_are_followed_in_the_first_pause() -> None:
+    depth = AdaptiveDepth(4, 3)
+    assert depth.follows_prompts(512)
+    assert not depth.follows_prompts(511)
+    steps(depth, 120)
+    assert depth.follows_prompts(1)
+    prompts(depth, 3, 1.0, is_followed=False)
+    prompts(depth, 8, 2.0, is_followed=True)
+    assert depth.is_paused
+    assert not depth.follows_prompts(512), "they cost too much"

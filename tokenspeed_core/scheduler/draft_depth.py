@@ -22,7 +22,7 @@ from tokenspeed_core.scheduler.step_cost import MAX_OUTLIER, RowsCost, StepCost
 
 F64 = np.ndarray[Any, np.dtype[np.float64]]
 
-MAX_LOSS = 0.0075  # share of the time of all steps that speculation may lose
+MAX_LOSS = 0.005  # share of the time of all steps that speculation may lose
 MARGIN = 1.02  # predicted speed-up from which drafts are verified
 _STAKE = 0.5  # budget with which speculation is tried, in plain steps
 # Largest budget, in steps: plain ones, or ones with drafts as far as drafts saved it.
@@ -38,6 +38,7 @@ _PRIOR_ACCEPTANCE = 0.6  # of a token without a drafter's estimate; more if othe
 _PRIOR_WEIGHT = 3.0  # draft tokens that a prior counts for
 _MAX_RATIO = 1.25  # of a row's acceptance and the drafter's estimates
 _MAX_ESTIMATE = 0.99
+_LONG_PROMPT = 512  # tokens of a step, of whose time a draft model takes a small share
 _FORGET = 0.95  # factor of a row's observations in each of its steps
 _MAX_TRIED_BY_ALL = 100.0  # newest draft tokens of all rows that count for their acceptance
 
@@ -85,6 +86,7 @@ class Account:
 
     balance: float = 0.0
     pause: int = ceil(_STAKE / MAX_LOSS)  # steps until drafts are tried
+    is_first_pause: bool = True
 
     def earn(self) -> None:
         """Record a step, which adds MAX_LOSS to the budget, up to its maximum."""
@@ -92,6 +94,8 @@ class Account:
             self.balance += MAX_LOSS
         if self.pause:
             self.pause -= 1
+        else:
+            self.is_first_pause = False
 
     def record(self, saved: float, cost: float = 1.0) -> None:
         """Record the plain steps that a step of `cost` plain steps saved; negative: lost.
@@ -138,6 +142,14 @@ class AdaptiveDepth:
     def is_paused(self) -> bool:
         """Whether drafting pauses until its budget is _STAKE again."""
         return self.account.pause > 0
+
+    def follows_prompts(self, num_tokens: int) -> bool:
+        """Return whether a draft model follows a step with this many prompt tokens.
+
+        In the first pause it follows long prompts, because many later ones may start like them.
+        """
+        account = self.account
+        return not account.pause or (account.is_first_pause and num_tokens >= _LONG_PROMPT)
 
     def max_drafts(self, num_rows: int) -> int:
         """Return the maximum number of draft tokens of a row; 0 while drafts cost more than they save."""

@@ -16,12 +16,11 @@ class ModelDrafts(DraftSource):
     Their ids stay there, unless a row has a grammar: its masks depend on them, so the host gets the ids of all rows.
 
     `DraftDepth` decides how many are made: as many as the next step verifies. While that number is 0, the draft model
-    runs only after steps with prompt tokens, and does not slow down decode steps. While drafting is paused, it does not
-    run at all.
+    runs only after steps with prompt tokens, if at all, and does not slow down decode steps.
 
     A sequence gets draft tokens only if the draft model followed all of its chunks. Two gaps in the draft model's cache
     are allowed, because they are not worth tracking: tokens that were decoded while it did not run, and prefix hits on
-    blocks that were computed during a pause. There the cache holds zeros or old values. Draft tokens are then worse, but
+    blocks that it did not follow. There the cache holds zeros or old values. Draft tokens are then worse, but
     verification keeps outputs exact.
     """
 
@@ -68,18 +67,21 @@ class ModelDrafts(DraftSource):
         return super().take(slots, counts) if needs_ids else None
 
     def next_drafts(
-        self, slots: I64, chunk_slots: I64, *, is_useful: bool = True
+        self, slots: I64, chunk_slots: I64, num_prompt_tokens: int, *, is_useful: bool = True
     ) -> NextDraftCount | None:
         """Return how many draft tokens a step makes for each row that samples in it; None: the model does not run."""
-        if self._depth.is_paused:
+        has_prompts = len(chunk_slots) > 0
+        is_followed = not has_prompts or self._depth.follows_prompts(num_prompt_tokens)
+        none = NextDraftCount(0) if has_prompts and is_followed else None
+        if not is_followed:
             self._is_followed[chunk_slots] = False
+        if self._depth.is_paused or not is_followed:
             self._num_made[:] = 0
             self._is_known[:] = False
             self._has_made = False
-            return None
+            return none
         self._num_made[slots] = 0
         self._is_known[slots] = False
-        none = NextDraftCount(0) if len(chunk_slots) else None
         if not is_useful or not self._depth.max_drafts(len(slots)):
             return none
         places = np.flatnonzero(self._columns.may_draft[slots] & self._is_followed[slots])

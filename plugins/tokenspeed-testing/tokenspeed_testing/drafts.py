@@ -27,6 +27,10 @@ class FixedDepth:
         """Return this number."""
         return self._max_drafts
 
+    def follows_prompts(self, num_tokens: int) -> bool:
+        """Return whether drafting is not paused."""
+        return not self.is_paused
+
     def max_seconds(self, num_rows: int) -> float:
         """Return no limit."""
         return math.inf
