@@ -27,13 +27,17 @@ SMALLEST_SORT = 512  # for up to this many, with few warps
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """Output columns per tile, features per iteration, warps, pipeline stages, and the order of the operands."""
+    """Output columns per tile, features per iteration, warps, pipeline stages, and the order of the operands.
+
+    The tensor cores add up to `max_inexact` products of FP8 in a short accumulator before a float32 sum, all if None.
+    """
 
     columns: int
     block_k: int
     num_warps: int
     num_stages: int
     weights_first: bool = False
+    max_inexact: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +49,10 @@ class Tiling:
     down: Gemm
 
 
-# (largest average of pairs per expert, tiling), found by benchmarks/moe_tilings.py on an H200
-TILINGS = (
+# (largest average of pairs per expert, tiling)
+Tilings = tuple[tuple[float, Tiling], ...]
+# Found by benchmarks/moe_tilings.py on an H200.
+TILINGS: Tilings = (
     (8.0, Tiling(16, Gemm(64, 128, 4, 5, True), Gemm(128, 128, 4, 3, True))),
     (24.0, Tiling(32, Gemm(64, 128, 4, 3), Gemm(128, 64, 4, 3, True))),
     (64.0, Tiling(64, Gemm(64, 64, 4, 3), Gemm(128, 64, 4, 3))),
@@ -54,9 +60,22 @@ TILINGS = (
 )
 
 
-def tiling_for(pairs_per_expert: float) -> Tiling:
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """The scales of a GEMM's 8-bit inputs and weight, float32, and the dtype of its result.
+
+    `kind` is "channel" or "block" (see `gemm_kernel`).
+    """
+
+    kind: str
+    inputs: Tensor
+    weight: Tensor
+    dtype: torch.dtype
+
+
+def tiling_for(pairs_per_expert: float, tilings: Tilings = TILINGS) -> Tiling:
     """Return the tiling for an average number of pairs per expert: few are bound by memory, many by compute."""
-    return next(tiling for bound, tiling in TILINGS if pairs_per_expert <= bound)
+    return next(tiling for bound, tiling in tilings if pairs_per_expert <= bound)
 
 
 def moe_route(problem: Problem) -> Route:
@@ -141,14 +160,18 @@ def run_gate_up(
     tiles: Tensor,
     top_k: int,
     *,
+    scales: Scales | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """Return silu(x @ gate) * (x @ up) of the sorted pairs [P, I], for weights [E, 2I, N]."""
     num_experts, inner, size = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
-    hidden = torch.empty((len(pairs), inner), dtype=x.dtype, device=x.device)
+    dtype = x.dtype if scales is None else scales.dtype
+    hidden = torch.empty((len(pairs), inner), dtype=dtype, device=x.device)
     gemm_kernel.gate_up[(triton.cdiv(inner, tiling.up.columns), len(tiles))](
         x,
+        None if scales is None else scales.inputs,
         gate_up,
+        None if scales is None else scales.weight,
         hidden,
         pairs,
         tiles,
@@ -159,7 +182,7 @@ def run_gate_up(
         TOP_K=top_k,
         N=inner,
         K=size,
-        **_settings(tiling.block_m, tiling.up, x.dtype, pdl=pdl),
+        **_settings(tiling.block_m, tiling.up, x.dtype, scales, pdl=pdl),
     )
     return hidden
 
@@ -172,14 +195,18 @@ def run_down(
     tiles: Tensor,
     weights: Tensor,
     *,
+    scales: Scales | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """Return weight * hidden @ down, [P, N] in the order of tokens, for weights [E, N, I]."""
     num_experts, size, inner = down.shape
-    scaled = torch.empty((len(pairs), size), dtype=hidden.dtype, device=hidden.device)
+    dtype = hidden.dtype if scales is None else scales.dtype
+    scaled = torch.empty((len(pairs), size), dtype=dtype, device=hidden.device)
     gemm_kernel.down[(triton.cdiv(size, tiling.down.columns), len(tiles))](
         hidden,
+        None if scales is None else scales.inputs,
         down,
+        None if scales is None else scales.weight,
         scaled,
         pairs,
         tiles,
@@ -189,12 +216,14 @@ def run_down(
         E=num_experts,
         N=size,
         K=inner,
-        **_settings(tiling.block_m, tiling.down, hidden.dtype, pdl=pdl),
+        **_settings(tiling.block_m, tiling.down, hidden.dtype, scales, pdl=pdl),
     )
     return scaled
 
 
-def _settings(block_m: int, gemm: Gemm, dtype: torch.dtype, *, pdl: bool) -> dict[str, Any]:
+def _settings(
+    block_m: int, gemm: Gemm, dtype: torch.dtype, scales: Scales | None, *, pdl: bool
+) -> dict[str, Any]:
     is_float32 = dtype == torch.float32
     return {
         "BLOCK_M": block_m,
@@ -202,6 +231,8 @@ def _settings(block_m: int, gemm: Gemm, dtype: torch.dtype, *, pdl: bool) -> dic
         "BLOCK_K": min(gemm.block_k, 64) if is_float32 else gemm.block_k,
         "WEIGHTS_FIRST": gemm.weights_first,
         "PRECISION": "ieee" if is_float32 else "tf32",
+        "SCALES": "none" if scales is None else scales.kind,
+        "MAX_INEXACT": gemm.max_inexact,
         "PDL": pdl,
         "num_warps": gemm.num_warps,
         # Tiles of float32 take twice the shared memory.

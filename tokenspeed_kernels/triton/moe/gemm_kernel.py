@@ -1,4 +1,8 @@
-"""The two grouped GEMMs of routed experts. A program computes a tile of the pairs of one expert (see `sort_by_expert`)."""
+"""The two grouped GEMMs of routed experts. A program computes a tile of the pairs of one expert (see `sort_by_expert`).
+
+SCALES of FP8 and INT8 operands: "channel" for one per row of x and of a weight, "block" for one per BLOCK_K features
+of a row of x and per BLOCK_K x BLOCK_K block of a weight, or "none".
+"""
 
 from __future__ import annotations
 
@@ -19,19 +23,70 @@ def _load(ptrs, k, start, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def _multiply(acc, x, w, WEIGHTS_FIRST: tl.constexpr, PRECISION: tl.constexpr):
-    """Add x [M, K] @ w [N, K].T to acc [M, N], or w @ x.T to acc [N, M]."""
+def _zeros(w_ptr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WEIGHTS_FIRST: tl.constexpr):
+    """Return an empty accumulator for the dtype of the weight."""
+    DTYPE: tl.constexpr = tl.int32 if w_ptr.dtype.element_ty == tl.int8 else tl.float32
     if WEIGHTS_FIRST:
-        acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
+        acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=DTYPE)
     else:
-        acc = tl.dot(x, tl.trans(w), acc, input_precision=PRECISION)
+        acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=DTYPE)
     return acc
+
+
+@triton.jit
+def _multiply(
+    acc,
+    x,
+    w,
+    scale,
+    WEIGHTS_FIRST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    MAX_INEXACT: tl.constexpr,
+):
+    """Add x [M, K] @ w [N, K].T to acc [M, N], or w @ x.T to acc [N, M], times `scale` [M] unless it is None."""
+    if WEIGHTS_FIRST:
+        left, right = w, tl.trans(x)
+    else:
+        left, right = x, tl.trans(w)
+    if scale is None:
+        acc = tl.dot(
+            left,
+            right,
+            acc,
+            input_precision=PRECISION,
+            max_num_imprecise_acc=MAX_INEXACT,
+            out_dtype=acc.dtype,
+        )
+    else:
+        acc += tl.dot(left, right) * _across(scale, WEIGHTS_FIRST)
+    return acc
+
+
+@triton.jit
+def _across(of_pairs, WEIGHTS_FIRST: tl.constexpr):
+    """Return a value per pair [M] in the shape that an accumulator is multiplied with."""
+    return of_pairs[None, :] if WEIGHTS_FIRST else of_pairs[:, None]
+
+
+@triton.jit
+def _scale_channels(acc, x_scale, w_scale, WEIGHTS_FIRST: tl.constexpr):
+    """Return the accumulator, float32, times the scales of the pairs [M] and of the weight's rows [N]."""
+    scale = _across(x_scale, WEIGHTS_FIRST) * _across(w_scale, not WEIGHTS_FIRST)
+    return acc.to(tl.float32) * scale
+
+
+@triton.jit
+def _scales_of_row(scale_ptr, expert, row, NUM_ROWS: tl.constexpr, NUM_GROUPS: tl.constexpr):
+    """Return where a row of an expert's scales [NUM_ROWS, NUM_GROUPS] is."""
+    return scale_ptr + (expert.to(tl.int64) * NUM_ROWS + row) * NUM_GROUPS
 
 
 @triton.jit
 def _gate_up_tile(
     x_ptr,
+    x_scale_ptr,
     w_ptr,
+    w_scale_ptr,
     hidden_ptr,
     pairs_ptr,
     expert,
@@ -48,6 +103,8 @@ def _gate_up_tile(
     BLOCK_K: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
     PRECISION: tl.constexpr,
+    SCALES: tl.constexpr,
+    MAX_INEXACT: tl.constexpr,
 ):
     """Compute `gate_up` for the sorted pairs from `first` on, BLOCK_M of them or up to `end`."""
     place = first + tl.arange(0, BLOCK_M)
@@ -60,17 +117,32 @@ def _gate_up_tile(
     x_ptrs = x_ptr + token[:, None] * x_stride + k
     gate_ptrs = w_ptr + expert.to(tl.int64) * w_stride_e + row[:, None] * w_stride_n + k
     up_ptrs = gate_ptrs + N * w_stride_n
-    if WEIGHTS_FIRST:
-        gate = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-    else:
-        gate = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    if SCALES == "block":
+        num_groups: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+        x_scale_ptrs = x_scale_ptr + token * num_groups
+        block_row = tl.program_id(0) * BLOCK_N // BLOCK_K
+        gate_scale_ptr = _scales_of_row(
+            w_scale_ptr, expert, block_row, 2 * N // BLOCK_K, num_groups
+        )
+        up_scale_ptr = gate_scale_ptr + N // BLOCK_K * num_groups
+    gate = _zeros(w_ptr, BLOCK_M, BLOCK_N, WEIGHTS_FIRST)
     up = gate
     for start in tl.range(0, K, BLOCK_K):
+        gate_scale, up_scale = None, None
+        if SCALES == "block":
+            x_scale = tl.load(x_scale_ptrs + start // BLOCK_K)
+            gate_scale = x_scale * tl.load(gate_scale_ptr + start // BLOCK_K)
+            up_scale = x_scale * tl.load(up_scale_ptr + start // BLOCK_K)
         x = _load(x_ptrs, k, start, K, BLOCK_K)
         gate_w = _load(gate_ptrs, k, start, K, BLOCK_K)
         up_w = _load(up_ptrs, k, start, K, BLOCK_K)
-        gate = _multiply(gate, x, gate_w, WEIGHTS_FIRST, PRECISION)
-        up = _multiply(up, x, up_w, WEIGHTS_FIRST, PRECISION)
+        gate = _multiply(gate, x, gate_w, gate_scale, WEIGHTS_FIRST, PRECISION, MAX_INEXACT)
+        up = _multiply(up, x, up_w, up_scale, WEIGHTS_FIRST, PRECISION, MAX_INEXACT)
+    if SCALES == "channel":
+        x_scale = tl.load(x_scale_ptr + token)
+        gate_scale_ptrs = w_scale_ptr + expert.to(tl.int64) * (2 * N) + row
+        gate = _scale_channels(gate, x_scale, tl.load(gate_scale_ptrs), WEIGHTS_FIRST)
+        up = _scale_channels(up, x_scale, tl.load(gate_scale_ptrs + N), WEIGHTS_FIRST)
     activated = ((gate / (1.0 + tl.exp(-gate))) * up).to(hidden_ptr.dtype.element_ty)
     if WEIGHTS_FIRST:
         activated = tl.trans(activated)
@@ -81,7 +153,9 @@ def _gate_up_tile(
 @precompile.jit
 def gate_up(
     x_ptr,
+    x_scale_ptr,
     w_ptr,
+    w_scale_ptr,
     hidden_ptr,
     pairs_ptr,
     tiles_ptr,
@@ -97,6 +171,8 @@ def gate_up(
     BLOCK_K: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
     PRECISION: tl.constexpr,
+    SCALES: tl.constexpr,
+    MAX_INEXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """hidden [pairs, N] = silu(x @ gate) * (x @ up), in sorted order. Grid (tiles of N, tiles of pairs).
@@ -115,7 +191,9 @@ def gate_up(
         if BLOCK_M >= 128 and end - first <= BLOCK_M // 2:
             _gate_up_tile(
                 x_ptr,
+                x_scale_ptr,
                 w_ptr,
+                w_scale_ptr,
                 hidden_ptr,
                 pairs_ptr,
                 expert,
@@ -132,11 +210,15 @@ def gate_up(
                 BLOCK_K,
                 WEIGHTS_FIRST,
                 PRECISION,
+                SCALES,
+                MAX_INEXACT,
             )
         else:
             _gate_up_tile(
                 x_ptr,
+                x_scale_ptr,
                 w_ptr,
+                w_scale_ptr,
                 hidden_ptr,
                 pairs_ptr,
                 expert,
@@ -153,13 +235,17 @@ def gate_up(
                 BLOCK_K,
                 WEIGHTS_FIRST,
                 PRECISION,
+                SCALES,
+                MAX_INEXACT,
             )
 
 
 @triton.jit
 def _down_tile(
     hidden_ptr,
+    hidden_scale_ptr,
     w_ptr,
+    w_scale_ptr,
     scaled_ptr,
     pairs_ptr,
     weights_ptr,
@@ -175,6 +261,8 @@ def _down_tile(
     BLOCK_K: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
     PRECISION: tl.constexpr,
+    SCALES: tl.constexpr,
+    MAX_INEXACT: tl.constexpr,
 ):
     """Compute `down` for the sorted pairs from `first` on, BLOCK_M of them or up to `end`."""
     place = first + tl.arange(0, BLOCK_M)
@@ -185,14 +273,24 @@ def _down_tile(
     k = tl.arange(0, BLOCK_K)[None, :]
     hidden_ptrs = hidden_ptr + place.to(tl.int64)[:, None] * K + k
     w_ptrs = w_ptr + expert.to(tl.int64) * w_stride_e + row[:, None] * w_stride_n + k
-    if WEIGHTS_FIRST:
-        acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-    else:
-        acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    if SCALES == "block":
+        num_groups: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+        hidden_scale_ptrs = hidden_scale_ptr + place.to(tl.int64) * num_groups
+        block_row = tl.program_id(0) * BLOCK_N // BLOCK_K
+        block_rows: tl.constexpr = (N + BLOCK_K - 1) // BLOCK_K
+        block_scale_ptr = _scales_of_row(w_scale_ptr, expert, block_row, block_rows, num_groups)
+    acc = _zeros(w_ptr, BLOCK_M, BLOCK_N, WEIGHTS_FIRST)
     for start in tl.range(0, K, BLOCK_K):
+        scale = None
+        if SCALES == "block":
+            scale = tl.load(hidden_scale_ptrs + start // BLOCK_K)
+            scale *= tl.load(block_scale_ptr + start // BLOCK_K)
         hidden = _load(hidden_ptrs, k, start, K, BLOCK_K)
         w = _load(w_ptrs, k, start, K, BLOCK_K)
-        acc = _multiply(acc, hidden, w, WEIGHTS_FIRST, PRECISION)
+        acc = _multiply(acc, hidden, w, scale, WEIGHTS_FIRST, PRECISION, MAX_INEXACT)
+    if SCALES == "channel":
+        w_scale = tl.load(w_scale_ptr + expert.to(tl.int64) * N + row)
+        acc = _scale_channels(acc, tl.load(hidden_scale_ptr + place), w_scale, WEIGHTS_FIRST)
     if WEIGHTS_FIRST:
         acc = tl.trans(acc)
     pair = tl.load(pairs_ptr + place).to(tl.int64)
@@ -204,7 +302,9 @@ def _down_tile(
 @precompile.jit
 def down(
     hidden_ptr,
+    hidden_scale_ptr,
     w_ptr,
+    w_scale_ptr,
     scaled_ptr,
     pairs_ptr,
     tiles_ptr,
@@ -219,6 +319,8 @@ def down(
     BLOCK_K: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
     PRECISION: tl.constexpr,
+    SCALES: tl.constexpr,
+    MAX_INEXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """scaled [pairs, N] = weight * hidden @ down, in the order of tokens. Grid (tiles of N, tiles of pairs)."""
@@ -233,7 +335,9 @@ def down(
         if BLOCK_M >= 128 and end - first <= BLOCK_M // 2:
             _down_tile(
                 hidden_ptr,
+                hidden_scale_ptr,
                 w_ptr,
+                w_scale_ptr,
                 scaled_ptr,
                 pairs_ptr,
                 weights_ptr,
@@ -249,11 +353,15 @@ def down(
                 BLOCK_K,
                 WEIGHTS_FIRST,
                 PRECISION,
+                SCALES,
+                MAX_INEXACT,
             )
         else:
             _down_tile(
                 hidden_ptr,
+                hidden_scale_ptr,
                 w_ptr,
+                w_scale_ptr,
                 scaled_ptr,
                 pairs_ptr,
                 weights_ptr,
@@ -269,4 +377,6 @@ def down(
                 BLOCK_K,
                 WEIGHTS_FIRST,
                 PRECISION,
+                SCALES,
+                MAX_INEXACT,
             )
