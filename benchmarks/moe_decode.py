@@ -37,6 +37,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "hidden_size": 2048,
         "intermediate_size": 1408,
     },
+    "deepseek-v3": {
+        "num_experts": 256,
+        "top_k": 8,
+        "hidden_size": 7168,
+        "intermediate_size": 2048,
+    },
     "mixtral-8x7b": {
         "num_experts": 8,
         "top_k": 2,

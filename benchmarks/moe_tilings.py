@@ -1,12 +1,16 @@
 # mypy: allow-untyped-calls
-"""Time tilings of the two GEMMs of routed experts in bfloat16, PyTorch's grouped GEMM, and the lower bound.
+"""Time tilings of the two GEMMs of routed experts, PyTorch's grouped GEMM, and the lower bound.
 
-    python benchmarks/moe_tilings.py [--model qwen3-30b-a3b] [--tokens 16 64 256 8192] [--top 3] [--json FILE]
+    python benchmarks/moe_tilings.py [--ops bf16] [--models qwen3-30b-a3b] [--tokens 16 64 256 8192] [--json FILE]
+    python benchmarks/moe_tilings.py --ops fp8 int8 fp8_block --tokens 8192 1024 256
 
-Needs a CUDA device. Tokens choose random experts. A CUDA graph holds a few layers, each with separate weights. Every
-tiling is compared with the reference first. Times are µs per layer, medians of 15. The floor is the longer of reading
-each used expert once at 4.5 TB/s and of computing the products at 800 TFLOP/s. `grouped_mm` multiplies rows that are
-already sorted by expert, without the activation.
+Needs a CUDA device. Tokens choose random experts. Models of less than 2 GB per layer are timed in a CUDA graph of a few
+layers, each with separate weights. Every tiling is compared with the reference first. Times are µs per layer, medians
+of 15. The floor is the longer of reading each used expert once and of computing the products, at the rates of --bandwidth
+and --peak. `grouped_mm` multiplies bfloat16 rows that are already sorted by expert, without the activation.
+
+For bfloat16, all tilings that fit are timed; for 8 bits, a few (`CANDIDATES`). Both GEMMs share the pairs per tile, so
+the last lines give the best two GEMMs with the same pairs per tile for each op, model and number of tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +20,8 @@ import itertools
 import json
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +30,166 @@ from moe_decode import MODELS
 from torch import Tensor
 
 from tokenspeed_kernels.triton import precompile
+from tokenspeed_kernels.triton.moe import experts, experts_w8a8
 from tokenspeed_kernels.triton.moe.experts import (
     Gemm,
+    Scales,
     Tiling,
+    Tilings,
     new_tiles,
     run_down,
     run_gate_up,
     sort_by_expert,
     tiling_for,
 )
+from tokenspeed_kernels.triton.quantize.fp8_per_group import GROUP, quantize_fp8_groups
+from tokenspeed_kernels.triton.quantize.fp8_per_token import quantize_fp8
+from tokenspeed_kernels.triton.quantize.integer import quantize_int8
 
-BANDWIDTH, PEAK = 4.5e12, 800e12
 SHARED_MEMORY = 227 * 1024  # bytes per multiprocessor
-Weights = tuple[Tensor, Tensor]  # gate and up [E, 2I, N], down [E, N, I]
+LAYER_BYTES = 2_000_000_000  # of a layer that is timed alone
+NAMES = ("gate_up", "down")
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """What is timed by default, the tilings in use, and for 8 bits the scales and what quantizes inputs."""
+
+    models: tuple[str, ...]
+    tilings: Tilings
+    dtype: torch.dtype = torch.bfloat16
+    kind: str = "none"
+    quantize: Callable[..., Any] | None = None
+
+
+COMMON = ("qwen3-30b-a3b", "deepseek-v2-lite")
+OPS = {
+    "bf16": Op(COMMON[:1], experts.TILINGS),
+    "fp8": Op(COMMON, experts_w8a8.TILINGS, torch.float8_e4m3fn, "channel", quantize_fp8),
+    "int8": Op(COMMON, experts_w8a8.TILINGS, torch.int8, "channel", quantize_int8),
+    "fp8_block": Op(
+        (*COMMON, "deepseek-v3"),
+        experts_w8a8.BLOCK_TILINGS,
+        torch.float8_e4m3fn,
+        "block",
+        quantize_fp8_groups,
+    ),
+}
+
+
+def _wide(columns: int, num_warps: int, num_stages: int, *, joined: bool = False) -> Gemm:
+    """Return a GEMM with the pairs as the left operand."""
+    return Gemm(columns, GROUP, num_warps, num_stages, joined=joined)
+
+
+def _narrow(columns: int, num_warps: int, num_stages: int) -> Gemm:
+    """Return a GEMM with the weights as the left operand."""
+    return Gemm(columns, GROUP, num_warps, num_stages, weights_first=True)
+
+
+FEW = tuple(
+    (block_m, gemm)
+    for block_m in (16, 32)
+    for gemm in (_narrow(64, 4, 4), _narrow(64, 4, 6), _narrow(128, 4, 4))
+)
+# (largest average of pairs per expert, pairs per tile and GEMM), by kind of scales and GEMM. Compiled for compute
+# capability 9.0, they spill no registers, except where a comment says so.
+CANDIDATES: dict[tuple[str, str], tuple[tuple[float, tuple[tuple[int, Gemm], ...]], ...]] = {
+    ("channel", "gate_up"): (
+        (32.0, FEW),
+        (
+            128.0,
+            (
+                (64, _narrow(64, 4, 4)),
+                (64, _wide(64, 4, 4, joined=True)),
+                (64, _wide(128, 4, 3, joined=True)),
+                (128, _wide(64, 8, 3, joined=True)),
+            ),
+        ),
+        (
+            float("inf"),
+            (
+                (128, _wide(128, 8, 3, joined=True)),
+                (128, _wide(128, 8, 4, joined=True)),
+                (128, _wide(64, 8, 3, joined=True)),  # two programs per multiprocessor
+                (128, _wide(128, 8, 3)),
+                (128, _narrow(128, 8, 3)),
+                (64, _wide(128, 4, 3, joined=True)),
+            ),
+        ),
+    ),
+    ("channel", "down"): (
+        (32.0, FEW),
+        (
+            128.0,
+            (
+                (64, _narrow(128, 4, 4)),
+                (64, _wide(128, 4, 4)),
+                (64, _wide(256, 8, 3)),
+                (128, _wide(128, 8, 3)),
+            ),
+        ),
+        (
+            float("inf"),
+            (
+                (128, _wide(128, 8, 3)),  # two programs per multiprocessor
+                (128, _wide(128, 4, 3)),
+                (128, _wide(256, 8, 3)),
+                (128, _wide(256, 8, 4)),
+                (128, _narrow(128, 8, 3)),
+                (64, _wide(128, 4, 4)),
+            ),
+        ),
+    ),
+    ("block", "gate_up"): (
+        (32.0, FEW),
+        (
+            128.0,
+            (
+                (64, _wide(64, 4, 4, joined=True)),
+                (64, _wide(64, 4, 3, joined=True)),
+                (128, _wide(64, 8, 3, joined=True)),
+            ),
+        ),
+        (
+            float("inf"),
+            (
+                (128, _wide(64, 8, 3, joined=True)),
+                (128, _wide(64, 8, 4, joined=True)),
+                (128, _wide(64, 8, 3)),
+                (128, _wide(128, 8, 3)),  # spills 18 registers
+                (64, _wide(64, 4, 4, joined=True)),
+                (64, _wide(64, 4, 3, joined=True)),
+                (64, _wide(128, 8, 3, joined=True)),
+            ),
+        ),
+    ),
+    ("block", "down"): (
+        (32.0, FEW),
+        (
+            128.0,
+            (
+                (64, _wide(128, 4, 4)),
+                (64, _wide(128, 4, 3)),
+                (128, _wide(128, 8, 3)),
+            ),
+        ),
+        (
+            float("inf"),
+            (
+                (128, _wide(128, 8, 3)),
+                (128, _wide(128, 8, 4)),
+                (128, _wide(64, 8, 4)),
+                (64, _wide(128, 4, 4)),
+                (64, _wide(128, 4, 3)),
+            ),
+        ),
+    ),
+}
 
 
 def gemms(block_m: int, num_weights: int) -> Iterator[Gemm]:
-    """Yield the GEMMs to time, for tiles with one weight (down) or two (gate and up)."""
+    """Yield the GEMMs of bfloat16 to time, for tiles with one weight (down) or two (gate and up)."""
     few = block_m <= 32
     for columns, block_k, num_warps, num_stages in itertools.product(
         (32, 64, 128) if few else (64, 128, 256), (64, 128), (4, 8), (3, 5) if few else (3, 4)
@@ -53,6 +201,22 @@ def gemms(block_m: int, num_weights: int) -> Iterator[Gemm]:
         yield Gemm(columns, block_k, num_warps, num_stages)
         if few and columns >= 64:
             yield Gemm(columns, block_k, num_warps, num_stages, weights_first=True)
+        if num_weights == 2 and not few:
+            yield Gemm(columns, block_k, num_warps, num_stages, joined=True)
+
+
+def tilings_of(op: Op, name: str, average: float) -> list[Tiling]:
+    """Return the tilings of a GEMM to time, the one in use first."""
+    ours = tiling_for(average, op.tilings)
+    num_weights = 2 if name == "gate_up" else 1
+    if op.kind == "none":
+        low, high = min(128, average / 4), max(32, average * 3)
+        blocks = [each for each in (16, 32, 64, 128) if low <= each <= high]
+        found = [(block, gemm) for block in blocks for gemm in gemms(block, num_weights)]
+    else:
+        bounds = CANDIDATES[op.kind, name]
+        found = list(next(each for bound, each in bounds if average <= bound))
+    return [ours, *(replace(ours, block_m=block, up=gemm, down=gemm) for block, gemm in found)]
 
 
 def timed(run: Callable[[int], object], num_layers: int) -> float:
@@ -75,20 +239,78 @@ def timed(run: Callable[[int], object], num_layers: int) -> float:
     return float(statistics.median(times))
 
 
-class Case:
-    """A step's routed tokens, with the expected results in float32 of the bfloat16 operands."""
+class Weight:
+    """A random weight [E, N, K], with scales if it has 8 bits."""
 
-    def __init__(self, model: dict[str, Any], num_tokens: int, layers: list[Weights]) -> None:
+    def __init__(self, op: Op, num_experts: int, num_rows: int, size: int) -> None:
+        """Make it expert by expert, because a float32 copy of all would not fit."""
+        self.kind = op.kind
+        self.codes = torch.empty((num_experts, num_rows, size), dtype=op.dtype, device="cuda")
+        for codes in self.codes:
+            if op.dtype == torch.int8:
+                codes.random_(-127, 128)
+            else:
+                codes.copy_(torch.randn(num_rows, size, device="cuda").mul_(size**-0.5))
+        shape = num_rows, 1
+        if op.kind == "block":
+            shape = -(-num_rows // GROUP), -(-size // GROUP)
+        self.scale = torch.rand((num_experts, *shape), device="cuda").add_(0.5)
+        if op.dtype == torch.int8:
+            self.scale.mul_(size**-0.5 / 64)
+
+    def expert(self, expert: int) -> Tensor:
+        """Return an expert's weight in float32."""
+        return dequantized(self.codes[expert], self.scale[expert], self.kind)
+
+
+def dequantized(codes: Tensor, scale: Tensor, kind: str) -> Tensor:
+    """Return float32 values of codes [N, K] with scales for each row, for each block, or for each group of a row."""
+    if kind == "none":
+        return codes.float()
+    if kind == "block":
+        rows, size = codes.shape
+        scale = scale.repeat_interleave(GROUP, dim=1)[:, :size]
+        if len(scale) != rows:
+            scale = scale.repeat_interleave(GROUP, dim=0)[:rows]
+    return codes.float() * scale
+
+
+class Case:
+    """A step's routed tokens, with the expected results in float32 of the operands."""
+
+    def __init__(
+        self, op: Op, model: dict[str, Any], num_tokens: int, layers: list[tuple[Weight, Weight]]
+    ) -> None:
         """Route the tokens at random."""
-        self.layers, self.top_k, self.num_experts = layers, model["top_k"], model["num_experts"]
+        self.op, self.layers, self.top_k = op, layers, model["top_k"]
+        self.num_experts = model["num_experts"]
+        self.inner, self.size = model["intermediate_size"], model["hidden_size"]
         shape = num_tokens, self.num_experts
         ids = torch.rand(shape, device="cuda").argsort(dim=1)[:, : self.top_k]
         self.ids = ids.to(torch.int32).contiguous()
         self.weights = torch.rand(self.ids.shape, device="cuda")
-        self.x = torch.randn(num_tokens, model["hidden_size"], device="cuda").bfloat16()
+        x = torch.randn(num_tokens, self.size, device="cuda").bfloat16()
+        self.x, self.x_scale = self.quantized(x)
         self.pairs, self.counts = sort_by_expert(self.ids, self.num_experts)
-        self.inner, self.size = model["intermediate_size"], model["hidden_size"]
-        self.hidden = self.gate_up(tiling_for(len(self.pairs) / self.num_experts), 0)
+        self.average = self.ids.numel() / self.num_experts
+        self.ours = tiling_for(self.average, op.tilings)
+        self.activated = self.gate_up(self.ours, 0)
+        self.hidden, self.hidden_scale = self.quantized(self.activated)
+
+    def quantized(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the inputs of a GEMM and their scales."""
+        if self.op.quantize is None:
+            return x, None
+        found: tuple[Tensor, Tensor] = self.op.quantize({"size": x.shape[1], "dtype": "bfloat16"})(
+            x
+        )
+        return found
+
+    def scales(self, inputs: Tensor | None, weight: Weight) -> Scales | None:
+        """Return the scales of a GEMM."""
+        if inputs is None:
+            return None
+        return Scales(self.op.kind, inputs, weight.scale, torch.bfloat16)
 
     def tiles(self, tiling: Tiling) -> Tensor:
         """Return the tiles of the sorted pairs, which are those of every sort up to their order within an expert."""
@@ -100,36 +322,57 @@ class Case:
         """Run the first GEMM."""
         if tiles is None:
             tiles = self.tiles(tiling)
-        return run_gate_up(tiling, self.x, self.layers[layer][0], self.pairs, tiles, self.top_k)
+        weight = self.layers[layer][0]
+        scales = self.scales(self.x_scale, weight)
+        return run_gate_up(
+            tiling, self.x, weight.codes, self.pairs, tiles, self.top_k, scales=scales
+        )
 
     def down(self, tiling: Tiling, layer: int, tiles: Tensor | None = None) -> Tensor:
         """Run the second GEMM."""
         if tiles is None:
             tiles = self.tiles(tiling)
-        down = self.layers[layer][1]
-        return run_down(tiling, self.hidden, down, self.pairs, tiles, self.weights)
+        weight = self.layers[layer][1]
+        scales = self.scales(self.hidden_scale, weight)
+        return run_down(
+            tiling, self.hidden, weight.codes, self.pairs, tiles, self.weights, scales=scales
+        )
 
     def check(self) -> dict[str, Tensor]:
-        """Compare the chosen tiling with PyTorch, expert by expert, and return its results."""
-        ours = tiling_for(len(self.pairs) / self.num_experts)
-        found = {"gate_up": self.hidden, "down": self.down(ours, 0)}
+        """Compare the tiling in use with PyTorch, expert by expert, and return its results."""
+        found = {"gate_up": self.activated, "down": self.down(self.ours, 0)}
+        inputs, hidden = self.x, self.hidden
         ends = self.counts.cumsum(0).tolist()
         for expert, (end, count) in enumerate(zip(ends, self.counts.tolist(), strict=True)):
             pairs = self.pairs[end - count : end].long()
-            gate_up, down = (each[expert].float() for each in self.layers[0])
-            both = self.x[pairs // self.top_k].float() @ gate_up.T
-            gate, up = both.chunk(2, dim=1)
-            agree(found["gate_up"][end - count : end], torch.nn.functional.silu(gate) * up)
-            y = self.hidden[end - count : end].float() @ down.T
+            gate_up, down = (each.expert(expert) for each in self.layers[0])
+            tokens, run = pairs // self.top_k, slice(end - count, end)
+            x = self.values(inputs[tokens], self.x_scale, tokens)
+            gate, up = (x @ gate_up.T).chunk(2, dim=1)
+            agree(found["gate_up"][run], torch.nn.functional.silu(gate) * up)
+            y = self.values(hidden[run], self.hidden_scale, run) @ down.T
             agree(found["down"][pairs], y * self.weights.view(-1)[pairs].unsqueeze(1))
         return found
 
-    def floor(self, name: str) -> float:
-        """Return the µs that a GEMM takes at least."""
+    def values(self, codes: Tensor, scale: Tensor | None, rows: Tensor | slice) -> Tensor:
+        """Return the float32 values of rows of the inputs. Inputs have scales for each row, or each group of it."""
+        if scale is None:
+            return codes.float()
+        scale = scale[rows]
+        if self.op.kind == "block":
+            scale = scale.repeat_interleave(GROUP, dim=1)[:, : codes.shape[1]]
+        return codes.float() * scale
+
+    def floor(self, name: str, bandwidth: float, peak: float) -> float:
+        """Return the µs that a GEMM takes at least, for bytes/s and operations/s in bfloat16."""
         used = int((self.counts > 0).sum())
         elements = self.size * self.inner * (2 if name == "gate_up" else 1)
-        num_bytes, operations = 2 * used * elements, 2 * len(self.pairs) * elements
-        return float(max(num_bytes / BANDWIDTH, operations / PEAK) * 1e6)
+        num_bytes, operations = used * elements, 2 * len(self.pairs) * elements
+        if self.op.kind == "none":
+            num_bytes *= 2
+        else:
+            peak *= 2
+        return float(max(num_bytes / bandwidth, operations / peak) * 1e6)
 
 
 def agree(found: Tensor, expected: Tensor) -> None:
@@ -139,29 +382,37 @@ def agree(found: Tensor, expected: Tensor) -> None:
         raise SystemExit(f"wrong result: relative error {error:.2e}")
 
 
-def sweep(case: Case, name: str, found: dict[str, Tensor]) -> list[tuple[float, int, Gemm]]:
-    """Return the times of all tilings of a GEMM, the best first."""
-    average = len(case.pairs) / case.num_experts
-    num_weights = 2 if name == "gate_up" else 1
-    call = case.gate_up if name == "gate_up" else case.down
-    blocks = [
-        each for each in (16, 32, 64, 128) if min(128, average / 4) <= each <= max(32, average * 3)
-    ]
-    ours = tiling_for(average)
-    tilings = [ours]
-    for block_m in blocks:
-        for gemm in gemms(block_m, num_weights):
-            tilings.append(replace(ours, block_m=block_m, up=gemm, down=gemm))
-    # Compile in background threads.
-    for tiling in tilings:
-        precompile.compile_for(call, tiling, 0)
+def compile_all(op: Op, model: dict[str, Any], num_tokens: int) -> None:
+    """Compile the kernels of all tilings in background threads."""
+    num_experts, top_k, size, inner = (
+        model[name] for name in ("num_experts", "top_k", "hidden_size", "intermediate_size")
+    )
+    num_pairs, blank = num_tokens * top_k, partial(precompile.blank, str(op.dtype).split(".")[1])
+    routed = precompile.blank("int32", num_pairs), precompile.blank("int32", num_pairs, 3)
+    weights = precompile.blank("float32", num_tokens, top_k)
+    scale = precompile.blank("float32", num_experts, 1)
+    scales = None if op.kind == "none" else Scales(op.kind, scale, scale, torch.bfloat16)
+    average = num_pairs / num_experts
+    gate_up = blank(num_tokens, size), blank(num_experts, 2 * inner, size)
+    for tiling in tilings_of(op, "gate_up", average):
+        launch = partial(run_gate_up, scales=scales)
+        precompile.compile_for(launch, tiling, *gate_up, *routed, top_k)
+    down = blank(num_pairs, inner), blank(num_experts, size, inner)
+    for tiling in tilings_of(op, "down", average):
+        precompile.compile_for(partial(run_down, scales=scales), tiling, *down, *routed, weights)
+
+
+def sweep(case: Case, name: str, found: Tensor) -> list[tuple[float, int, Gemm]]:
+    """Return the times of all tilings of a GEMM, after that of the tiling in use."""
+    call = getattr(case, name)
     times = []
-    for tiling in tilings:
+    for tiling in tilings_of(case.op, name, case.average):
         gemm = tiling.up if name == "gate_up" else tiling.down
         try:
             tiles = case.tiles(tiling)
-            agree(call(tiling, 0, tiles), found[name].float())
-            took = timed(lambda layer, t=tiling, of=tiles: call(t, layer, of), len(case.layers))  # type: ignore[misc]
+            agree(call(tiling, 0, tiles), found.float())
+            run = partial(lambda layer, t, of: call(t, layer, of), t=tiling, of=tiles)
+            took = timed(run, len(case.layers))
         except (RuntimeError, torch.AcceleratorError) as error:
             print(f"  {tiling.block_m} {gemm}: {str(error).splitlines()[0][:80]}")
             continue
@@ -170,72 +421,109 @@ def sweep(case: Case, name: str, found: dict[str, Tensor]) -> list[tuple[float, 
                 raise
             continue
         times.append((took, tiling.block_m, gemm))
-    first = times[0]
-    times.sort(key=lambda each: each[0])
-    return [first, *times]
+    return times
 
 
 def grouped_mm(case: Case, name: str) -> float:
-    """Return the µs of PyTorch's grouped GEMM for sorted rows."""
+    """Return the µs of PyTorch's grouped GEMM for sorted rows of bfloat16."""
     ends = case.counts.cumsum(0).to(torch.int32)
     x = case.x[case.pairs.long() // case.top_k] if name == "gate_up" else case.hidden
-    at = 0 if name == "gate_up" else 1
+    at = NAMES.index(name)
     return timed(
-        lambda layer: torch._grouped_mm(x, case.layers[layer][at].transpose(1, 2), offs=ends),
+        lambda layer: torch._grouped_mm(x, case.layers[layer][at].codes.transpose(1, 2), offs=ends),
         len(case.layers),
     )
 
 
 def text_of(took: float, block_m: int, gemm: Gemm) -> str:
     """Describe a tiling."""
-    order = ", weights first" if gemm.weights_first else ""
+    order = ", weights first" if gemm.weights_first else ", joined" if gemm.joined else ""
+    sums = "" if gemm.max_inexact is None else f", sums of {gemm.max_inexact}"
     return (
         f"{took:.1f} ({block_m}x{gemm.columns}x{gemm.block_k}, {gemm.num_warps} warps, "
-        f"{gemm.num_stages} stages{order})"
+        f"{gemm.num_stages} stages{order}{sums})"
     )
+
+
+def best_pair(times: dict[str, list[tuple[float, int, Gemm]]]) -> str:
+    """Describe the fastest two GEMMs with the same pairs per tile, beside the ones in use, which come first."""
+    blocks = {block for _, block, _ in times["gate_up"]} & {block for _, block, _ in times["down"]}
+    pairs = [
+        [min(each for each in times[name] if each[1] == block) for name in NAMES]
+        for block in blocks
+    ]
+    up, down = min(pairs, key=lambda pair: pair[0][0] + pair[1][0])
+    ours = sum(times[name][0][0] for name in NAMES)
+    return f"{ours:8.1f} {up[0] + down[0]:8.1f}   {text_of(*up)} + {text_of(*down)}"
 
 
 def main() -> None:
-    """Print a line for each number of tokens and GEMM."""
+    """Print a line for each number of tokens and GEMM, and a table of the best tilings."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", choices=MODELS, default="qwen3-30b-a3b")
+    parser.add_argument("--ops", choices=OPS, nargs="+", default=["bf16"])
+    parser.add_argument("--models", choices=MODELS, nargs="+", help="default: those of each op")
     parser.add_argument("--tokens", type=int, nargs="+", default=[16, 64, 256, 8192])
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--top", type=int, default=3, help="tilings to print")
+    parser.add_argument("--bandwidth", type=float, default=4.5e12, help="bytes/s")
+    parser.add_argument("--peak", type=float, default=800e12, help="operations/s in bfloat16")
     parser.add_argument("--json", type=Path, help="write all times to this file")
     options = parser.parse_args()
-    model = MODELS[options.model]
-    num_experts, size, inner = (
-        model[name] for name in ("num_experts", "hidden_size", "intermediate_size")
-    )
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, dtype=torch.bfloat16, device="cuda").mul_(shape[-1] ** -0.5)
-
-    layers = [
-        (random(num_experts, 2 * inner, size), random(num_experts, size, inner))
-        for _ in range(options.layers)
-    ]
-    rows = []
-    for num_tokens in options.tokens:
-        case = Case(model, num_tokens, layers)
-        found = case.check()
-        for name in ("gate_up", "down"):
-            ours, *best = sweep(case, name, found)
-            library, floor = grouped_mm(case, name), case.floor(name)
-            print(
-                f"{options.model} {num_tokens} tokens, {name}: floor {floor:.1f}, chosen {text_of(*ours)}, "
-                f"grouped_mm {library:.1f}; best {'; '.join(text_of(*each) for each in best[: options.top])}",
-                flush=True,
+    for op_name, num_tokens in itertools.product(options.ops, options.tokens):
+        for model_name in options.models or OPS[op_name].models:
+            compile_all(OPS[op_name], MODELS[model_name], num_tokens)
+    rows, table = [], []
+    for op_name in options.ops:
+        op = OPS[op_name]
+        for model_name in options.models or op.models:
+            model = MODELS[model_name]
+            num_experts, size, inner = (
+                model[name] for name in ("num_experts", "hidden_size", "intermediate_size")
             )
-            rows += [
-                {"tokens": num_tokens, "gemm": name, "us": took, "block_m": block_m, **asdict(gemm)}
-                for took, block_m, gemm in best
+            num_bytes = 3 * num_experts * size * inner * op.dtype.itemsize
+            layers = [
+                (
+                    Weight(op, num_experts, 2 * inner, size),
+                    Weight(op, num_experts, size, inner),
+                )
+                for _ in range(options.layers if num_bytes < LAYER_BYTES else 1)
             ]
+            cases = [Case(op, model, num_tokens, layers) for num_tokens in options.tokens]
+            for case, num_tokens in zip(cases, options.tokens, strict=True):
+                found, times = case.check(), {}
+                for name in NAMES:
+                    times[name] = sweep(case, name, found[name])
+                    ours, *others = times[name]
+                    library = ""
+                    if op.kind == "none":
+                        library = f", grouped_mm {grouped_mm(case, name):.1f}"
+                    floor = case.floor(name, options.bandwidth, options.peak)
+                    best = "; ".join(
+                        text_of(*each) for each in sorted(others, key=took_of)[: options.top]
+                    )
+                    print(
+                        f"{op_name} {model_name} {num_tokens} tokens, {name}: floor {floor:.1f}, "
+                        f"chosen {text_of(*ours)}{library}; best {best}",
+                        flush=True,
+                    )
+                    rows += [
+                        {"op": op_name, "model": model_name, "tokens": num_tokens, "gemm": name}
+                        | {"us": took, "block_m": block_m, **asdict(gemm)}
+                        for took, block_m, gemm in times[name]
+                    ]
+                label = f"{op_name:10} {model_name:17} {num_tokens:6}"
+                table.append(f"{label} {best_pair(times)}")
+    print(f"{'op':10} {'model':17} {'tokens':>6} {'chosen':>8} {'best':>8}   gate_up + down, µs")
+    print("\n".join(table))
     if options.json:
-        options.json.write_text(json.dumps({"model": options.model, "rows": rows}, indent=1))
+        options.json.write_text(json.dumps(rows, indent=1))
+
+
+def took_of(timing: tuple[float, int, Gemm]) -> float:
+    """Return the µs of a timed tiling."""
+    return timing[0]
 
 
 if __name__ == "__main__":

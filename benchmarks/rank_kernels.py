@@ -47,12 +47,6 @@ from tokenspeed_core.worker.platform import describe_device, resolve_device
 
 SHAPES: dict[str, dict[str, Any]] = {
     **MODELS,
-    "deepseek-v3": {
-        "num_experts": 256,
-        "top_k": 8,
-        "hidden_size": 7168,
-        "intermediate_size": 2048,
-    },
     "gpt-oss-20b": {
         "num_experts": 32,
         "top_k": 4,

@@ -13,6 +13,7 @@ from tokenspeed_core.api import AxisLimit, KernelSpec
 from tokenspeed_kernels import descriptors, integer_inputs
 from tokenspeed_kernels.reference import fp8, fp8_block, moe_w8a8
 from tokenspeed_kernels.triton.moe import experts_w8a8
+from tokenspeed_kernels.triton.moe.experts import Gemm, Tiling
 from tokenspeed_kernels.triton.moe.experts_w8a8 import BLOCK_TILINGS, TILINGS
 
 pytestmark = [
@@ -83,6 +84,32 @@ def test_every_tiling_matches_the_reference(spec: KernelSpec, inner: int, num_pa
     case = {**SHAPE, "hidden_size": 144, "intermediate_size": inner, "dtype": "float32"}
     kernel, num_rows = spec.factory()(case), num_pairs // 2
     agrees_with_reference(kernel, contract_of(spec), case, num_rows, CPU, strided=True)
+
+
+@pytest.mark.parametrize("block_m", [16, 128])
+@pytest.mark.parametrize(
+    "order",
+    [{"weights_first": True}, {"weights_first": False}, {"joined": True}],
+    ids=["weights first", "pairs first", "joined"],
+)
+@pytest.mark.parametrize(
+    ("spec", "inner"),
+    [(SPEC, 80), (BLOCK_SPEC, 128), (INT8_SPEC, 80)],
+    ids=lambda each: getattr(each, "op", ""),
+)
+def test_every_order_of_operands_matches_the_reference(
+    monkeypatch: pytest.MonkeyPatch,
+    spec: KernelSpec,
+    inner: int,
+    order: dict[str, bool],
+    block_m: int,
+) -> None:
+    gemm = Gemm(32, 128, 4, 3, **order)
+    tilings = ((float("inf"), Tiling(block_m, gemm, gemm)),)
+    monkeypatch.setattr(experts_w8a8, "TILINGS", tilings)
+    monkeypatch.setattr(experts_w8a8, "BLOCK_TILINGS", tilings)
+    case = {**SHAPE, "hidden_size": 144, "intermediate_size": inner, "dtype": "float32"}
+    agrees_with_reference(spec.factory()(case), contract_of(spec), case, 11, CPU, strided=True)
 
 
 @pytest.mark.parametrize(

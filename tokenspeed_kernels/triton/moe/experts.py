@@ -29,6 +29,7 @@ SMALLEST_SORT = 512  # for up to this many, with few warps
 class Gemm:
     """Output columns per tile, features per iteration, warps, pipeline stages, and the order of the operands.
 
+    `joined` is for the weights of gate and up, which are one operand then, and not for weights that are first.
     The tensor cores add up to `max_inexact` products of FP8 in a short accumulator before a float32 sum, all if None.
     """
 
@@ -37,6 +38,7 @@ class Gemm:
     num_warps: int
     num_stages: int
     weights_first: bool = False
+    joined: bool = False
     max_inexact: int | None = None
 
 
@@ -182,6 +184,7 @@ def run_gate_up(
         TOP_K=top_k,
         N=inner,
         K=size,
+        JOINED=tiling.up.joined,
         **_settings(tiling.block_m, tiling.up, x.dtype, scales, pdl=pdl),
     )
     return hidden

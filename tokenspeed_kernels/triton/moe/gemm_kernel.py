@@ -38,17 +38,21 @@ def _multiply(
     acc,
     x,
     w,
-    scale,
+    x_scale,
+    w_scale,
     WEIGHTS_FIRST: tl.constexpr,
     PRECISION: tl.constexpr,
     MAX_INEXACT: tl.constexpr,
 ):
-    """Add x [M, K] @ w [N, K].T to acc [M, N], or w @ x.T to acc [N, M], times `scale` [M] unless it is None."""
+    """Add x [M, K] @ w [N, K].T to acc [M, N], or w @ x.T to acc [N, M].
+
+    Unless the scales are None, the product is multiplied with `x_scale` [M] and `w_scale`, a scalar or [1, N].
+    """
     if WEIGHTS_FIRST:
         left, right = w, tl.trans(x)
     else:
         left, right = x, tl.trans(w)
-    if scale is None:
+    if x_scale is None:
         acc = tl.dot(
             left,
             right,
@@ -58,7 +62,9 @@ def _multiply(
             out_dtype=acc.dtype,
         )
     else:
-        acc += tl.dot(left, right) * _across(scale, WEIGHTS_FIRST)
+        # The scales are multiplied after the product has begun, so that it does not wait until they are loaded.
+        product = tl.dot(left, right)
+        acc += product * (_across(x_scale, WEIGHTS_FIRST) * w_scale)
     return acc
 
 
@@ -73,12 +79,6 @@ def _scale_channels(acc, x_scale, w_scale, WEIGHTS_FIRST: tl.constexpr):
     """Return the accumulator, float32, times the scales of the pairs [M] and of the weight's rows [N]."""
     scale = _across(x_scale, WEIGHTS_FIRST) * _across(w_scale, not WEIGHTS_FIRST)
     return acc.to(tl.float32) * scale
-
-
-@triton.jit
-def _scales_of_row(scale_ptr, expert, row, NUM_ROWS: tl.constexpr, NUM_GROUPS: tl.constexpr):
-    """Return where a row of an expert's scales [NUM_ROWS, NUM_GROUPS] is."""
-    return scale_ptr + (expert.to(tl.int64) * NUM_ROWS + row) * NUM_GROUPS
 
 
 @triton.jit
@@ -102,6 +102,7 @@ def _gate_up_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
+    JOINED: tl.constexpr,
     PRECISION: tl.constexpr,
     SCALES: tl.constexpr,
     MAX_INEXACT: tl.constexpr,
@@ -112,37 +113,61 @@ def _gate_up_tile(
     # Rows that are not used repeat the last one, and are not stored.
     token = (tl.load(pairs_ptr + tl.minimum(place, end - 1)) // TOP_K).to(tl.int64)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.where(column < N, column, 0).to(tl.int64)
     k = tl.arange(0, BLOCK_K)[None, :]
     x_ptrs = x_ptr + token[:, None] * x_stride + k
-    gate_ptrs = w_ptr + expert.to(tl.int64) * w_stride_e + row[:, None] * w_stride_n + k
-    up_ptrs = gate_ptrs + N * w_stride_n
-    if SCALES == "block":
+    x_scale_ptrs, gate_scale_ptr, up_scale_ptr = None, None, None
+    if SCALES == "channel":
+        x_scale_ptrs = x_scale_ptr + token
+    elif SCALES == "block":
         num_groups: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
         x_scale_ptrs = x_scale_ptr + token * num_groups
-        block_row = tl.program_id(0) * BLOCK_N // BLOCK_K
-        gate_scale_ptr = _scales_of_row(
-            w_scale_ptr, expert, block_row, 2 * N // BLOCK_K, num_groups
-        )
+        block_row = expert.to(tl.int64) * (2 * N // BLOCK_K) + tl.program_id(0) * BLOCK_N // BLOCK_K
+        gate_scale_ptr = w_scale_ptr + block_row * num_groups
         up_scale_ptr = gate_scale_ptr + N // BLOCK_K * num_groups
-    gate = _zeros(w_ptr, BLOCK_M, BLOCK_N, WEIGHTS_FIRST)
-    up = gate
-    for start in tl.range(0, K, BLOCK_K):
-        gate_scale, up_scale = None, None
-        if SCALES == "block":
-            x_scale = tl.load(x_scale_ptrs + start // BLOCK_K)
-            gate_scale = x_scale * tl.load(gate_scale_ptr + start // BLOCK_K)
-            up_scale = x_scale * tl.load(up_scale_ptr + start // BLOCK_K)
-        x = _load(x_ptrs, k, start, K, BLOCK_K)
-        gate_w = _load(gate_ptrs, k, start, K, BLOCK_K)
-        up_w = _load(up_ptrs, k, start, K, BLOCK_K)
-        gate = _multiply(gate, x, gate_w, gate_scale, WEIGHTS_FIRST, PRECISION, MAX_INEXACT)
-        up = _multiply(up, x, up_w, up_scale, WEIGHTS_FIRST, PRECISION, MAX_INEXACT)
-    if SCALES == "channel":
-        x_scale = tl.load(x_scale_ptr + token)
-        gate_scale_ptrs = w_scale_ptr + expert.to(tl.int64) * (2 * N) + row
-        gate = _scale_channels(gate, x_scale, tl.load(gate_scale_ptrs), WEIGHTS_FIRST)
-        up = _scale_channels(up, x_scale, tl.load(gate_scale_ptrs + N), WEIGHTS_FIRST)
+    if JOINED:
+        index = tl.arange(0, 2 * BLOCK_N)
+        row = tl.program_id(0) * BLOCK_N + index // 2
+        row = (tl.where(row < N, row, 0) + index % 2 * N).to(tl.int64)
+        w_ptrs = w_ptr + expert.to(tl.int64) * w_stride_e + row[:, None] * w_stride_n + k
+        both = _zeros(w_ptr, BLOCK_M, 2 * BLOCK_N, WEIGHTS_FIRST)
+        for start in tl.range(0, K, BLOCK_K):
+            x_scale, w_scale = None, None
+            if SCALES == "block":
+                x_scale = tl.load(x_scale_ptrs + start // BLOCK_K)
+                gate_scale = tl.load(gate_scale_ptr + start // BLOCK_K)
+                up_scale = tl.load(up_scale_ptr + start // BLOCK_K)
+                w_scale = tl.where(index % 2 == 0, gate_scale, up_scale)[None, :]
+            x = _load(x_ptrs, k, start, K, BLOCK_K)
+            w = _load(w_ptrs, k, start, K, BLOCK_K)
+            both = _multiply(both, x, w, x_scale, w_scale, WEIGHTS_FIRST, PRECISION, MAX_INEXACT)
+        if SCALES == "channel":
+            w_scale = tl.load(w_scale_ptr + expert.to(tl.int64) * (2 * N) + row)
+            both = _scale_channels(both, tl.load(x_scale_ptrs), w_scale, WEIGHTS_FIRST)
+        gate, up = tl.split(tl.reshape(both, [BLOCK_M, BLOCK_N, 2]))
+    else:
+        row = tl.where(column < N, column, 0).to(tl.int64)
+        gate_ptrs = w_ptr + expert.to(tl.int64) * w_stride_e + row[:, None] * w_stride_n + k
+        up_ptrs = gate_ptrs + N * w_stride_n
+        gate = _zeros(w_ptr, BLOCK_M, BLOCK_N, WEIGHTS_FIRST)
+        up = gate
+        for start in tl.range(0, K, BLOCK_K):
+            x_scale, gate_scale, up_scale = None, None, None
+            if SCALES == "block":
+                x_scale = tl.load(x_scale_ptrs + start // BLOCK_K)
+                gate_scale = tl.load(gate_scale_ptr + start // BLOCK_K)
+                up_scale = tl.load(up_scale_ptr + start // BLOCK_K)
+            x = _load(x_ptrs, k, start, K, BLOCK_K)
+            gate_w = _load(gate_ptrs, k, start, K, BLOCK_K)
+            up_w = _load(up_ptrs, k, start, K, BLOCK_K)
+            gate = _multiply(
+                gate, x, gate_w, x_scale, gate_scale, WEIGHTS_FIRST, PRECISION, MAX_INEXACT
+            )
+            up = _multiply(up, x, up_w, x_scale, up_scale, WEIGHTS_FIRST, PRECISION, MAX_INEXACT)
+        if SCALES == "channel":
+            x_scale = tl.load(x_scale_ptrs)
+            gate_scale_ptrs = w_scale_ptr + expert.to(tl.int64) * (2 * N) + row
+            gate = _scale_channels(gate, x_scale, tl.load(gate_scale_ptrs), WEIGHTS_FIRST)
+            up = _scale_channels(up, x_scale, tl.load(gate_scale_ptrs + N), WEIGHTS_FIRST)
     activated = ((gate / (1.0 + tl.exp(-gate))) * up).to(hidden_ptr.dtype.element_ty)
     if WEIGHTS_FIRST:
         activated = tl.trans(activated)
@@ -170,6 +195,7 @@ def gate_up(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
+    JOINED: tl.constexpr,
     PRECISION: tl.constexpr,
     SCALES: tl.constexpr,
     MAX_INEXACT: tl.constexpr,
@@ -178,6 +204,7 @@ def gate_up(
     """hidden [pairs, N] = silu(x @ gate) * (x @ up), in sorted order. Grid (tiles of N, tiles of pairs).
 
     WEIGHTS_FIRST: the weights are the left operand, whose tile has to have 64 rows for the fast instruction.
+    JOINED: rows of gate and up alternate in one right operand, which is twice as wide.
     A large tile that is at most half full is computed as one of half the size.
     PDL: the next kernel may read what the one before this has written, because it starts after this one's wait.
     """
@@ -209,6 +236,7 @@ def gate_up(
                 BLOCK_N,
                 BLOCK_K,
                 WEIGHTS_FIRST,
+                JOINED,
                 PRECISION,
                 SCALES,
                 MAX_INEXACT,
@@ -234,6 +262,7 @@ def gate_up(
                 BLOCK_N,
                 BLOCK_K,
                 WEIGHTS_FIRST,
+                JOINED,
                 PRECISION,
                 SCALES,
                 MAX_INEXACT,
@@ -273,24 +302,27 @@ def _down_tile(
     k = tl.arange(0, BLOCK_K)[None, :]
     hidden_ptrs = hidden_ptr + place.to(tl.int64)[:, None] * K + k
     w_ptrs = w_ptr + expert.to(tl.int64) * w_stride_e + row[:, None] * w_stride_n + k
-    if SCALES == "block":
+    scale_ptrs, block_scale_ptr = None, None
+    if SCALES == "channel":
+        scale_ptrs = hidden_scale_ptr + place
+    elif SCALES == "block":
         num_groups: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-        hidden_scale_ptrs = hidden_scale_ptr + place.to(tl.int64) * num_groups
-        block_row = tl.program_id(0) * BLOCK_N // BLOCK_K
-        block_rows: tl.constexpr = (N + BLOCK_K - 1) // BLOCK_K
-        block_scale_ptr = _scales_of_row(w_scale_ptr, expert, block_row, block_rows, num_groups)
+        scale_ptrs = hidden_scale_ptr + place.to(tl.int64) * num_groups
+        num_rows: tl.constexpr = (N + BLOCK_K - 1) // BLOCK_K
+        block_row = expert.to(tl.int64) * num_rows + tl.program_id(0) * BLOCK_N // BLOCK_K
+        block_scale_ptr = w_scale_ptr + block_row * num_groups
     acc = _zeros(w_ptr, BLOCK_M, BLOCK_N, WEIGHTS_FIRST)
     for start in tl.range(0, K, BLOCK_K):
-        scale = None
+        scale, block_scale = None, None
         if SCALES == "block":
-            scale = tl.load(hidden_scale_ptrs + start // BLOCK_K)
-            scale *= tl.load(block_scale_ptr + start // BLOCK_K)
+            scale = tl.load(scale_ptrs + start // BLOCK_K)
+            block_scale = tl.load(block_scale_ptr + start // BLOCK_K)
         hidden = _load(hidden_ptrs, k, start, K, BLOCK_K)
         w = _load(w_ptrs, k, start, K, BLOCK_K)
-        acc = _multiply(acc, hidden, w, scale, WEIGHTS_FIRST, PRECISION, MAX_INEXACT)
+        acc = _multiply(acc, hidden, w, scale, block_scale, WEIGHTS_FIRST, PRECISION, MAX_INEXACT)
     if SCALES == "channel":
         w_scale = tl.load(w_scale_ptr + expert.to(tl.int64) * N + row)
-        acc = _scale_channels(acc, tl.load(hidden_scale_ptr + place), w_scale, WEIGHTS_FIRST)
+        acc = _scale_channels(acc, tl.load(scale_ptrs), w_scale, WEIGHTS_FIRST)
     if WEIGHTS_FIRST:
         acc = tl.trans(acc)
     pair = tl.load(pairs_ptr + place).to(tl.int64)
