@@ -157,7 +157,7 @@ CANDIDATES: dict[tuple[str, str], tuple[tuple[float, tuple[tuple[int, Gemm], ...
                 (128, _wide(64, 8, 3, joined=True)),
                 (128, _wide(64, 8, 4, joined=True)),
                 (128, _wide(64, 8, 3)),
-                (128, _wide(128, 8, 3)),  # spills 18 registers
+                (128, _wide(128, 8, 3)),  # spills 9 registers
                 (64, _wide(64, 4, 4, joined=True)),
                 (64, _wide(64, 4, 3, joined=True)),
                 (64, _wide(128, 8, 3, joined=True)),

@@ -62,9 +62,7 @@ def _multiply(
             out_dtype=acc.dtype,
         )
     else:
-        # The scales are multiplied after the product has begun, so that it does not wait until they are loaded.
-        product = tl.dot(left, right)
-        acc += product * (_across(x_scale, WEIGHTS_FIRST) * w_scale)
+        acc += tl.dot(left, right) * (_across(x_scale, WEIGHTS_FIRST) * w_scale)
     return acc
 
 
@@ -72,6 +70,15 @@ def _multiply(
 def _across(of_pairs, WEIGHTS_FIRST: tl.constexpr):
     """Return a value per pair [M] in the shape that an accumulator is multiplied with."""
     return of_pairs[None, :] if WEIGHTS_FIRST else of_pairs[:, None]
+
+
+@triton.jit
+def _next_group(start, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return the group of features after the one at `start`, or the last.
+
+    The scales of a group are loaded one iteration early, so that its product does not wait for them.
+    """
+    return tl.minimum(start // BLOCK_K + 1, (K - 1) // BLOCK_K)
 
 
 @triton.jit
@@ -115,7 +122,7 @@ def _gate_up_tile(
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)[None, :]
     x_ptrs = x_ptr + token[:, None] * x_stride + k
-    x_scale_ptrs, gate_scale_ptr, up_scale_ptr = None, None, None
+    x_scale, gate_scale, up_scale = None, None, None
     if SCALES == "channel":
         x_scale_ptrs = x_scale_ptr + token
     elif SCALES == "block":
@@ -124,6 +131,8 @@ def _gate_up_tile(
         block_row = expert.to(tl.int64) * (2 * N // BLOCK_K) + tl.program_id(0) * BLOCK_N // BLOCK_K
         gate_scale_ptr = w_scale_ptr + block_row * num_groups
         up_scale_ptr = gate_scale_ptr + N // BLOCK_K * num_groups
+        x_scale = tl.load(x_scale_ptrs)
+        gate_scale, up_scale = tl.load(gate_scale_ptr), tl.load(up_scale_ptr)
     if JOINED:
         index = tl.arange(0, 2 * BLOCK_N)
         row = tl.program_id(0) * BLOCK_N + index // 2
@@ -131,15 +140,16 @@ def _gate_up_tile(
         w_ptrs = w_ptr + expert.to(tl.int64) * w_stride_e + row[:, None] * w_stride_n + k
         both = _zeros(w_ptr, BLOCK_M, 2 * BLOCK_N, WEIGHTS_FIRST)
         for start in tl.range(0, K, BLOCK_K):
-            x_scale, w_scale = None, None
+            now_x, now_w = x_scale, None
             if SCALES == "block":
-                x_scale = tl.load(x_scale_ptrs + start // BLOCK_K)
-                gate_scale = tl.load(gate_scale_ptr + start // BLOCK_K)
-                up_scale = tl.load(up_scale_ptr + start // BLOCK_K)
-                w_scale = tl.where(index % 2 == 0, gate_scale, up_scale)[None, :]
+                now_w = tl.where(index % 2 == 0, gate_scale, up_scale)[None, :]
+                group = _next_group(start, K, BLOCK_K)
+                x_scale = tl.load(x_scale_ptrs + group)
+                gate_scale = tl.load(gate_scale_ptr + group)
+                up_scale = tl.load(up_scale_ptr + group)
             x = _load(x_ptrs, k, start, K, BLOCK_K)
             w = _load(w_ptrs, k, start, K, BLOCK_K)
-            both = _multiply(both, x, w, x_scale, w_scale, WEIGHTS_FIRST, PRECISION, MAX_INEXACT)
+            both = _multiply(both, x, w, now_x, now_w, WEIGHTS_FIRST, PRECISION, MAX_INEXACT)
         if SCALES == "channel":
             w_scale = tl.load(w_scale_ptr + expert.to(tl.int64) * (2 * N) + row)
             both = _scale_channels(both, tl.load(x_scale_ptrs), w_scale, WEIGHTS_FIRST)
@@ -151,18 +161,19 @@ def _gate_up_tile(
         gate = _zeros(w_ptr, BLOCK_M, BLOCK_N, WEIGHTS_FIRST)
         up = gate
         for start in tl.range(0, K, BLOCK_K):
-            x_scale, gate_scale, up_scale = None, None, None
+            now_x, now_gate, now_up = x_scale, gate_scale, up_scale
             if SCALES == "block":
-                x_scale = tl.load(x_scale_ptrs + start // BLOCK_K)
-                gate_scale = tl.load(gate_scale_ptr + start // BLOCK_K)
-                up_scale = tl.load(up_scale_ptr + start // BLOCK_K)
+                group = _next_group(start, K, BLOCK_K)
+                x_scale = tl.load(x_scale_ptrs + group)
+                gate_scale = tl.load(gate_scale_ptr + group)
+                up_scale = tl.load(up_scale_ptr + group)
             x = _load(x_ptrs, k, start, K, BLOCK_K)
             gate_w = _load(gate_ptrs, k, start, K, BLOCK_K)
             up_w = _load(up_ptrs, k, start, K, BLOCK_K)
             gate = _multiply(
-                gate, x, gate_w, x_scale, gate_scale, WEIGHTS_FIRST, PRECISION, MAX_INEXACT
+                gate, x, gate_w, now_x, now_gate, WEIGHTS_FIRST, PRECISION, MAX_INEXACT
             )
-            up = _multiply(up, x, up_w, x_scale, up_scale, WEIGHTS_FIRST, PRECISION, MAX_INEXACT)
+            up = _multiply(up, x, up_w, now_x, now_up, WEIGHTS_FIRST, PRECISION, MAX_INEXACT)
         if SCALES == "channel":
             x_scale = tl.load(x_scale_ptrs)
             gate_scale_ptrs = w_scale_ptr + expert.to(tl.int64) * (2 * N) + row
@@ -302,7 +313,7 @@ def _down_tile(
     k = tl.arange(0, BLOCK_K)[None, :]
     hidden_ptrs = hidden_ptr + place.to(tl.int64)[:, None] * K + k
     w_ptrs = w_ptr + expert.to(tl.int64) * w_stride_e + row[:, None] * w_stride_n + k
-    scale_ptrs, block_scale_ptr = None, None
+    scale, block_scale = None, None
     if SCALES == "channel":
         scale_ptrs = hidden_scale_ptr + place
     elif SCALES == "block":
@@ -311,15 +322,16 @@ def _down_tile(
         num_rows: tl.constexpr = (N + BLOCK_K - 1) // BLOCK_K
         block_row = expert.to(tl.int64) * num_rows + tl.program_id(0) * BLOCK_N // BLOCK_K
         block_scale_ptr = w_scale_ptr + block_row * num_groups
+        scale, block_scale = tl.load(scale_ptrs), tl.load(block_scale_ptr)
     acc = _zeros(w_ptr, BLOCK_M, BLOCK_N, WEIGHTS_FIRST)
     for start in tl.range(0, K, BLOCK_K):
-        scale, block_scale = None, None
+        now, now_block = scale, block_scale
         if SCALES == "block":
-            scale = tl.load(scale_ptrs + start // BLOCK_K)
-            block_scale = tl.load(block_scale_ptr + start // BLOCK_K)
+            group = _next_group(start, K, BLOCK_K)
+            scale, block_scale = tl.load(scale_ptrs + group), tl.load(block_scale_ptr + group)
         hidden = _load(hidden_ptrs, k, start, K, BLOCK_K)
         w = _load(w_ptrs, k, start, K, BLOCK_K)
-        acc = _multiply(acc, hidden, w, scale, block_scale, WEIGHTS_FIRST, PRECISION, MAX_INEXACT)
+        acc = _multiply(acc, hidden, w, now, now_block, WEIGHTS_FIRST, PRECISION, MAX_INEXACT)
     if SCALES == "channel":
         w_scale = tl.load(w_scale_ptr + expert.to(tl.int64) * N + row)
         acc = _scale_channels(acc, tl.load(scale_ptrs), w_scale, WEIGHTS_FIRST)
