@@ -77,9 +77,11 @@ OPS = {
 }
 
 
-def _wide(columns: int, num_warps: int, num_stages: int, *, joined: bool = False) -> Gemm:
+def _wide(
+    columns: int, num_warps: int, num_stages: int, *, joined: bool = False, together: int = 8
+) -> Gemm:
     """Return a GEMM with the pairs as the left operand."""
-    return Gemm(columns, GROUP, num_warps, num_stages, joined=joined)
+    return Gemm(columns, GROUP, num_warps, num_stages, joined=joined, together=together)
 
 
 def _narrow(columns: int, num_warps: int, num_stages: int) -> Gemm:
@@ -110,6 +112,7 @@ CANDIDATES: dict[tuple[str, str], tuple[tuple[float, tuple[tuple[int, Gemm], ...
             float("inf"),
             (
                 (128, _wide(128, 8, 3, joined=True)),
+                (128, _wide(128, 8, 3, joined=True, together=1)),
                 (128, _wide(128, 8, 4, joined=True)),
                 (128, _wide(64, 8, 3, joined=True)),  # two programs per multiprocessor
                 (128, _wide(128, 8, 3)),
@@ -133,6 +136,7 @@ CANDIDATES: dict[tuple[str, str], tuple[tuple[float, tuple[tuple[int, Gemm], ...
             float("inf"),
             (
                 (128, _wide(128, 8, 3)),  # two programs per multiprocessor
+                (128, _wide(128, 8, 3, together=1)),
                 (128, _wide(128, 4, 3)),
                 (128, _wide(256, 8, 3)),
                 (128, _wide(256, 8, 4)),
@@ -154,8 +158,8 @@ CANDIDATES: dict[tuple[str, str], tuple[tuple[float, tuple[tuple[int, Gemm], ...
         (
             float("inf"),
             (
-                (128, _wide(64, 8, 3, joined=True)),
                 (128, _wide(64, 8, 4, joined=True)),
+                (128, _wide(64, 8, 4, joined=True, together=1)),
                 (128, _wide(64, 8, 3)),
                 (128, _wide(128, 8, 3)),  # spills 9 registers
                 (64, _wide(64, 4, 4, joined=True)),
@@ -179,7 +183,7 @@ CANDIDATES: dict[tuple[str, str], tuple[tuple[float, tuple[tuple[int, Gemm], ...
             (
                 (128, _wide(128, 8, 3)),
                 (128, _wide(128, 8, 4)),
-                (128, _wide(64, 8, 4)),
+                (128, _wide(128, 8, 4, together=1)),
                 (64, _wide(128, 4, 4)),
                 (64, _wide(128, 4, 3)),
             ),
@@ -438,6 +442,7 @@ def grouped_mm(case: Case, name: str) -> float:
 def text_of(took: float, block_m: int, gemm: Gemm) -> str:
     """Describe a tiling."""
     order = ", weights first" if gemm.weights_first else ", joined" if gemm.joined else ""
+    order += f", {gemm.together} together" if gemm.together > 1 else ""
     sums = "" if gemm.max_inexact is None else f", sums of {gemm.max_inexact}"
     return (
         f"{took:.1f} ({block_m}x{gemm.columns}x{gemm.block_k}, {gemm.num_warps} warps, "

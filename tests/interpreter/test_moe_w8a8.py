@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -89,7 +90,7 @@ def test_every_tiling_matches_the_reference(spec: KernelSpec, inner: int, num_pa
 @pytest.mark.parametrize("block_m", [16, 128])
 @pytest.mark.parametrize(
     "order",
-    [{"weights_first": True}, {"weights_first": False}, {"joined": True}],
+    [{"weights_first": True}, {"together": 3}, {"joined": True, "together": 8}],
     ids=["weights first", "pairs first", "joined"],
 )
 @pytest.mark.parametrize(
@@ -101,7 +102,7 @@ def test_every_order_of_operands_matches_the_reference(
     monkeypatch: pytest.MonkeyPatch,
     spec: KernelSpec,
     inner: int,
-    order: dict[str, bool],
+    order: dict[str, Any],
     block_m: int,
 ) -> None:
     gemm = Gemm(32, 128, 4, 3, **order)

@@ -30,6 +30,7 @@ class Gemm:
     """Output columns per tile, features per iteration, warps, pipeline stages, and the order of the operands.
 
     `joined` is for the weights of gate and up, which are one operand then, and not for weights that are first.
+    `together` consecutive tiles of pairs use a weight tile at the same time.
     The tensor cores add up to `max_inexact` products of FP8 in a short accumulator before a float32 sum, all if None.
     """
 
@@ -39,6 +40,7 @@ class Gemm:
     num_stages: int
     weights_first: bool = False
     joined: bool = False
+    together: int = 1
     max_inexact: int | None = None
 
 
@@ -236,6 +238,7 @@ def _settings(
         "PRECISION": "ieee" if is_float32 else "tf32",
         "SCALES": "none" if scales is None else scales.kind,
         "MAX_INEXACT": gemm.max_inexact,
+        "TOGETHER": gemm.together,
         "PDL": pdl,
         "num_warps": gemm.num_warps,
         # Tiles of float32 take twice the shared memory.

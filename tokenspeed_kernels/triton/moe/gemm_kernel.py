@@ -89,6 +89,23 @@ def _scale_channels(acc, x_scale, w_scale, WEIGHTS_FIRST: tl.constexpr):
 
 
 @triton.jit
+def _place_in_grid(TOGETHER: tl.constexpr):
+    """Return the tile of columns and the tile of pairs of this program, for a grid (tiles of columns, tiles of pairs).
+
+    Programs for TOGETHER consecutive tiles of pairs are neighbors, so that they share a weight tile in the L2 cache.
+    """
+    column_tile, tile = tl.program_id(0), tl.program_id(1)
+    if TOGETHER > 1:
+        num_columns = tl.num_programs(0)
+        index = tile * num_columns + column_tile
+        band = index // (TOGETHER * num_columns) * TOGETHER
+        height = tl.minimum(tl.num_programs(1) - band, TOGETHER)
+        within = index - band * num_columns
+        column_tile, tile = within // height, band + within % height
+    return column_tile, tile
+
+
+@triton.jit
 def _gate_up_tile(
     x_ptr,
     x_scale_ptr,
@@ -96,6 +113,7 @@ def _gate_up_tile(
     w_scale_ptr,
     hidden_ptr,
     pairs_ptr,
+    column_tile,
     expert,
     first,
     end,
@@ -119,7 +137,7 @@ def _gate_up_tile(
     used = place < end
     # Rows that are not used repeat the last one, and are not stored.
     token = (tl.load(pairs_ptr + tl.minimum(place, end - 1)) // TOP_K).to(tl.int64)
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)[None, :]
     x_ptrs = x_ptr + token[:, None] * x_stride + k
     x_scale, gate_scale, up_scale = None, None, None
@@ -128,14 +146,14 @@ def _gate_up_tile(
     elif SCALES == "block":
         num_groups: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
         x_scale_ptrs = x_scale_ptr + token * num_groups
-        block_row = expert.to(tl.int64) * (2 * N // BLOCK_K) + tl.program_id(0) * BLOCK_N // BLOCK_K
+        block_row = expert.to(tl.int64) * (2 * N // BLOCK_K) + column_tile * BLOCK_N // BLOCK_K
         gate_scale_ptr = w_scale_ptr + block_row * num_groups
         up_scale_ptr = gate_scale_ptr + N // BLOCK_K * num_groups
         x_scale = tl.load(x_scale_ptrs)
         gate_scale, up_scale = tl.load(gate_scale_ptr), tl.load(up_scale_ptr)
     if JOINED:
         index = tl.arange(0, 2 * BLOCK_N)
-        row = tl.program_id(0) * BLOCK_N + index // 2
+        row = column_tile * BLOCK_N + index // 2
         row = (tl.where(row < N, row, 0) + index % 2 * N).to(tl.int64)
         w_ptrs = w_ptr + expert.to(tl.int64) * w_stride_e + row[:, None] * w_stride_n + k
         both = _zeros(w_ptr, BLOCK_M, 2 * BLOCK_N, WEIGHTS_FIRST)
@@ -210,6 +228,7 @@ def gate_up(
     PRECISION: tl.constexpr,
     SCALES: tl.constexpr,
     MAX_INEXACT: tl.constexpr,
+    TOGETHER: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """hidden [pairs, N] = silu(x @ gate) * (x @ up), in sorted order. Grid (tiles of N, tiles of pairs).
@@ -222,9 +241,10 @@ def gate_up(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    tile = tl.program_id(1) * 3
-    expert = tl.load(tiles_ptr + tile)
-    first, end = tl.load(tiles_ptr + tile + 1), tl.load(tiles_ptr + tile + 2)
+    column_tile, tile = _place_in_grid(TOGETHER)
+    tile_ptr = tiles_ptr + tile * 3
+    expert = tl.load(tile_ptr)
+    first, end = tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
     if expert < E:
         if BLOCK_M >= 128 and end - first <= BLOCK_M // 2:
             _gate_up_tile(
@@ -234,6 +254,7 @@ def gate_up(
                 w_scale_ptr,
                 hidden_ptr,
                 pairs_ptr,
+                column_tile,
                 expert,
                 first,
                 end,
@@ -260,6 +281,7 @@ def gate_up(
                 w_scale_ptr,
                 hidden_ptr,
                 pairs_ptr,
+                column_tile,
                 expert,
                 first,
                 end,
@@ -289,6 +311,7 @@ def _down_tile(
     scaled_ptr,
     pairs_ptr,
     weights_ptr,
+    column_tile,
     expert,
     first,
     end,
@@ -308,7 +331,7 @@ def _down_tile(
     place = first + tl.arange(0, BLOCK_M)
     used = place < end
     place = tl.minimum(place, end - 1)
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.where(column < N, column, 0).to(tl.int64)
     k = tl.arange(0, BLOCK_K)[None, :]
     hidden_ptrs = hidden_ptr + place.to(tl.int64)[:, None] * K + k
@@ -320,7 +343,7 @@ def _down_tile(
         num_groups: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
         scale_ptrs = hidden_scale_ptr + place.to(tl.int64) * num_groups
         num_rows: tl.constexpr = (N + BLOCK_K - 1) // BLOCK_K
-        block_row = expert.to(tl.int64) * num_rows + tl.program_id(0) * BLOCK_N // BLOCK_K
+        block_row = expert.to(tl.int64) * num_rows + column_tile * BLOCK_N // BLOCK_K
         block_scale_ptr = w_scale_ptr + block_row * num_groups
         scale, block_scale = tl.load(scale_ptrs), tl.load(block_scale_ptr)
     acc = _zeros(w_ptr, BLOCK_M, BLOCK_N, WEIGHTS_FIRST)
@@ -365,14 +388,16 @@ def down(
     PRECISION: tl.constexpr,
     SCALES: tl.constexpr,
     MAX_INEXACT: tl.constexpr,
+    TOGETHER: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """scaled [pairs, N] = weight * hidden @ down, in the order of tokens. Grid (tiles of N, tiles of pairs)."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    tile = tl.program_id(1) * 3
-    expert = tl.load(tiles_ptr + tile)
-    first, end = tl.load(tiles_ptr + tile + 1), tl.load(tiles_ptr + tile + 2)
+    column_tile, tile = _place_in_grid(TOGETHER)
+    tile_ptr = tiles_ptr + tile * 3
+    expert = tl.load(tile_ptr)
+    first, end = tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
     if PDL:
         tl.extra.cuda.gdc_wait()
     if expert < E:
@@ -385,6 +410,7 @@ def down(
                 scaled_ptr,
                 pairs_ptr,
                 weights_ptr,
+                column_tile,
                 expert,
                 first,
                 end,
@@ -409,6 +435,7 @@ def down(
                 scaled_ptr,
                 pairs_ptr,
                 weights_ptr,
+                column_tile,
                 expert,
                 first,
                 end,
