@@ -28,8 +28,8 @@ OTHERS = [
     SPECS[op] for op in ("moe_experts_fp8_static", "moe_experts_int8", "moe_experts_int8_static")
 ]
 INT8_SPEC = SPECS["moe_experts_int8"]
-PAIRS = [int(bound * 5) for bound, _ in TILINGS[:-1]]  # most pairs of five experts in each tiling
-assert [bound for bound, _ in TILINGS] == [bound for bound, _ in BLOCK_TILINGS]
+# Most pairs of five experts in each tiling.
+PAIRS = sorted({int(bound * 5) for bound, _ in (*TILINGS[:-1], *BLOCK_TILINGS[:-1])})
 SHAPE = {"num_experts": 5, "top_k": 2}
 CPU = torch.device("cpu")
 

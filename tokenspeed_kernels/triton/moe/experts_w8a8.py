@@ -52,17 +52,54 @@ def _tiling(block_m: int, columns: int, num_warps: int, num_stages: int) -> Tili
     return Tiling(block_m, gemm, gemm)
 
 
+# Found by benchmarks/moe_tilings.py on an H100. Few pairs are bound by memory.
+_MIDDLE = Tiling(
+    64,
+    Gemm(64, GROUP, 4, 4, joined=True, together=8),
+    Gemm(128, GROUP, 4, 4, together=8),
+)
 TILINGS: Tilings = (
     (8.0, _tiling(16, 64, 4, 4)),
     (24.0, _tiling(32, 64, 4, 4)),
-    (64.0, _tiling(64, 64, 4, 3)),
-    (float("inf"), _tiling(128, 128, 8, 3)),
+    (64.0, _MIDDLE),
+    (
+        192.0,
+        Tiling(
+            128,
+            Gemm(64, GROUP, 8, 3, joined=True, together=8),
+            Gemm(128, GROUP, 8, 3, together=8),
+        ),
+    ),
+    (
+        float("inf"),
+        Tiling(
+            128,
+            Gemm(128, GROUP, 8, 3, joined=True, together=8),
+            Gemm(256, GROUP, 8, 4, together=8),
+        ),
+    ),
 )
 # With block-wise scales, `block_k` is the side of a block, and `columns` divides it, so that a tile of the weight has
 # one scale per iteration. Partial results need registers, so that tiles are smaller.
 BLOCK_TILINGS: Tilings = (
-    *TILINGS[:-1],
-    (float("inf"), _tiling(128, 64, 8, 3)),
+    *TILINGS[:2],
+    (
+        40.0,
+        Tiling(
+            32,
+            Gemm(128, GROUP, 4, 4, weights_first=True),
+            Gemm(128, GROUP, 4, 4, weights_first=True),
+        ),
+    ),
+    (192.0, _MIDDLE),
+    (
+        float("inf"),
+        Tiling(
+            128,
+            Gemm(64, GROUP, 8, 4, joined=True, together=8),
+            Gemm(128, GROUP, 8, 4, together=8),
+        ),
+    ),
 )
 
 
