@@ -202,11 +202,15 @@ def gemms(block_m: int, num_weights: int) -> Iterator[Gemm]:
         values = num_weights * block_m * columns // (32 * num_warps)  # of a thread
         if num_bytes > SHARED_MEMORY or not (few or values >= 32) or values > 128:
             continue
-        yield Gemm(columns, block_k, num_warps, num_stages)
+        gemm = Gemm(columns, block_k, num_warps, num_stages)
+        yield gemm
         if few and columns >= 64:
-            yield Gemm(columns, block_k, num_warps, num_stages, weights_first=True)
+            yield replace(gemm, weights_first=True)
+        if not few:
+            yield replace(gemm, together=8)
         if num_weights == 2 and not few:
-            yield Gemm(columns, block_k, num_warps, num_stages, joined=True)
+            yield replace(gemm, joined=True)
+            yield replace(gemm, joined=True, together=8)
 
 
 def tilings_of(op: Op, name: str, average: float) -> list[Tiling]:

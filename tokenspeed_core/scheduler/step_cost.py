@@ -60,7 +60,7 @@ class RowsCost:
         # The first step of a kind loads code. It is slow, and does not count.
         self._seconds[each] = seconds if count == 2 else next_mean(mean, count, seconds)
         self.most_tried = max(self.most_tried, num_drafts)
-        return min(seconds, MAX_OUTLIER * max(mean, self.plain)) if count > 1 else seconds
+        return min(seconds, MAX_OUTLIER * max(mean, self.plain))
 
     def with_drafts(self, max_drafts: int) -> list[float]:
         """Return the seconds of steps with 0 to `max_drafts` draft tokens for which the drafter was called.
