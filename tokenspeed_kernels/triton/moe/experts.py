@@ -60,7 +60,7 @@ TILINGS: Tilings = (
     (8.0, Tiling(16, Gemm(64, 128, 4, 5, True), Gemm(128, 128, 4, 3, True))),
     (24.0, Tiling(32, Gemm(64, 128, 4, 3), Gemm(128, 64, 4, 3, True))),
     (64.0, Tiling(64, Gemm(64, 64, 4, 3), Gemm(128, 64, 4, 3))),
-    (float("inf"), Tiling(128, Gemm(128, 64, 8, 3), Gemm(256, 64, 8, 4))),
+    (float("inf"), Tiling(128, Gemm(128, 64, 8, 3), Gemm(256, 64, 8, 4, together=8))),
 )
 
 
