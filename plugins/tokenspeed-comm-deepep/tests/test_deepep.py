@@ -169,6 +169,17 @@ def test_other_numbers_of_processes_are_refused() -> None:
         exchange_tokens(problem, group, options=DeepEPOptions())
 
 
+def test_library_that_does_not_load_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "deep_ep.py").write_text("raise ImportError('undefined symbol: ncclCommX')")
+    monkeypatch.syspath_prepend(tmp_path)
+    problem = {"num_processes": 2, "size": SIZE, "dtype": "bfloat16"}
+    group = CommGroup(ProcessGroup("data", 0, (0, 1)), (0, Link()))
+    with pytest.raises(ImportError, match="DeepEP does not load: undefined symbol: ncclCommX"):
+        exchange_tokens(problem, group, options=DeepEPOptions())
+
+
 def selected(*, has_library: bool, **settings: Any) -> str:
     """Return the backend of `exchange_tokens` on two GPUs."""
     catalog, config = Catalog.discover(), Config.from_keywords(**{**SETTINGS, **settings})

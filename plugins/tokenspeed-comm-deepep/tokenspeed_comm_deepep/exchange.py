@@ -22,10 +22,17 @@ Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 def exchange_tokens(problem: Problem, group: CommGroup, *, options: DeepEPOptions) -> Exchange:
     """Return `exchange(x [T, N], weights [T, k], ids [T, k], owners [E], compute) -> [T, N]`.
 
-    All processes of the group call it. Raises ValueError for a number of processes that the library has no settings for.
+    All processes of the group call it. Raises ValueError for a number of processes that the library has no settings for,
+    and ImportError if the library does not load.
     """
     num_processes: int = problem["num_processes"]
-    kinds = import_module("deep_ep").Buffer
+    try:
+        kinds = import_module("deep_ep").Buffer
+    except ImportError as error:
+        raise ImportError(
+            f"DeepEP does not load: {error}. If it misses a symbol of NCCL, it needs a newer NCCL than this torch has; "
+            "use another --all2all-backend"
+        ) from error
     try:
         configs = kinds.get_dispatch_config(num_processes), kinds.get_combine_config(num_processes)
     except AssertionError as error:
