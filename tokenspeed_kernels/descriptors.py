@@ -171,6 +171,7 @@ TORCH_CACHE = (
     _cpu("gather_tokens", "step:gather_tokens", _GRAPH_SAFE),
     _cpu("map_tokens", "step:map_tokens", _GRAPH_SAFE),
     _torch("mla_write", "mla:mla_write", frozenset()),
+    _torch("find_shared_prefix", "cache:find_shared_prefix"),
 )
 _VALUES = frozenset({"value_head_size"})
 _SCORES = frozenset({"window", "chunked", "soft_cap", "sinks", "bidirectional"}) | _VALUES
@@ -390,6 +391,12 @@ TRITON_CACHE = (
     ),
     _triton("advance_rows", "step:advance_rows", _GRAPH_SAFE),
     _triton("map_tokens", "step:map_tokens", _GRAPH_SAFE),
+    _triton(
+        "find_shared_prefix",
+        "attention.shared_prefix:find_shared_prefix",
+        _GRAPH_SAFE,
+        options="tokenspeed_kernels.options:SharedPrefixOptions",
+    ),
     _triton("gather_tokens", "drafts:gather_tokens", _GRAPH_SAFE),
     _triton("rope_write_kv", "rope.rope_write_kv:rope_write_kv"),
     _triton("qk_norm_rope_write_kv", "rope.rope_write_kv:qk_norm_rope_write_kv"),

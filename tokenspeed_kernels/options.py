@@ -7,20 +7,25 @@ from pydantic import BaseModel, ConfigDict, Field
 MAX_SPLITS = 64  # 8 * 8: parts are merged in two rounds, 8 at once
 
 
-class AttentionOptions(BaseModel):
-    """Options of the Triton attention backend, for comparing runs and finding faults."""
+class SharedPrefixOptions(BaseModel):
+    """Options of the Triton search for a shared prefix, for comparing runs and finding faults."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    shared_prefix: bool = Field(
+        True,
+        description="Read keys that all decode rows share once for all of them (cascade attention).",
+    )
+
+
+class AttentionOptions(SharedPrefixOptions):
+    """Options of the Triton attention backend, for comparing runs and finding faults."""
 
     max_splits: int = Field(
         MAX_SPLITS,
         ge=1,
         le=MAX_SPLITS,
         description="Maximum number of splits of a decode row's keys (1: never split; slower with few rows).",
-    )
-    shared_prefix: bool = Field(
-        True,
-        description="Read keys that all decode rows share once for all of them (cascade attention).",
     )
 
 

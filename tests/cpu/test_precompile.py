@@ -63,6 +63,7 @@ PRECOMPILED = (
     "advance_rows",
     "map_tokens",
     "gather_tokens",
+    "find_shared_prefix",
     "verify_drafts",
     "note_tokens",
     "mask_logits",

@@ -11,12 +11,11 @@ from tokenspeed_testing.attention import Rows, attend, attends, limits_of, make_
 from tokenspeed_core.api.attention import AttentionLimits, AttentionProblem, AttentionStep
 from tokenspeed_core.worker.slots import SHARED_PREFIX, SHORT
 from tokenspeed_kernels.options import MAX_SPLITS, AttentionOptions
+from tokenspeed_kernels.reference.cache import MIN_SHARED_TOKENS, MIN_SHARING_ROWS
 from tokenspeed_kernels.triton.attention.backend import LONG_SPLIT, TritonAttention
 from tokenspeed_kernels.triton.attention.cascade import (
     BLOCK_N,
     MERGED_PARTS,
-    MIN_KEYS,
-    MIN_ROWS,
     SharedPrefix,
 )
 
@@ -30,7 +29,7 @@ CPU = torch.device("cpu")
 # One KV head, since the interpreter is slow. The tests of sinks have two.
 PROBLEM = AttentionProblem("decode", 2, 1, 16, "float32", "float32", 64, 0.25, None)
 LENGTHS = (400, 350, 330, 600, 345, 401, 377, 328, 390)
-assert len(LENGTHS) == MIN_ROWS
+assert len(LENGTHS) == MIN_SHARING_ROWS
 
 
 def rows_of(seq_lens: tuple[int, ...], num_shared: int) -> Rows:
@@ -113,7 +112,7 @@ def test_split_row_is_merged_in_each_forward() -> None:
 
 
 def test_no_search_if_the_host_rules_out_sharing() -> None:
-    assert SHARED_PREFIX <= MIN_KEYS
+    assert SHARED_PREFIX <= MIN_SHARED_TOKENS
     assert SHORT <= LONG_SPLIT, "short rows are not split"
     fixture = make_fixture(PROBLEM, rows_of(LENGTHS, 320), CPU, seed=0)
     kernel = TritonAttention(PROBLEM, limits_of(fixture), CPU)
@@ -127,7 +126,7 @@ def test_no_search_if_the_host_rules_out_sharing() -> None:
 
 
 def test_rows_with_several_queries_use_no_shared_prefix() -> None:
-    rows = Rows((2,) * MIN_ROWS, LENGTHS, 320)
+    rows = Rows((2,) * MIN_SHARING_ROWS, LENGTHS, 320)
     fixture = make_fixture(PROBLEM, rows, CPU, seed=0)
     kernel = TritonAttention(PROBLEM, limits_of(fixture), CPU)
     attends(kernel, PROBLEM, fixture, rows)
@@ -165,8 +164,6 @@ def test_shared_prefix_ends_at_the_first_difference(num_rows: int, first_odd: in
     shared = SharedPrefix(
         problem, AttentionLimits(num_rows, num_rows, 8 * num_columns, num_columns), CPU, 16, 16
     )
-    launch = shared.launch(num_rows)
-    assert launch is not None
     shared.find(
         AttentionStep(
             num_rows,
@@ -178,11 +175,10 @@ def test_shared_prefix_ends_at_the_first_difference(num_rows: int, first_odd: in
             table,
             None,
             None,
-        ),
-        launch,
+        )
     )
     expected = min(first_odd * block_size, 605 * block_size - 1) // BLOCK_N * BLOCK_N
-    assert shared.found.tolist() == [expected if expected >= MIN_KEYS else 0, 0]
+    assert shared.found.tolist() == [expected if expected >= MIN_SHARED_TOKENS else 0, 0]
 
 
 def test_shared_prefix_with_an_fp8_cache() -> None:

@@ -68,7 +68,8 @@ LIKE_OTHERS = (
     "moe_biased_experts",
     "moe_biased_experts_mxfp4",
 )  # like moe_experts, so one case suffices
-WITH_TILES = {"linear_fp8_block": (65, 130)}  # row counts that reach the other kernels
+# Row counts that reach the other kernels.
+WITH_TILES = {"linear_fp8_block": (65, 130), "find_shared_prefix": (24, 33)}
 OF_ROW_FP8 = (
     "quantize_linear_fp8",
     "add_rms_norm_linear_fp8",

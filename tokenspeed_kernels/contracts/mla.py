@@ -6,7 +6,7 @@ key is the latent's expansion (N values), then the rotated part; its value is an
 
 from __future__ import annotations
 
-from tokenspeed_core.api import DOTS, OpContract, Tolerance
+from tokenspeed_core.api import DOTS, EXACT, OpContract, Tolerance
 from tokenspeed_kernels.contracts.common import REFERENCE, ROUNDING
 
 _REFERENCE, _INPUTS = f"{REFERENCE}.mla", "tokenspeed_kernels.mla_inputs"
@@ -15,6 +15,7 @@ _ROPE = {"rope_size": "rotated values of a query and of a key, R, even"}
 _NOPE = {"nope_size": "values of a query and of a key that are not rotated, N"}
 _VALUE = {"value_size": "values of a head's value, V"}
 _CACHE = {"block_size": "tokens of a block", "kv_dtype": "dtype of the cache"}
+_SHARED = {"block_size": "tokens of a block"}
 
 _SMALL = {"num_heads": 5, "latent_size": 48, "rope_size": 16, "nope_size": 32, "value_size": 24}
 _LITE = {"num_heads": 16, "latent_size": 512, "rope_size": 64, "nope_size": 128, "value_size": 128}
@@ -90,6 +91,20 @@ MLA = (
         mutates=("out",),
         rows=("x", "out"),
         cases=_cases(_PROJECTED, _SMALL, _LITE),
+    ),
+    OpContract(
+        "find_shared_prefix",
+        "cache",
+        "(block_table int32 [S, M], seq_lens int32 [S]) -> shared int32 [2]: the number of tokens in the leading blocks "
+        "that all rows of nonzero length share, and the index of the first such row. At least one token of each row is "
+        "not counted. Both are 0 if reading these tokens once does not pay: if fewer than 9 rows have a length, if they "
+        "share fewer than 256 tokens, or if tokens times rows is less than 262,144. None if the shape of the table allows "
+        "nothing else. Table entries past a row's length may hold anything",
+        _SHARED,
+        f"{REFERENCE}.cache:find_shared_prefix",
+        f"{_INPUTS}:find_shared_prefix",
+        EXACT,
+        cases=_cases(_SHARED, {}, {}),
     ),
     OpContract(
         "mla_decode",

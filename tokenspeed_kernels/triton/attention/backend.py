@@ -163,7 +163,7 @@ class TritonAttention:
         if shared is not None:
             # Once per forward, in its first layer, so that a captured graph repeats the search.
             if k_cache.data_ptr() == self._first_layer:
-                self.shared.find(self._step, shared)
+                self.shared.find(self._step)
             self.shared.attend(self._step, shared, q, k_cache, v_cache)
         self._attend(self._step, self._launch, q, k_cache, v_cache, out, sinks)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenspeed_core.api import AttentionLimits, AttentionProblem, AttentionStep
+from tokenspeed_kernels.reference.cache import MIN_SHARED_TOKENS, MIN_SHARING_ROWS
 from tokenspeed_kernels.triton import precompile
 from tokenspeed_kernels.triton.attention.keys import (
     LOG2_E,
@@ -25,20 +26,14 @@ from tokenspeed_kernels.triton.attention.keys import (
     keys_per_split,
     soft_cap,
 )
+from tokenspeed_kernels.triton.attention.shared_prefix import fill_found
 from tokenspeed_kernels.triton.pdl import supports_pdl
 
-# Minimum rows for cascade attention: with up to 8, the L2 cache saves as much as the extra launch costs.
-MIN_ROWS = 9
-MIN_KEYS = (
-    256  # minimum shared keys; at least the number from which `AttentionStep.shares_prefix` is set
-)
 # Number of partial results that a program merges together, which is the maximum number of splits of the shared keys.
 MERGED_PARTS = 8
 MAX_SLOTS = 65536  # partial results: one per query head, row and split
 MAX_BLOCK_M = 64  # query heads in a tile, from several rows
 BLOCK_N = 32  # keys per loop iteration
-FIND_ROWS, FIND_COLUMNS = 32, 256  # block-table entries compared at once
-NOWHERE = tl.constexpr(2**30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +73,8 @@ class SharedPrefix:
         self._is_possible = (
             problem.phase == "decode"
             and problem.window is None
-            and limits.max_num_rows >= MIN_ROWS
-            and limits.max_model_len > MIN_KEYS
+            and limits.max_num_rows >= MIN_SHARING_ROWS
+            and limits.max_model_len > MIN_SHARED_TOKENS
         )
         num_heads = limits.max_num_rows * problem.num_heads
         num_slots = (
@@ -91,7 +86,7 @@ class SharedPrefix:
 
     def launch(self, num_rows: int) -> SharedLaunch | None:
         """Return the launch for a step with one query token per row, or None if there is nothing to gain."""
-        if not self._is_possible or num_rows < MIN_ROWS:
+        if not self._is_possible or num_rows < MIN_SHARING_ROWS:
             return None
         block_m = min(
             self._max_block_m, max(16, triton.next_power_of_2(num_rows * self._num_groups))
@@ -100,22 +95,10 @@ class SharedPrefix:
         room = self.lse.shape[0] // (num_rows * self._problem.num_heads)
         return SharedLaunch(num_rows, block_m, num_tiles, min(room, MERGED_PARTS))
 
-    def find(self, step: AttentionStep, launch: SharedLaunch) -> None:
+    def find(self, step: AttentionStep) -> None:
         """Fill `found` from the step's block table."""
-        find_shared[(1,)](
-            step.seq_lens,
-            step.block_table,
-            self.found,
-            launch.num_rows,
-            step.block_table.stride(0),
-            MIN_ROWS=MIN_ROWS,
-            MIN_KEYS=MIN_KEYS,
-            BLOCK_SIZE=self._problem.block_size,
-            BLOCK_N=BLOCK_N,
-            ROWS=FIND_ROWS,
-            COLUMNS=FIND_COLUMNS,
-            num_warps=8,
-        )
+        block_size = self._problem.block_size
+        fill_found(step.seq_lens, step.block_table, self.found, block_size, BLOCK_N, min_reads=0)
 
     def attend(
         self, step: AttentionStep, launch: SharedLaunch, q: Tensor, k_cache: Tensor, v_cache: Tensor
@@ -156,67 +139,6 @@ class SharedPrefix:
             num_stages=self._num_stages,
             launch_pdl=self._pdl,
         )
-
-
-@precompile.jit(
-    do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["seq_lens_ptr", "table_ptr"]
-)
-def find_shared(
-    seq_lens_ptr,
-    table_ptr,
-    found_ptr,
-    num_rows,
-    table_stride,
-    MIN_ROWS: tl.constexpr,
-    MIN_KEYS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Store the number of keys that all non-empty rows share, and the index of the first such row. One program.
-
-    At least one key of each row stays unshared. Stops at the first block-table columns that differ.
-    """
-    member = tl.arange(0, ROWS)
-    num_real = tl.zeros([], dtype=tl.int32)
-    max_shared = tl.zeros([], dtype=tl.int32) + NOWHERE
-    lead = tl.zeros([], dtype=tl.int32) + NOWHERE
-    for first_row in range(0, num_rows, ROWS):
-        row = first_row + member
-        seq_len = tl.load(seq_lens_ptr + row, mask=row < num_rows, other=0)
-        num_real += tl.sum((seq_len > 0).to(tl.int32), axis=0)
-        max_shared = tl.minimum(
-            max_shared, tl.min(tl.where(seq_len > 0, seq_len - 1, NOWHERE), axis=0)
-        )
-        lead = tl.minimum(lead, tl.min(tl.where(seq_len > 0, row, NOWHERE), axis=0))
-    shared = tl.zeros([], dtype=tl.int32)
-    if (num_real >= MIN_ROWS) & (max_shared >= MIN_KEYS):
-        num_columns = max_shared // BLOCK_SIZE
-        agreed = tl.zeros([], dtype=tl.int32)
-        first = tl.zeros([], dtype=tl.int32)
-        while first < num_columns:
-            column = first + tl.arange(0, COLUMNS)
-            inside = column < num_columns
-            expected = tl.load(
-                table_ptr + lead.to(tl.int64) * table_stride + column, mask=inside, other=0
-            )
-            differs = tl.zeros([COLUMNS], dtype=tl.int32)
-            for first_row in range(0, num_rows, ROWS):
-                row = first_row + member
-                real = tl.load(seq_lens_ptr + row, mask=row < num_rows, other=0) > 0
-                cell = table_ptr + row.to(tl.int64)[:, None] * table_stride + column[None, :]
-                mask = real[:, None] & inside[None, :]
-                block = tl.load(cell, mask=mask, other=0)
-                wrong = (block != expected[None, :]) & mask
-                differs = tl.maximum(differs, tl.max(wrong.to(tl.int32), axis=0))
-            end = tl.min(tl.where((differs > 0) | (column >= num_columns), column, NOWHERE), axis=0)
-            agreed = tl.minimum(end, first + COLUMNS)
-            first = tl.where(end < first + COLUMNS, num_columns, first + COLUMNS)
-        shared = agreed * BLOCK_SIZE // BLOCK_N * BLOCK_N
-        shared = tl.where(shared >= MIN_KEYS, shared, 0)
-    tl.store(found_ptr, shared)
-    tl.store(found_ptr + 1, lead)
 
 
 @precompile.jit(
