@@ -421,8 +421,11 @@ TRITON_ATTENTION = (
         options=_ATTENTION_OPTIONS,
     ),
     *(
-        _triton(op, f"mla.{module}:{op}", _GRAPH_SAFE, capability=capability, kv_dtypes=kv_dtypes)
-        for op, module in (("mla_decode", "absorbed"), ("mla_prefill", "prefill"))
+        _triton(op, f"mla.{module}:{op}", features, capability=capability, kv_dtypes=kv_dtypes)
+        for op, module, features in (
+            ("mla_decode", "absorbed", _GRAPH_SAFE | {"shared_prefix"}),
+            ("mla_prefill", "prefill", _GRAPH_SAFE),
+        )
         for capability, kv_dtypes in (((8, 0), _FLOATS), (_FP8_CAPABILITY, _FP8))
     ),
 )

@@ -14,6 +14,7 @@ from torch import Generator, Tensor, device
 
 from tokenspeed_core.api import Problem
 from tokenspeed_kernels.inputs import EPS, MAX_POSITION
+from tokenspeed_kernels.reference.cache import MIN_SHARING_ROWS
 
 LENGTHS = (37, 1, 0, 64, 130, 8, 65, 300)  # of decodes
 # Query tokens and lengths of prefills. A row of length 0 is padding.
@@ -72,17 +73,29 @@ def mla_project(
 def mla_decode(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """Make rows of various lengths in scattered blocks of the second of two layers. Unused table entries are -1."""
+    """Make rows of various lengths in scattered blocks of the second of two layers. Unused table entries are -1.
+
+    From `MIN_SHARING_ROWS` rows on, they also share their first two blocks, except for rows of length 0.
+    """
     lengths = [LENGTHS[row % len(LENGTHS)] for row in range(num)]
-    cache, table = _filled_cache(problem, lengths, max(LENGTHS), at, seed, strided)
+    longest, shared = max(LENGTHS), None
+    if num >= MIN_SHARING_ROWS:
+        num_shared = 2 * problem["block_size"]
+        lengths = [length and num_shared + length for length in lengths]
+        longest += num_shared
+        shared = torch.tensor([num_shared, 1], dtype=torch.int32, device=at)
+    cache, table = _filled_cache(problem, lengths, longest, at, seed, strided)
+    if shared is not None:
+        table[[length > 0 for length in lengths], :2] = table[1, :2]
     width = problem["latent_size"] + problem["rope_size"]
     return {
         "q": _heads(num, problem["num_heads"], width, problem, at, seed, strided),
         "cache": cache,
         "block_table": table,
         "seq_lens": torch.tensor(lengths, dtype=torch.int32, device=at),
-        "max_seq_len": max(LENGTHS),
+        "max_seq_len": longest,
         "scale": width**-0.5,
+        "shared": shared,
     }
 
 

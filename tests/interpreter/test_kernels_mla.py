@@ -63,7 +63,7 @@ def test_heads_are_multiplied(op: str) -> None:
 @pytest.mark.parametrize(("min_share", "dtype"), [(128, "float16"), (32, "float32")])
 def test_decode_conforms(min_share: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(absorbed, "MIN_SHARE", min_share)
-    for num_rows in (0, 1, 8):
+    for num_rows in (0, 1, 8, 9):  # 9 rows share entries
         agree("mla_decode", None, num_rows, dtype, dtype)
 
 

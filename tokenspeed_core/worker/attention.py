@@ -39,6 +39,8 @@ class AttentionGroup:
         self.batches: list[Batch] = []
         # The prefills of a split step run on this stream, in parallel with its decodes.
         self.side: torch.cuda.Stream | None = None
+        self._first_layer: CachedLayer | None = None  # of the layers that asked for a shared prefix
+        self._shared: Tensor | None = None
 
     @property
     def takes_drafts(self) -> bool:
@@ -49,6 +51,7 @@ class AttentionGroup:
     def begin(self, inputs: GroupInputs) -> None:
         """Prepare each kernel for a step, and note which query tokens it serves."""
         self.kv_slots = inputs.kv_slots
+        self._first_layer = None
         if inputs.decodes is not None and inputs.prefills is not None:
             num = inputs.decodes.num_tokens
             self.batches = [
@@ -62,6 +65,22 @@ class AttentionGroup:
             for (_, problem), kernel in self.kernels.items():
                 if problem.phase == phase:
                     kernel.prepare(step)
+
+    def shared_prefix(
+        self,
+        layer: CachedLayer,
+        step: AttentionStep,
+        find: Callable[[Tensor, Tensor], Tensor | None],
+    ) -> Tensor | None:
+        """Return what the step's decodes share, as the op `find_shared_prefix` does; None if the host rules it out.
+
+        Only the first layer of each forward searches. A captured forward repeats the search in each replay.
+        """
+        if self._first_layer is None:
+            self._first_layer = layer
+        if layer is self._first_layer:
+            self._shared = find(step.block_table, step.seq_lens) if step.shares_prefix else None
+        return self._shared
 
     def attend(self, attend: Callable[[Batch], None]) -> None:
         """Call `attend` for each batch of the step. On a device, two batches run in parallel."""

@@ -46,7 +46,7 @@ from tokenspeed_core.worker.attention import (
     make_write_kv,
 )
 from tokenspeed_core.worker.distributed import on_abort
-from tokenspeed_core.worker.latent import OPS, LatentKernels, LatentLayer
+from tokenspeed_core.worker.latent import FIND_SHARED, OPS, LatentKernels, LatentLayer
 from tokenspeed_core.worker.platform import have_peer_access
 
 # Most activations of a fused step with more than two processes. A fused all-reduce sends all summands to all processes.
@@ -355,13 +355,16 @@ class ModelBuild:
     def select_latent(
         self, selector: Selector, layer: LatentLayer, block_size: int
     ) -> list[Choice]:
-        """Choose the kernels of a layer's latent attention, in the order of `OPS`. Raises SelectionError."""
+        """Choose the kernels of a layer's latent attention, in the order of `LatentKernels`. Raises SelectionError."""
         axes = {**asdict(layer.sizes), **self._dtypes, "block_size": block_size}
-        return [
+        choices = [
             choice
             for op, phase in OPS
             for choice in selector.select_all((op,), {**axes, "phase": phase}, layer=layer.layer)
         ]
+        if any("shared_prefix" in each.spec.capability.features for each in choices):
+            choices += selector.select_all((FIND_SHARED,), axes, layer=layer.layer)
+        return choices
 
     def _write_kv(self, layer: AttentionLayer, axes: Problem) -> Callable[..., None]:
         """Return the function that rotates and writes the cache.

@@ -18,17 +18,20 @@ OPS = (
     ("mla_prefill", "prefill"),
 )
 """The ops of a layer with their phases, in the order of `LatentKernels`."""
+FIND_SHARED = "find_shared_prefix"
+"""The last op, for layers with a decode kernel that reads shared entries once."""
 
 
 @dataclass(frozen=True, slots=True)
 class LatentKernels:
-    """The kernels of `OPS` for one layer. Their contracts describe the arguments."""
+    """The kernels of `OPS` for one layer, then that of `FIND_SHARED`. Their contracts describe the arguments."""
 
     write: Callable[..., None]
     absorb: Callable[..., Tensor]
     decode: Callable[..., Tensor]
     project: Callable[..., None]
     prefill: Callable[..., None]
+    find_shared: Callable[[Tensor, Tensor], Tensor | None] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -87,8 +90,12 @@ class LatentLayer:
         kernels, table, lengths = self.kernels, step.block_table, step.seq_lens
         (cache,) = self.caches
         if phase == "decode":
+            find = kernels.find_shared
+            shared = None if find is None else self.group.shared_prefix(self, step, find)
             absorbed = kernels.absorb(q, kv_up)
-            latents = kernels.decode(absorbed, cache, table, lengths, step.max_seq_len, self.scale)
+            latents = kernels.decode(
+                absorbed, cache, table, lengths, step.max_seq_len, self.scale, shared
+            )
             kernels.project(latents, kv_up, out)
         else:
             kernels.prefill(

@@ -110,10 +110,11 @@ MLA = (
         "mla_decode",
         "attention",
         "(q [T, H, L + R], cache [B, block_size, L + R], block_table int32 [T, M], seq_lens int32 [T], max_seq_len: "
-        "int, scale: float) -> y [T, H, L]: one query per row; all heads attend to the row's seq_lens cache entries, and "
-        "the first L values of an entry are its value: softmax(scale * q . entries) @ entries[:, :L], zeros where "
-        "seq_lens is 0. seq_lens <= max_seq_len. Blocks and table entries past a row's length may hold anything. q is "
-        "from mla_absorb. The cache is strided on B",
+        "int, scale: float, shared) -> y [T, H, L]: one query per row; all heads attend to the row's seq_lens cache "
+        "entries, and the first L values of an entry are its value: softmax(scale * q . entries) @ entries[:, :L], zeros "
+        "where seq_lens is 0. seq_lens <= max_seq_len. Blocks and table entries past a row's length may hold anything. q "
+        "is from mla_absorb. The cache is strided on B. shared is the result of find_shared_prefix for these rows, or "
+        "None; a backend with the feature shared_prefix reads the entries in shared blocks once for all rows",
         _DECODED,
         f"{_REFERENCE}:mla_decode",
         f"{_INPUTS}:mla_decode",

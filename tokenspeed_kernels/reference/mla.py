@@ -17,7 +17,7 @@ from tokenspeed_kernels.reference.cache import as_bytes, narrowed
 from tokenspeed_kernels.reference.norm import rms_norm
 from tokenspeed_kernels.reference.rope import rope
 
-MlaDecode = Callable[[Tensor, Tensor, Tensor, Tensor, int, float], Tensor]
+MlaDecode = Callable[..., Tensor]
 
 
 def mla_write(problem: Problem) -> Callable[..., None]:
@@ -85,9 +85,9 @@ def mla_project(problem: Problem) -> Callable[[Tensor, Tensor, Tensor], None]:
 
 
 def mla_decode(problem: Problem) -> MlaDecode:
-    """Return `decode(q, cache, block_table, seq_lens, max_seq_len, scale) -> y [T, H, L]`, computed in float32.
+    """Return `decode(q, cache, block_table, seq_lens, max_seq_len, scale, shared) -> y [T, H, L]`, computed in float32.
 
-    Each call gathers `max_seq_len` entries for every row.
+    Each call gathers `max_seq_len` entries for every row, also those that are shared.
     """
     latent_size, block_size = problem["latent_size"], problem["block_size"]
 
@@ -98,7 +98,9 @@ def mla_decode(problem: Problem) -> MlaDecode:
         seq_lens: Tensor,
         max_seq_len: int,
         scale: float,
+        shared: Tensor | None = None,
     ) -> Tensor:
+        del shared
         blocks = block_table[:, : -(-max_seq_len // block_size)].clamp(0, cache.shape[0] - 1)
         entries = as_bytes(cache)[blocks].view(cache.dtype).flatten(1, 2).to(torch.float32)
         unseen = torch.arange(entries.shape[1], device=q.device) >= seq_lens.unsqueeze(1)

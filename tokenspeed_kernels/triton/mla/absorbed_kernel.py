@@ -1,8 +1,10 @@
 """Attention of absorbed queries to the entries of a paged latent cache, with split entries merged if needed.
 
 The query heads of one or more tokens form the rows of a tile, so that each entry is loaded once for all of them, and
-serves as key and as value. Softmax is online (Milakov and Gimelshein, 2018); partial results of split entries are
-merged by their log-sum-exps, as in FlashDecoding (Dao et al., 2023). Scores are in base 2.
+serves as key and as value. Entries that all rows share are loaded once for the heads of several rows, as in cascade
+attention (Ye et al., 2024) and Hydragen (Juravsky et al., 2024). Softmax is online (Milakov and Gimelshein, 2018);
+partial results of split entries are merged by their log-sum-exps, as in FlashDecoding (Dao et al., 2023). Scores are
+in base 2.
 """
 
 from __future__ import annotations
@@ -33,8 +35,86 @@ def find_row(tile, query_start_ptr, num_rows, WIDTH: tl.constexpr, BLOCK_M: tl.c
     return low, tile - (tl.load(query_start_ptr + low) * WIDTH // BLOCK_M + low)
 
 
-_VARYING = ["num_rows", "num_splits", "min_share", "table_stride"]
-_INDICES = ["query_start_ptr", "seq_lens_ptr", "table_ptr"]
+@triton.jit
+def attend_entries(
+    acc,
+    highest,
+    total,
+    q,
+    q_rope,
+    position,
+    start,
+    stop,
+    cache_ptr,
+    table,
+    log2_scale,
+    cache_stride_b,
+    cache_stride_s,
+    L: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Attend to entries [start, stop) of a row's table; with CAUSAL, each query to those up to its position."""
+    latent_column, rope_column = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_R)
+    for begin in tl.range(start, stop, BLOCK_N):
+        key = begin + tl.arange(0, BLOCK_N)
+        inside = key < stop
+        block = tl.load(table + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        entry = cache_ptr + block * cache_stride_b + (key % BLOCK_SIZE) * cache_stride_s
+        # Unwritten entries may be NaN, and NaN times a weight of zero is NaN.
+        latent = tl.load(
+            entry[:, None] + latent_column[None, :],
+            mask=inside[:, None] & (latent_column < L)[None, :],
+            other=0.0,
+        ).to(q.dtype)
+        rotated = tl.load(
+            entry[:, None] + L + rope_column[None, :],
+            mask=inside[:, None] & (rope_column < R)[None, :],
+            other=0.0,
+        ).to(q.dtype)
+        scores = tl.dot(q, tl.trans(latent), input_precision=PRECISION)
+        scores = tl.dot(q_rope, tl.trans(rotated), scores, input_precision=PRECISION)
+        seen = inside[None, :]
+        if CAUSAL:
+            seen = seen & (key[None, :] <= position[:, None])
+        scores = tl.where(seen, scores * log2_scale, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+        base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        p = tl.exp2(scores - base[:, None])
+        keep = tl.exp2(highest - base)
+        total = total * keep + tl.sum(p, axis=1)
+        acc = acc * keep[:, None]
+        acc = tl.dot(p.to(q.dtype), latent, acc, input_precision=PRECISION)
+        highest = new_highest
+    return acc, highest, total
+
+
+@triton.jit
+def load_queries(
+    q_row, used, L: tl.constexpr, R: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr
+):
+    """Load the queries at pointers [M] in two parts, as entries have them; zeros where not used."""
+    latent_column, rope_column = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_R)
+    q = tl.load(
+        q_row[:, None] + latent_column[None, :],
+        mask=used[:, None] & (latent_column < L)[None, :],
+        other=0.0,
+    )
+    q_rope = tl.load(
+        q_row[:, None] + L + rope_column[None, :],
+        mask=used[:, None] & (rope_column < R)[None, :],
+        other=0.0,
+    )
+    return q, q_rope
+
+
+_VARYING = ["num_rows", "num_splits", "num_parts", "min_share", "table_stride"]
+_INDICES = ["shared_ptr", "query_start_ptr", "seq_lens_ptr", "table_ptr"]
 
 
 @precompile.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INDICES)
@@ -43,11 +123,13 @@ def attend(
     cache_ptr,
     out_ptr,
     lse_ptr,
+    shared_ptr,
     query_start_ptr,
     seq_lens_ptr,
     table_ptr,
     num_rows,
     num_splits,
+    num_parts,
     min_share,
     log2_scale,
     q_stride_t,
@@ -65,15 +147,16 @@ def attend(
     BLOCK_N: tl.constexpr,
     ONE_QUERY: tl.constexpr,
     CONTEXT: tl.constexpr,
+    SHARED: tl.constexpr,
     HAS_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Attend to the cache entries of each row. Grid (tiles, splits).
 
-    q is [T, H, L + R], out [T, H, splits, L]; lse is float32 [T, H, splits], -inf for splits without entries. With
-    ONE_QUERY each row has one query, and its heads form the tiles. With CONTEXT queries see only the entries before the
-    step's own.
+    q is [T, H, L + R], out [T, H, parts, L]; lse is float32 [T, H, parts]. The first parts are those of the splits, with
+    an lse of -inf for splits without entries. With ONE_QUERY each row has one query, and its heads form the tiles. With
+    CONTEXT queries see only the entries before the step's own. With SHARED they do not see the shared entries.
     """
     if PDL:
         gdc_wait()
@@ -102,63 +185,49 @@ def attend(
         if not CONTEXT:
             stop += tl.minimum((first + BLOCK_M - 1) // H, num_queries - 1) + 1
         stop = tl.where(before + num_queries > 0, tl.maximum(stop, 0), 0)
-        share = tl.maximum(tl.cdiv(tl.cdiv(stop, BLOCK_N), num_splits) * BLOCK_N, min_share)
-        start = split * share
+        start = 0
+        if SHARED:
+            start = tl.load(shared_ptr)
+        share = tl.cdiv(tl.cdiv(stop - start, BLOCK_N), num_splits) * BLOCK_N
+        share = tl.maximum(share, min_share)
+        start += split * share
         stop = tl.minimum(stop, start + share)
-
-        latent_column, rope_column = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_R)
         token = (start_token + query).to(tl.int64)
         q_row = q_ptr + token * q_stride_t + head * q_stride_h
-        q = tl.load(
-            q_row[:, None] + latent_column[None, :],
-            mask=used[:, None] & (latent_column < L)[None, :],
-            other=0.0,
-        )
-        q_rope = tl.load(
-            q_row[:, None] + L + rope_column[None, :],
-            mask=used[:, None] & (rope_column < R)[None, :],
-            other=0.0,
-        )
+        q, q_rope = load_queries(q_row, used, L, R, BLOCK_L, BLOCK_R)
         acc = tl.zeros([BLOCK_M, BLOCK_L], dtype=tl.float32)
         highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         total = tl.zeros([BLOCK_M], dtype=tl.float32)
-        table = table_ptr + row.to(tl.int64) * table_stride
-        for begin in tl.range(start, stop, BLOCK_N):
-            key = begin + tl.arange(0, BLOCK_N)
-            inside = key < stop
-            block = tl.load(table + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-            entry = cache_ptr + block * cache_stride_b + (key % BLOCK_SIZE) * cache_stride_s
-            # Unwritten entries may be NaN, and NaN times a weight of zero is NaN.
-            latent = tl.load(
-                entry[:, None] + latent_column[None, :],
-                mask=inside[:, None] & (latent_column < L)[None, :],
-                other=0.0,
-            ).to(q.dtype)
-            rotated = tl.load(
-                entry[:, None] + L + rope_column[None, :],
-                mask=inside[:, None] & (rope_column < R)[None, :],
-                other=0.0,
-            ).to(q.dtype)
-            scores = tl.dot(q, tl.trans(latent), input_precision=PRECISION)
-            scores = tl.dot(q_rope, tl.trans(rotated), scores, input_precision=PRECISION)
-            seen = inside[None, :]
-            if not CONTEXT and not ONE_QUERY:
-                seen = seen & (key[None, :] <= position[:, None])
-            scores = tl.where(seen, scores * log2_scale, float("-inf"))
-            new_highest = tl.maximum(highest, tl.max(scores, axis=1))
-            base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-            p = tl.exp2(scores - base[:, None])
-            keep = tl.exp2(highest - base)
-            total = total * keep + tl.sum(p, axis=1)
-            acc = acc * keep[:, None]
-            acc = tl.dot(p.to(q.dtype), latent, acc, input_precision=PRECISION)
-            highest = new_highest
-        cell = (token * H + head) * num_splits + split
+        acc, highest, total = attend_entries(
+            acc,
+            highest,
+            total,
+            q,
+            q_rope,
+            position,
+            start,
+            stop,
+            cache_ptr,
+            table_ptr + row.to(tl.int64) * table_stride,
+            log2_scale,
+            cache_stride_b,
+            cache_stride_s,
+            L,
+            R,
+            BLOCK_L,
+            BLOCK_R,
+            BLOCK_SIZE,
+            BLOCK_N,
+            not CONTEXT and not ONE_QUERY,
+            PRECISION,
+        )
+        cell = (token * H + head) * num_parts + split
         if HAS_LSE:
             lse = tl.where(total == 0.0, float("-inf"), highest + tl.log2(total))
             tl.store(lse_ptr + cell, lse, mask=used)
-        if (start < stop) | (num_splits == 1):
+        if (start < stop) | (num_parts == 1):
             acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+            latent_column = tl.arange(0, BLOCK_L)
             tl.store(
                 out_ptr + cell[:, None] * L + latent_column[None, :],
                 acc.to(out_ptr.dtype.element_ty),
@@ -166,23 +235,122 @@ def attend(
             )
 
 
-@precompile.jit(do_not_specialize=["num_splits"])
+@precompile.jit(
+    do_not_specialize=["num_rows", "first_part", "num_parts", "table_stride"],
+    do_not_specialize_on_alignment=["seq_lens_ptr", "table_ptr"],
+)
+def attend_shared(
+    q_ptr,
+    cache_ptr,
+    out_ptr,
+    lse_ptr,
+    shared_ptr,
+    seq_lens_ptr,
+    table_ptr,
+    num_rows,
+    first_part,
+    num_parts,
+    log2_scale,
+    q_stride_t,
+    q_stride_h,
+    cache_stride_b,
+    cache_stride_s,
+    table_stride,
+    H: tl.constexpr,
+    L: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Attend to the entries that all rows share. Grid (splits, tiles of heads, from several rows).
+
+    Split i writes part first_part + i of `out` and `lse`, see `attend`. Returns at once if nothing is shared.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    shared = tl.load(shared_ptr)
+    if shared > 0:
+        split = tl.program_id(0)
+        member = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+        row, head = member // H, member % H
+        inside = row < num_rows
+        used = inside & (tl.load(seq_lens_ptr + row, mask=inside, other=0) > 0)
+        share = tl.cdiv(tl.cdiv(shared, BLOCK_N), tl.num_programs(0)) * BLOCK_N
+        start = split * share
+        stop = tl.minimum(shared, start + share)
+        is_needed = tl.max(used.to(tl.int32), axis=0) > 0  # skip tiles of padding rows
+        stop = tl.where(is_needed, stop, start)
+        q_row = q_ptr + row.to(tl.int64) * q_stride_t + head * q_stride_h
+        q, q_rope = load_queries(q_row, used, L, R, BLOCK_L, BLOCK_R)
+        acc = tl.zeros([BLOCK_M, BLOCK_L], dtype=tl.float32)
+        highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+        total = tl.zeros([BLOCK_M], dtype=tl.float32)
+        acc, highest, total = attend_entries(
+            acc,
+            highest,
+            total,
+            q,
+            q_rope,
+            row,
+            start,
+            stop,
+            cache_ptr,
+            table_ptr + tl.load(shared_ptr + 1).to(tl.int64) * table_stride,
+            log2_scale,
+            cache_stride_b,
+            cache_stride_s,
+            L,
+            R,
+            BLOCK_L,
+            BLOCK_R,
+            BLOCK_SIZE,
+            BLOCK_N,
+            False,
+            PRECISION,
+        )
+        cell = member.to(tl.int64) * num_parts + first_part + split
+        is_part = used & (start < stop)
+        lse = tl.where(is_part, highest + tl.log2(total), float("-inf"))
+        tl.store(lse_ptr + cell, lse, mask=inside)
+        if start < stop:
+            latent_column = tl.arange(0, BLOCK_L)
+            tl.store(
+                out_ptr + cell[:, None] * L + latent_column[None, :],
+                acc / total[:, None],
+                mask=used[:, None] & (latent_column < L)[None, :],
+            )
+
+
+@precompile.jit(
+    do_not_specialize=["num_splits", "num_shared_splits"],
+    do_not_specialize_on_alignment=["shared_ptr"],
+)
 def merge(
     part_ptr,
     part_lse_ptr,
     out_ptr,
     lse_ptr,
+    shared_ptr,
     num_splits,
+    num_shared_splits,
     L: tl.constexpr,
     BLOCK_L: tl.constexpr,
     SPLITS: tl.constexpr,
     PARTS: tl.constexpr,
+    SHARED: tl.constexpr,
     HAS_LSE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Merge part [T, H, splits, L] into out [T, H, L], PARTS at a time; zeros without any entry. Grid (T * H).
+    """Merge part [T, H, parts, L] into out [T, H, L], PARTS at a time; zeros without any entry. Grid (T * H).
 
-    Parts with entries come first.
+    The parts are those of the splits, then with SHARED those of the shared splits, which are unwritten if nothing is
+    shared. Of both, parts with entries come first.
     """
     if PDL:
         gdc_wait()
@@ -190,20 +358,34 @@ def merge(
     cell = tl.program_id(0).to(tl.int64)
     split, column = tl.arange(0, SPLITS), tl.arange(0, BLOCK_L)
     nothing = float("-inf")
-    all_lse = tl.load(
-        part_lse_ptr + cell * num_splits + split, mask=split < num_splits, other=nothing
-    )
+    first_cell = cell * (num_splits + num_shared_splits)
+    all_lse = tl.load(part_lse_ptr + first_cell + split, mask=split < num_splits, other=nothing)
     highest = tl.max(all_lse, axis=0)
+    num_own = tl.sum((all_lse != nothing).to(tl.int32), axis=0)
+    count = num_own
+    if SHARED:
+        num_written = tl.where(tl.load(shared_ptr) > 0, num_shared_splits, 0)
+        shared_lse = tl.load(
+            part_lse_ptr + first_cell + num_splits + split,
+            mask=split < num_written,
+            other=nothing,
+        )
+        highest = tl.maximum(highest, tl.max(shared_lse, axis=0))
+        count += tl.sum((shared_lse != nothing).to(tl.int32), axis=0)
     base = tl.where(highest == nothing, 0.0, highest)
     total = tl.sum(tl.exp2(all_lse - base), axis=0)
-    count = tl.sum((all_lse != nothing).to(tl.int32), axis=0)
+    if SHARED:
+        total += tl.sum(tl.exp2(shared_lse - base), axis=0)
     acc = tl.zeros([BLOCK_L], dtype=tl.float32)
     for first in range(0, count, PARTS):
-        part = first + tl.arange(0, PARTS)
-        lse = tl.load(part_lse_ptr + cell * num_splits + part, mask=part < count, other=nothing)
+        index = first + tl.arange(0, PARTS)
+        part = first_cell + index
+        if SHARED:
+            part = tl.where(index < num_own, part, part - num_own + num_splits)
+        lse = tl.load(part_lse_ptr + part, mask=index < count, other=nothing)
         values = tl.load(
-            part_ptr + (cell * num_splits + part)[:, None] * L + column[None, :],
-            mask=(part < count)[:, None] & (column < L)[None, :],
+            part_ptr + part[:, None] * L + column[None, :],
+            mask=(index < count)[:, None] & (column < L)[None, :],
             other=0.0,
         )
         acc += tl.sum(tl.exp2(lse - base)[:, None] * values, axis=0)

@@ -34,7 +34,7 @@ FEW, MANY = Tiling(16, 4), Tiling(32, 8)
 
 
 def mla_decode(problem: Problem) -> Callable[..., Tensor]:
-    """Return `decode(q, cache, block_table, seq_lens, max_seq_len, scale) -> y [T, H, L]`; see the op's contract for shapes."""
+    """Return `decode(q, cache, block_table, seq_lens, max_seq_len, scale, shared) -> y [T, H, L]` (see the op's contract)."""
     num_heads: int = problem["num_heads"]
     latent_size: int = problem["latent_size"]
     rope_size: int = problem["rope_size"]
@@ -49,7 +49,9 @@ def mla_decode(problem: Problem) -> Callable[..., Tensor]:
         seq_lens: Tensor,
         max_seq_len: int,
         scale: float,
+        shared: Tensor | None = None,
     ) -> Tensor:
+        del shared
         num_rows = q.shape[0]
         y = torch.empty((num_rows, num_heads, latent_size), dtype=q.dtype, device=q.device)
         if num_rows == 0:

@@ -34,8 +34,10 @@ class FlashInferMlaDecode:
         seq_lens: Tensor,
         max_seq_len: int,
         scale: float,
+        shared: Tensor | None = None,
     ) -> Tensor:
-        """Attend as in the op's contract. Raises ValueError for more than `MAX_ROWS` rows."""
+        """Attend as in the op's contract, without use of `shared`. Raises ValueError for more than `MAX_ROWS` rows."""
+        del shared
         num_rows = q.shape[0]
         if num_rows > MAX_ROWS:
             raise ValueError(f"mla_decode by flashinfer supports {MAX_ROWS} rows, got {num_rows}")

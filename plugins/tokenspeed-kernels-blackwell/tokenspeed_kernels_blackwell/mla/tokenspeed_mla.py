@@ -33,8 +33,10 @@ class TokenspeedMlaDecode:
         seq_lens: Tensor,
         max_seq_len: int,
         scale: float,
+        shared: Tensor | None = None,
     ) -> Tensor:
-        """Attend as in the op's contract."""
+        """Attend as in the op's contract, without use of `shared`."""
+        del shared
         if q.shape[0] == 0:
             return q.new_empty((0, self._num_heads, self._latent_size))
         if self._workspace is None:
