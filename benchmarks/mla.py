@@ -3,20 +3,23 @@
 
     python benchmarks/mla.py [--heads 16 128] [--tilings] [--kv-dtype bfloat16]
     python benchmarks/mla.py --heads 16 --rows 256 --context 640 --tilings --only-decode
+    python benchmarks/mla.py --heads 16 --only-shared --tilings
 
 First compares each op with its reference. Then prints µs per layer in bfloat16, medians of 7, over layers whose caches
 together exceed the L2 cache, in a CUDA graph where the kernels allow it, next to the times that reading the bytes and
-computing the products takes at the device's peak. `--tilings` also times other tilings.
+computing the products takes at the device's peak. `--tilings` also times other tilings. Decodes that share a prefix are
+timed with and without reading it once; the last command times nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from itertools import product
 from typing import Any
 
 import torch
@@ -25,7 +28,9 @@ from tokenspeed_testing.shapes import contract_of
 from torch import Tensor
 
 from tokenspeed_kernels import descriptors
+from tokenspeed_kernels.options import SharedPrefixOptions
 from tokenspeed_kernels.triton import precompile
+from tokenspeed_kernels.triton.attention.shared_prefix import find_shared_prefix
 from tokenspeed_kernels.triton.mla.absorbed import AbsorbedAttention, Tiling
 from tokenspeed_kernels.triton.mla.heads import mla_absorb, mla_project
 from tokenspeed_kernels.triton.mla.prefill import MlaPrefill
@@ -36,6 +41,7 @@ ENTRY = LATENT + ROPE
 SCALE = (NOPE + ROPE) ** -0.5
 BANDWIDTH, PEAK = 4.8e12, 989e12  # bytes and bfloat16 operations per second of an H200
 CACHE_BYTES = 400e6  # of all layers together, many times the L2 cache
+OPS = ("mla_write", "mla_absorb", "mla_decode", "mla_project", "mla_prefill")
 DECODE_ROWS = (1, 16, 128)
 DECODE_TILINGS = (
     Tiling(16, 32, 4, 2),
@@ -51,6 +57,10 @@ DECODE_TILINGS = (
     Tiling(64, 32, 8, 3),
     Tiling(64, 64, 8, 2),
 )
+# Tiles of 128 rows need too many registers.
+SHARED_TILINGS = (Tiling(64, 64, 8, 2), Tiling(64, 32, 8, 2), Tiling(64, 32, 8, 3))
+SHARED_SPLITS = (8, 16)
+SHARED_DECODES = ((64, 4096), (32, 16384))  # rows, and entries that they share
 PREFILL_TILINGS = (
     Tiling(128, 64, 8, 3),
     Tiling(128, 64, 8, 2),
@@ -104,6 +114,13 @@ class Layers:
         self.table = order.view(num_rows, -1)
         self.lengths = torch.full((num_rows,), length, dtype=torch.int32, device="cuda")
 
+    def share(self, num_shared: int, own: tuple[int, int]) -> None:
+        """Let rows share their first entries, with own entries from `own[0]` to `own[1]`."""
+        num_blocks = num_shared // BLOCK_SIZE
+        self.table[:, :num_blocks] = self.table[0, :num_blocks].clone()
+        lengths = torch.linspace(num_shared + own[0], num_shared + own[1], len(self.lengths))
+        self.lengths.copy_(lengths)
+
 
 def main() -> None:
     """Check, then time."""
@@ -114,17 +131,21 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=DECODE_ROWS, help="rows of decodes")
     parser.add_argument("--context", type=int, default=4096, help="entries of each row of decodes")
     parser.add_argument("--only-decode", action="store_true", help="time no prefill")
+    parser.add_argument("--only-shared", action="store_true", help="time shared decodes only")
+    parser.add_argument(
+        "--own", type=int, nargs=2, default=(1600, 1600), help="least and most own entries"
+    )
     options = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cache {options.kv_dtype}")
     for heads in options.heads:
         problem = _problem(heads, options.kv_dtype)
-        check(problem)
+        check(problem, ("mla_decode",) if options.only_shared else OPS)
         for name, microseconds, floor in rows(problem, options):
-            print(f"{heads:4} heads  {name:62} {microseconds:9.1f} µs   floor {floor:8.1f} µs")
+            print(f"{heads:4} heads  {name:88} {microseconds:9.1f} µs   floor {floor:8.1f} µs")
 
 
-def check(problem: dict[str, Any]) -> None:
-    """Compare each op with its reference. Raises AssertionError."""
+def check(problem: dict[str, Any], ops: Sequence[str]) -> None:
+    """Compare these ops with their references. Raises AssertionError."""
     specs = {
         spec.op: spec
         for spec in (
@@ -132,7 +153,7 @@ def check(problem: dict[str, Any]) -> None:
             *descriptors.TRITON_LINEAR,
             *descriptors.TRITON_ATTENTION,
         )
-        if spec.op.startswith("mla_")
+        if spec.op in ops
     }
     for op, spec in specs.items():
         contract = contract_of(spec)
@@ -142,7 +163,7 @@ def check(problem: dict[str, Any]) -> None:
         if op == "mla_prefill":
             kernels.append(MlaPrefill(cut, max_small_step=0, absorbed_tokens=64))
         for kernel in kernels:
-            for num_rows in (1, 6, 7):
+            for num_rows in (1, 6, 7, 33):
                 agrees_with_reference(
                     kernel, contract, cut, num_rows, torch.device("cuda"), strided=True
                 )
@@ -153,9 +174,13 @@ def rows(
     problem: dict[str, Any], options: argparse.Namespace
 ) -> Iterator[tuple[str, float, float]]:
     """Yield a description, µs per layer, and the µs of the floor."""
-    for num_rows in options.rows:
+    for num_rows, num_shared in SHARED_DECODES:
+        yield from shared_rows(
+            problem, num_rows, num_shared, options.own, with_tilings=options.tilings
+        )
+    for num_rows in () if options.only_shared else options.rows:
         yield from decode_rows(problem, num_rows, options.context, with_tilings=options.tilings)
-    for prefill in () if options.only_decode else PREFILLS:
+    for prefill in () if options.only_decode or options.only_shared else PREFILLS:
         yield from prefill_rows(problem, prefill, with_tilings=options.tilings)
 
 
@@ -234,6 +259,58 @@ def decode_rows(
         precompile.compile_for(attend(tiling), 0)
     for tiling in tilings:
         yield f"{name}: mla_decode {tiling}", _try(partial(timed, attend(tiling), count)), floor
+
+
+def shared_rows(
+    problem: dict[str, Any],
+    num_rows: int,
+    num_shared: int,
+    own: tuple[int, int],
+    *,
+    with_tilings: bool,
+) -> Iterator[tuple[str, float, float]]:
+    """Time decodes of rows with a common prefix."""
+    heads, longest = problem["num_heads"], num_shared + own[1]
+    layers = Layers(heads, num_rows, longest, problem["kv_dtype"])
+    layers.share(num_shared, own)
+    absorbed = _random(num_rows, heads, ENTRY)
+    find = find_shared_prefix(problem, SharedPrefixOptions())
+    shared = torch.tensor([num_shared, 0], dtype=torch.int32, device="cuda")
+    nothing = torch.zeros_like(shared)
+
+    def decode(kernel: AbsorbedAttention, prefix: Tensor | None, i: int) -> Tensor:
+        cache = layers.caches[i % len(layers.caches)]
+        table, lengths = layers.table, layers.lengths
+        return kernel.decode(absorbed, cache, table, lengths, longest, SCALE, prefix)
+
+    # Several times each layer, so that launching the graph hardly counts.
+    kernel, count = AbsorbedAttention(problem), 8 * len(layers.caches)
+    expected = decode(kernel, None, 0)
+    torch.testing.assert_close(decode(kernel, shared, 0), expected, atol=0.02, rtol=0.02)
+    entry_bytes = ENTRY * layers.caches[0].element_size()
+    num_entries = int(layers.lengths.sum())
+    operations = 2 * heads * num_entries * (ENTRY + LATENT)
+    floor = _floor((num_entries - (num_rows - 1) * num_shared) * entry_bytes, operations)
+    name = f"decode {num_rows} x ({num_shared} shared + {own[0]} to {own[1]})"
+    separate = timed(partial(decode, kernel, None), count)
+    yield f"{name}: separate", separate, _floor(num_entries * entry_bytes, operations)
+    yield f"{name}: shared", timed(partial(decode, kernel, shared), count), floor
+    time = timed(partial(decode, kernel, nothing), count) - separate
+    yield f"{name}: added if nothing is shared", time, 0.0
+    yield (
+        f"{name}: search, once per step",
+        timed(lambda _: find(layers.table, layers.lengths), count),
+        0.0,
+    )
+    others = {
+        f"{tiling}, {splits} splits": AbsorbedAttention(problem, None, tiling, splits)
+        for tiling, splits in product(SHARED_TILINGS if with_tilings else (), SHARED_SPLITS)
+    }
+    for other in others.values():  # compiled in background threads
+        precompile.compile_for(decode, other, shared, 0)
+    for what, other in others.items():
+        time = _try(partial(timed, partial(decode, other, shared), count))
+        yield f"{name}: shared, {what}", time, floor
 
 
 def prefill_rows(
