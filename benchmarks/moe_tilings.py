@@ -32,16 +32,13 @@ from torch import Tensor
 from tokenspeed_kernels.triton import precompile
 from tokenspeed_kernels.triton.moe import experts, experts_w8a8
 from tokenspeed_kernels.triton.moe.experts import (
-    Gemm,
     Scales,
-    Tiling,
-    Tilings,
     new_tiles,
     run_down,
     run_gate_up,
     sort_by_expert,
-    tiling_for,
 )
+from tokenspeed_kernels.triton.moe.tilings import Gemm, Tiling, Tilings, tiling_for
 from tokenspeed_kernels.triton.quantize.fp8_per_group import GROUP, quantize_fp8_groups
 from tokenspeed_kernels.triton.quantize.fp8_per_token import quantize_fp8
 from tokenspeed_kernels.triton.quantize.integer import quantize_int8

@@ -14,8 +14,8 @@ from tokenspeed_core.api import AxisLimit, KernelSpec
 from tokenspeed_kernels import descriptors, integer_inputs
 from tokenspeed_kernels.reference import fp8, fp8_block, moe_w8a8
 from tokenspeed_kernels.triton.moe import experts_w8a8
-from tokenspeed_kernels.triton.moe.experts import Gemm, Tiling
 from tokenspeed_kernels.triton.moe.experts_w8a8 import BLOCK_TILINGS, TILINGS
+from tokenspeed_kernels.triton.moe.tilings import Gemm, Tiling
 
 pytestmark = [
     pytest.mark.interpreter,

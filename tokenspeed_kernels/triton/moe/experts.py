@@ -15,6 +15,13 @@ from tokenspeed_core.api import Problem
 from tokenspeed_kernels.triton import precompile
 from tokenspeed_kernels.triton.moe import gemm_kernel, kernel
 from tokenspeed_kernels.triton.moe.few_tokens import FewTokens
+from tokenspeed_kernels.triton.moe.tilings import (
+    Gemm,
+    Tiling,
+    Tilings,
+    fitting_tilings,
+    tiling_for,
+)
 from tokenspeed_kernels.triton.pdl import supports_pdl
 
 Route = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
@@ -25,36 +32,6 @@ CURSOR_STRIDE = 32  # integers from one expert's counter to the next one's, 128 
 SMALLEST_SORT = 512  # for up to this many, with few warps
 
 
-@dataclass(frozen=True, slots=True)
-class Gemm:
-    """Output columns per tile, features per iteration, warps, pipeline stages, and the order of the operands.
-
-    `joined` is for the weights of gate and up, which are one operand then, and not for weights that are first.
-    `together` consecutive tiles of pairs use a weight tile at the same time.
-    The tensor cores add up to `max_inexact` products of FP8 in a short accumulator before a float32 sum, all if None.
-    """
-
-    columns: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    weights_first: bool = False
-    joined: bool = False
-    together: int = 1
-    max_inexact: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Tiling:
-    """Pairs per tile, and the two GEMMs."""
-
-    block_m: int
-    up: Gemm
-    down: Gemm
-
-
-# (largest average of pairs per expert, tiling)
-Tilings = tuple[tuple[float, Tiling], ...]
 # Found by benchmarks/moe_tilings.py on an H200.
 TILINGS: Tilings = (
     (8.0, Tiling(16, Gemm(64, 128, 4, 5, True), Gemm(128, 128, 4, 3, True))),
@@ -75,11 +52,6 @@ class Scales:
     inputs: Tensor
     weight: Tensor
     dtype: torch.dtype
-
-
-def tiling_for(pairs_per_expert: float, tilings: Tilings = TILINGS) -> Tiling:
-    """Return the tiling for an average number of pairs per expert: few are bound by memory, many by compute."""
-    return next(tiling for bound, tiling in tilings if pairs_per_expert <= bound)
 
 
 def moe_route(problem: Problem) -> Route:
@@ -133,6 +105,7 @@ def moe_experts(problem: Problem) -> Experts:
     num_experts, top_k = problem["num_experts"], problem["top_k"]
     size, inner = problem["hidden_size"], problem["intermediate_size"]
     few_tokens, has_pdl = FewTokens(problem), supports_pdl()
+    tilings = fitting_tilings(TILINGS, getattr(torch, problem["dtype"]).itemsize)
 
     def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         num_pairs = ids.numel()
@@ -140,7 +113,7 @@ def moe_experts(problem: Problem) -> Experts:
             return torch.empty((x.shape[0], size), dtype=x.dtype, device=x.device)
         if num_pairs <= few_tokens.max_pairs:
             return few_tokens(x, gate_up, down, weights, ids)
-        tiling = tiling_for(num_pairs / num_experts)
+        tiling = tiling_for(num_pairs / num_experts, tilings)
         pdl = has_pdl and num_pairs <= SMALL_SORT  # larger steps do not gain from it
         tiles = new_tiles(ids, num_experts, tiling.block_m)
         pairs, _ = sort_by_expert(ids, num_experts, tiles, tiling.block_m, pdl=pdl)
@@ -150,7 +123,7 @@ def moe_experts(problem: Problem) -> Experts:
 
     blank = partial(precompile.blank, problem["dtype"])
     weights = blank(num_experts, 2 * inner, size), blank(num_experts, size, inner)
-    averages, next_few = [bound for bound, _ in TILINGS[:-1]], few_tokens.max_pairs // top_k + 1
+    averages, next_few = [bound for bound, _ in tilings[:-1]], few_tokens.max_pairs // top_k + 1
     for num_tokens, *routing in blank_routings(problem, averages, next_few):
         precompile.compile_for(experts, blank(num_tokens, size), *weights, *routing)
     return experts
@@ -229,20 +202,18 @@ def run_down(
 def _settings(
     block_m: int, gemm: Gemm, dtype: torch.dtype, scales: Scales | None, *, pdl: bool
 ) -> dict[str, Any]:
-    is_float32 = dtype == torch.float32
     return {
         "BLOCK_M": block_m,
         "BLOCK_N": gemm.columns,
-        "BLOCK_K": min(gemm.block_k, 64) if is_float32 else gemm.block_k,
+        "BLOCK_K": gemm.block_k,
         "WEIGHTS_FIRST": gemm.weights_first,
-        "PRECISION": "ieee" if is_float32 else "tf32",
+        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "SCALES": "none" if scales is None else scales.kind,
         "MAX_INEXACT": gemm.max_inexact,
         "TOGETHER": gemm.together,
         "PDL": pdl,
         "num_warps": gemm.num_warps,
-        # Tiles of float32 take twice the shared memory.
-        "num_stages": min(gemm.num_stages, 2) if is_float32 else gemm.num_stages,
+        "num_stages": gemm.num_stages,
         "launch_pdl": pdl,
     }
 

@@ -18,16 +18,19 @@ from tokenspeed_core.api import Problem
 from tokenspeed_kernels.reference.fp8 import Quantize, QuantizeStatic
 from tokenspeed_kernels.triton import precompile
 from tokenspeed_kernels.triton.moe.experts import (
-    Gemm,
     Scales,
-    Tiling,
-    Tilings,
     add_up,
     blank_routings,
     new_tiles,
     run_down,
     run_gate_up,
     sort_by_expert,
+)
+from tokenspeed_kernels.triton.moe.tilings import (
+    Gemm,
+    Tiling,
+    Tilings,
+    fitting_tilings,
     tiling_for,
 )
 from tokenspeed_kernels.triton.quantize.fp8_per_group import GROUP, quantize_fp8_groups
@@ -208,7 +211,8 @@ class _Experts:
     """Launches the kernels for one kind of scales."""
 
     def __init__(self, problem: Problem, tilings: Tilings, kind: str) -> None:
-        self._problem, self._tilings, self._kind = problem, tilings, kind
+        self._problem, self._kind = problem, kind
+        self._tilings = fitting_tilings(tilings, itemsize=1)
         self._num_experts, self._top_k = problem["num_experts"], problem["top_k"]
         self.size, self.inner = problem["hidden_size"], problem["intermediate_size"]
 

@@ -1,0 +1,94 @@
+"""Tilings of the two grouped GEMMs of experts, and which of them fit into the device's shared memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+DRIVER_BYTES = 1024  # of each multiprocessor's shared memory, which programs cannot use
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm:
+    """Output columns per tile, features per iteration, warps, pipeline stages, and the order of the operands.
+
+    `joined`: the rows of gate and up alternate in one operand; requires `weights_first=False`.
+    `together` consecutive tiles of pairs use a weight tile at the same time.
+    The tensor cores add up to `max_inexact` products of FP8 in a short accumulator before a float32 sum, all if None.
+    """
+
+    columns: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    weights_first: bool = False
+    joined: bool = False
+    together: int = 1
+    max_inexact: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for an order of operands that the kernel does not have."""
+        if self.joined and self.weights_first:
+            raise ValueError("joined requires weights_first=False")
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Pairs per tile, and the two GEMMs."""
+
+    block_m: int
+    up: Gemm
+    down: Gemm
+
+    def shared_memory(self, itemsize: int, major: int) -> int:
+        """Return the bytes that a program needs at most, for values of `itemsize` bytes and a major compute capability.
+
+        Triton keeps a tile of both operands for each pipeline stage, one less without asynchronous tensor cores.
+        """
+        is_asynchronous = major in (9, 10)
+        return max(
+            itemsize
+            * gemm.block_k
+            * (self.block_m + num_weights * gemm.columns)
+            * (gemm.num_stages if is_asynchronous else gemm.num_stages - 1)
+            for gemm, num_weights in ((self.up, 2), (self.down, 1))
+        )
+
+
+# (largest average of pairs per expert, tiling); the last average is infinite.
+Tilings = tuple[tuple[float, Tiling], ...]
+
+
+def tiling_for(pairs_per_expert: float, tilings: Tilings) -> Tiling:
+    """Return the tiling for an average number of pairs per expert: few are bound by memory, many by compute."""
+    return next(tiling for bound, tiling in tilings if pairs_per_expert <= bound)
+
+
+def fitting_tilings(tilings: Tilings, itemsize: int) -> Tilings:
+    """Return the tilings for values of `itemsize` bytes that fit into the device's shared memory, all without a device.
+
+    The next tiling replaces one that does not fit, and the previous one replaces the last. Call once, when binding a
+    kernel.
+    """
+    if itemsize == 4:
+        tilings = tuple((bound, _for_float32(tiling)) for bound, tiling in tilings)
+    if not torch.cuda.is_available():
+        return tilings
+    device = torch.cuda.get_device_properties()
+    available = device.shared_memory_per_multiprocessor - DRIVER_BYTES
+    *smaller, (_, last) = (
+        (bound, tiling)
+        for bound, tiling in tilings
+        if tiling.shared_memory(itemsize, device.major) <= available
+    )
+    return (*smaller, (float("inf"), last))
+
+
+def _for_float32(tiling: Tiling) -> Tiling:
+    """Return the tiling with smaller tiles, because values of float32 take twice the shared memory."""
+    up, down = (
+        replace(gemm, block_k=min(gemm.block_k, 64), num_stages=min(gemm.num_stages, 2))
+        for gemm in (tiling.up, tiling.down)
+    )
+    return replace(tiling, up=up, down=down)
