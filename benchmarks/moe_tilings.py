@@ -3,14 +3,18 @@
 
     python benchmarks/moe_tilings.py [--ops bf16] [--models qwen3-30b-a3b] [--tokens 16 64 256 8192] [--json FILE]
     python benchmarks/moe_tilings.py --ops fp8 int8 fp8_block --tokens 8192 1024 256
+    python benchmarks/moe_tilings.py --ops fp8 --tokens 8192 1024 --models qwen3-30b-a3b deepseek-v2-lite
 
 Needs a CUDA device. Tokens choose random experts. Models of less than 2 GB per layer are timed in a CUDA graph of a few
-layers, each with separate weights. Every tiling is compared with the reference first. Times are µs per layer, medians
-of 15. The floor is the longer of reading each used expert once and of computing the products, at the rates of --bandwidth
-and --peak. `grouped_mm` multiplies bfloat16 rows that are already sorted by expert, without the activation.
+layers, each with separate weights. Every tiling is compared with float32 first. Times are µs per layer, medians of 15.
+The floor is the longer of reading each used expert once and of computing the products, at the rates of --bandwidth and
+--peak. `grouped_mm` multiplies bfloat16 rows that are already sorted by expert, without the activation.
 
-For bfloat16, all tilings that fit are timed; for 8 bits, a few (`CANDIDATES`). Both GEMMs share the pairs per tile, so
-the last lines give the best two GEMMs with the same pairs per tile for each op, model and number of tokens.
+For bfloat16, all tilings that fit are timed; for 8 bits, a few (`CANDIDATES`), with a line each that has its error. An
+error is the root mean square over all outputs of the difference from float32 results of the same codes and scales,
+relative to the error that the quantization of the inputs causes. It includes the rounding of outputs to bfloat16. Both
+GEMMs share the pairs per tile, so the last lines give the best two GEMMs with the same pairs per tile for each op,
+model and number of tokens.
 """
 
 from __future__ import annotations
@@ -81,6 +85,12 @@ def _wide(
     return Gemm(columns, GROUP, num_warps, num_stages, joined=joined, together=together)
 
 
+def _precise(columns: int, num_warps: int, num_stages: int, *, joined: bool = False) -> Gemm:
+    """Return a GEMM of FP8 that adds up few products in the short accumulator."""
+    gemm = _wide(columns, num_warps, num_stages, joined=joined)
+    return replace(gemm, max_inexact=experts_w8a8.MAX_INEXACT)
+
+
 def _narrow(columns: int, num_warps: int, num_stages: int) -> Gemm:
     """Return a GEMM with the weights as the left operand."""
     return Gemm(columns, GROUP, num_warps, num_stages, weights_first=True)
@@ -103,6 +113,8 @@ CANDIDATES: dict[tuple[str, str], tuple[tuple[float, tuple[tuple[int, Gemm], ...
                 (64, _wide(64, 4, 4, joined=True)),
                 (64, _wide(128, 4, 3, joined=True)),
                 (128, _wide(64, 8, 3, joined=True)),
+                (64, _precise(64, 4, 4, joined=True)),
+                (128, _precise(64, 8, 3, joined=True)),
             ),
         ),
         (
@@ -115,6 +127,8 @@ CANDIDATES: dict[tuple[str, str], tuple[tuple[float, tuple[tuple[int, Gemm], ...
                 (128, _wide(128, 8, 3)),
                 (128, _narrow(128, 8, 3)),
                 (64, _wide(128, 4, 3, joined=True)),
+                (128, _precise(128, 8, 3, joined=True)),  # spills 51 registers
+                (128, _precise(64, 8, 3, joined=True)),
             ),
         ),
     ),
@@ -127,6 +141,8 @@ CANDIDATES: dict[tuple[str, str], tuple[tuple[float, tuple[tuple[int, Gemm], ...
                 (64, _wide(128, 4, 4)),
                 (64, _wide(256, 8, 3)),
                 (128, _wide(128, 8, 3)),
+                (64, _precise(128, 4, 4)),
+                (128, _precise(128, 8, 3)),
             ),
         ),
         (
@@ -139,6 +155,7 @@ CANDIDATES: dict[tuple[str, str], tuple[tuple[float, tuple[tuple[int, Gemm], ...
                 (128, _wide(256, 8, 4)),
                 (128, _narrow(128, 8, 3)),
                 (64, _wide(128, 4, 4)),
+                (128, _precise(128, 8, 3)),
             ),
         ),
     ),
@@ -220,7 +237,9 @@ def tilings_of(op: Op, name: str, average: float) -> list[Tiling]:
         found = [(block, gemm) for block in blocks for gemm in gemms(block, num_weights)]
     else:
         bounds = CANDIDATES[op.kind, name]
-        found = list(next(each for bound, each in bounds if average <= bound))
+        candidates = next(each for bound, each in bounds if average <= bound)
+        is_fp8 = op.dtype == torch.float8_e4m3fn
+        found = [each for each in candidates if is_fp8 or each[1].max_inexact is None]
     return [ours, *(replace(ours, block_m=block, up=gemm, down=gemm) for block, gemm in found)]
 
 
@@ -280,8 +299,26 @@ def dequantized(codes: Tensor, scale: Tensor, kind: str) -> Tensor:
     return codes.float() * scale
 
 
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """The float32 results of a GEMM, and the root mean square of the error that quantized inputs cause (0: none)."""
+
+    values: Tensor
+    quantization_error: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """The µs of a tiling, and its error relative to the one of quantization, or None without quantization."""
+
+    us: float
+    block_m: int
+    gemm: Gemm
+    error: float | None
+
+
 class Case:
-    """A step's routed tokens, with the expected results in float32 of the operands."""
+    """A step's routed tokens."""
 
     def __init__(
         self, op: Op, model: dict[str, Any], num_tokens: int, layers: list[tuple[Weight, Weight]]
@@ -294,8 +331,8 @@ class Case:
         ids = torch.rand(shape, device="cuda").argsort(dim=1)[:, : self.top_k]
         self.ids = ids.to(torch.int32).contiguous()
         self.weights = torch.rand(self.ids.shape, device="cuda")
-        x = torch.randn(num_tokens, self.size, device="cuda").bfloat16()
-        self.x, self.x_scale = self.quantized(x)
+        self.tokens = torch.randn(num_tokens, self.size, device="cuda").bfloat16()
+        self.x, self.x_scale = self.quantized(self.tokens)
         self.pairs, self.counts = sort_by_expert(self.ids, self.num_experts)
         self.average = self.ids.numel() / self.num_experts
         self.ours = tiling_for(self.average, op.tilings)
@@ -343,21 +380,36 @@ class Case:
             tiling, self.hidden, weight.codes, self.pairs, tiles, self.weights, scales=scales
         )
 
-    def check(self) -> dict[str, Tensor]:
-        """Compare the tiling in use with PyTorch, expert by expert, and return its results."""
-        found = {"gate_up": self.activated, "down": self.down(self.ours, 0)}
-        inputs, hidden = self.x, self.hidden
+    def expected(self) -> dict[str, Expected]:
+        """Compute both GEMMs in float32 with PyTorch, expert by expert."""
+        shapes = self.activated.shape, (len(self.pairs), self.size)
+        results = [torch.zeros(shape, device="cuda") for shape in shapes]
+        errors = [torch.zeros((), device="cuda", dtype=torch.float64) for _ in shapes]
         ends = self.counts.cumsum(0).tolist()
         for expert, (end, count) in enumerate(zip(ends, self.counts.tolist(), strict=True)):
-            pairs = self.pairs[end - count : end].long()
+            pairs, run = self.pairs[end - count : end].long(), slice(end - count, end)
             gate_up, down = (each.expert(expert) for each in self.layers[0])
-            tokens, run = pairs // self.top_k, slice(end - count, end)
-            x = self.values(inputs[tokens], self.x_scale, tokens)
-            gate, up = (x @ gate_up.T).chunk(2, dim=1)
-            agree(found["gate_up"][run], torch.nn.functional.silu(gate) * up)
-            y = self.values(hidden[run], self.hidden_scale, run) @ down.T
-            agree(found["down"][pairs], y * self.weights.view(-1)[pairs].unsqueeze(1))
-        return found
+            tokens, weights = pairs // self.top_k, self.weights.view(-1)[pairs].unsqueeze(1)
+
+            def activate(x: Tensor, weight: Tensor = gate_up) -> Tensor:
+                gate, up = (x @ weight.T).chunk(2, dim=1)
+                return torch.nn.functional.silu(gate) * up
+
+            def project(x: Tensor, weight: Tensor = down, scale: Tensor = weights) -> Tensor:
+                return x @ weight.T * scale
+
+            x = self.values(self.x[tokens], self.x_scale, tokens)
+            hidden = self.values(self.hidden[run], self.hidden_scale, run)
+            results[0][run], results[1][pairs] = activate(x), project(hidden)
+            if self.op.kind != "none":
+                unquantized = activate(self.tokens[tokens].float())
+                errors[0] += (results[0][run] - unquantized).double().square().sum()
+                unquantized = project(self.activated[run].float())
+                errors[1] += (results[1][pairs] - unquantized).double().square().sum()
+        return {
+            name: Expected(result, float((error / result.numel()).sqrt()))
+            for name, result, error in zip(NAMES, results, errors, strict=True)
+        }
 
     def values(self, codes: Tensor, scale: Tensor | None, rows: Tensor | slice) -> Tensor:
         """Return the float32 values of rows of the inputs. Inputs have scales for each row, or each group of it."""
@@ -380,11 +432,15 @@ class Case:
         return float(max(num_bytes / bandwidth, operations / peak) * 1e6)
 
 
-def agree(found: Tensor, expected: Tensor) -> None:
-    """Exit if a result is wrong."""
-    error = float((found.float() - expected).norm() / expected.norm().clamp(min=1e-6))
+def checked_error(found: Tensor, expected: Expected) -> float | None:
+    """Return the error of a result (see `Timing`). Exits if the result is wrong."""
+    difference = found.float() - expected.values
+    error = float(difference.norm() / expected.values.norm().clamp(min=1e-6))
     if not error < 1e-2:
         raise SystemExit(f"wrong result: relative error {error:.2e}")
+    if expected.quantization_error == 0:
+        return None
+    return float(difference.square().mean().sqrt()) / expected.quantization_error
 
 
 def compile_all(op: Op, model: dict[str, Any], num_tokens: int) -> None:
@@ -407,7 +463,7 @@ def compile_all(op: Op, model: dict[str, Any], num_tokens: int) -> None:
         precompile.compile_for(partial(run_down, scales=scales), tiling, *down, *routed, weights)
 
 
-def sweep(case: Case, name: str, found: Tensor) -> list[tuple[float, int, Gemm]]:
+def sweep(case: Case, name: str, expected: Expected) -> list[Timing]:
     """Return the times of all tilings of a GEMM, after that of the tiling in use."""
     call = getattr(case, name)
     times = []
@@ -415,17 +471,17 @@ def sweep(case: Case, name: str, found: Tensor) -> list[tuple[float, int, Gemm]]
         gemm = tiling.up if name == "gate_up" else tiling.down
         try:
             tiles = case.tiles(tiling)
-            agree(call(tiling, 0, tiles), found.float())
+            error = checked_error(call(tiling, 0, tiles), expected)
             run = partial(lambda layer, t, of: call(t, layer, of), t=tiling, of=tiles)
             took = timed(run, len(case.layers))
-        except (RuntimeError, torch.AcceleratorError) as error:
-            print(f"  {tiling.block_m} {gemm}: {str(error).splitlines()[0][:80]}")
+        except (RuntimeError, torch.AcceleratorError) as failure:
+            print(f"  {tiling.block_m} {gemm}: {str(failure).splitlines()[0][:80]}")
             continue
-        except Exception as error:  # Triton's own: too much shared memory
-            if type(error).__name__ != "OutOfResources":
+        except Exception as failure:  # Triton's own: too much shared memory
+            if type(failure).__name__ != "OutOfResources":
                 raise
             continue
-        times.append((took, tiling.block_m, gemm))
+        times.append(Timing(took, tiling.block_m, gemm, error))
     return times
 
 
@@ -440,27 +496,28 @@ def grouped_mm(case: Case, name: str) -> float:
     )
 
 
-def text_of(took: float, block_m: int, gemm: Gemm) -> str:
+def text_of(timing: Timing) -> str:
     """Describe a tiling."""
+    gemm = timing.gemm
     order = ", weights first" if gemm.weights_first else ", joined" if gemm.joined else ""
     order += f", {gemm.together} together" if gemm.together > 1 else ""
     sums = "" if gemm.max_inexact is None else f", sums of {gemm.max_inexact}"
     return (
-        f"{took:.1f} ({block_m}x{gemm.columns}x{gemm.block_k}, {gemm.num_warps} warps, "
+        f"{timing.us:.1f} ({timing.block_m}x{gemm.columns}x{gemm.block_k}, {gemm.num_warps} warps, "
         f"{gemm.num_stages} stages{order}{sums})"
     )
 
 
-def best_pair(times: dict[str, list[tuple[float, int, Gemm]]]) -> str:
+def best_pair(times: dict[str, list[Timing]]) -> str:
     """Describe the fastest two GEMMs with the same pairs per tile, beside the ones in use, which come first."""
-    blocks = {block for _, block, _ in times["gate_up"]} & {block for _, block, _ in times["down"]}
+    blocks = set.intersection(*({each.block_m for each in times[name]} for name in NAMES))
     pairs = [
-        [min(each for each in times[name] if each[1] == block) for name in NAMES]
+        [min((each for each in times[name] if each.block_m == block), key=us_of) for name in NAMES]
         for block in blocks
     ]
-    up, down = min(pairs, key=lambda pair: pair[0][0] + pair[1][0])
-    ours = sum(times[name][0][0] for name in NAMES)
-    return f"{ours:8.1f} {up[0] + down[0]:8.1f}   {text_of(*up)} + {text_of(*down)}"
+    up, down = min(pairs, key=lambda pair: pair[0].us + pair[1].us)
+    ours = sum(times[name][0].us for name in NAMES)
+    return f"{ours:8.1f} {up.us + down.us:8.1f}   {text_of(up)} + {text_of(down)}"
 
 
 def main() -> None:
@@ -498,26 +555,30 @@ def main() -> None:
             ]
             cases = [Case(op, model, num_tokens, layers) for num_tokens in options.tokens]
             for case, num_tokens in zip(cases, options.tokens, strict=True):
-                found, times = case.check(), {}
+                expected, times = case.expected(), {}
                 for name in NAMES:
-                    times[name] = sweep(case, name, found[name])
+                    times[name] = sweep(case, name, expected[name])
                     ours, *others = times[name]
                     library = ""
                     if op.kind == "none":
                         library = f", grouped_mm {grouped_mm(case, name):.1f}"
                     floor = case.floor(name, options.bandwidth, options.peak)
                     best = "; ".join(
-                        text_of(*each) for each in sorted(others, key=took_of)[: options.top]
+                        text_of(each) for each in sorted(others, key=us_of)[: options.top]
                     )
                     print(
                         f"{op_name} {model_name} {num_tokens} tokens, {name}: floor {floor:.1f}, "
-                        f"chosen {text_of(*ours)}{library}; best {best}",
+                        f"chosen {text_of(ours)}{library}; best {best}",
                         flush=True,
                     )
+                    for each in times[name]:
+                        if each.error is not None:
+                            print(f"  error {each.error:.4f}, {text_of(each)}")
                     rows += [
                         {"op": op_name, "model": model_name, "tokens": num_tokens, "gemm": name}
-                        | {"us": took, "block_m": block_m, **asdict(gemm)}
-                        for took, block_m, gemm in times[name]
+                        | {"us": each.us, "block_m": each.block_m, "error": each.error}
+                        | asdict(each.gemm)
+                        for each in times[name]
                     ]
                 label = f"{op_name:10} {model_name:17} {num_tokens:6}"
                 table.append(f"{label} {best_pair(times)}")
@@ -527,9 +588,9 @@ def main() -> None:
         options.json.write_text(json.dumps(rows, indent=1))
 
 
-def took_of(timing: tuple[float, int, Gemm]) -> float:
+def us_of(timing: Timing) -> float:
     """Return the µs of a timed tiling."""
-    return timing[0]
+    return timing.us
 
 
 if __name__ == "__main__":
