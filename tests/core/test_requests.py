@@ -88,6 +88,14 @@ def test_invalid_request_names_the_field_and_bound(
     assert caught.value.param == param
 
 
+def test_prompt_of_a_bidirectional_model_is_not_scored() -> None:
+    limits = Ready(100, 80, 50, "", is_bidirectional=True)
+    assert build([1, 2], limits, logprobs=1).logprobs == 1
+    with pytest.raises(BadRequestError, match="later ones") as caught:
+        build([1, 2], limits, prompt_logprobs=0)
+    assert caught.value.param == "prompt_logprobs"
+
+
 def test_context_length_is_named() -> None:
     with pytest.raises(BadRequestError, match="context length is 100 tokens"):
         build([1] * 100, Ready(100, 1000, 50, ""))

@@ -16,7 +16,7 @@ from tokenspeed_testing.drafts import FixedDepth
 from tokenspeed_testing.model import ModelConformance
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from tokenspeed_core import LLM, SamplingParams, TokenSpeedError
+from tokenspeed_core import LLM, BadRequestError, SamplingParams, TokenSpeedError
 
 VOCAB_SIZE = 101
 NUM_NEW = 16
@@ -112,6 +112,8 @@ def test_tokens_equal_transformers(reference: Reference, caplog: pytest.LogCaptu
     ):
         for _ in range(2):  # the second time, prefixes could be shared
             check(reference, llm)
+        with pytest.raises(BadRequestError, match="prompt_logprobs"):
+            llm.generate({"prompt_token_ids": [3, 4]}, SamplingParams(prompt_logprobs=1))
     lines = [record.getMessage() for record in caplog.records]
     assert any("one step" in each and "prefix caching" in each for each in lines)
     assert any("--chunked-prefill-size has no effect" in each for each in lines)

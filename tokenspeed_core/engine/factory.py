@@ -224,7 +224,13 @@ def _start(
     log_start(resolved, runner, backend, num_kv_tokens, max_model_len)
     info = resolved.checkpoint.info
     report = start_report(info, catalog, runner.kernel_plan)
-    ready = Ready(max_model_len, num_kv_tokens, info.vocab_size, report)
+    ready = Ready(
+        max_model_len,
+        num_kv_tokens,
+        info.vocab_size,
+        report,
+        is_bidirectional=info.is_bidirectional,
+    )
     lockstep = executed if isinstance(executed, LockstepRunner) else None
     return Started(engine, ready, runner.kernel_plan, ranks, lockstep)
 

@@ -154,6 +154,12 @@ class InputProcessor:
                 "omit one of them",
                 "ignore_eos",
             )
+        if params.prompt_logprobs is not None and self.limits.is_bidirectional:
+            raise BadRequestError(
+                "prompt_logprobs (or echo with logprobs) does not work with this model, whose prompt tokens see later "
+                "ones: omit it",
+                "prompt_logprobs",
+            )
         max_tokens = num_output_tokens(len(prompt), params.max_tokens, self.limits)
         if params.min_tokens > max_tokens:
             raise BadRequestError(

@@ -195,6 +195,7 @@ class Ready(Message, frozen=True, tag="ready"):
     num_kv_tokens: int  # capacity of the KV cache
     vocab_size: int
     report: str  # JSON: model, plugins and kernel plan
+    is_bidirectional: bool = False  # tokens of a prompt see later ones
 
     @property
     def longest(self) -> int:

@@ -201,7 +201,10 @@ class EngineReplicas:
         num_kv_tokens = min(ready.num_kv_tokens for ready in each)
         self._memory.fit(num_kv_tokens)
         longest = min(ready.max_model_len for ready in each)
-        self.ready.set_result(Ready(longest, num_kv_tokens, each[0].vocab_size, each[0].report))
+        first = each[0]
+        self.ready.set_result(
+            Ready(longest, num_kv_tokens, first.vocab_size, first.report, first.is_bidirectional)
+        )
 
     def _note_death(self, replica: int, future: asyncio.Future[str]) -> None:
         is_last = all(client.state is State.DEAD for client in self.clients)
