@@ -136,17 +136,18 @@ def test_seeds_beyond_64_bits_wrap_around(seed: int, expected: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("chunk_size", "whole_prompts", "budget", "most", "flag"),
+    ("chunk_size", "max_prefill", "whole_prompts", "budget", "most", "flag"),
     [
-        (16, False, 16, 16, "--chunked-prefill-size"),
-        (-1, False, 20, 56, "--max-model-len"),
-        (16, True, 20, 56, "--max-model-len"),
+        (16, 20, False, 16, 16, "--chunked-prefill-size"),
+        (-1, 20, False, 20, 56, "--max-model-len"),
+        (16, 20, True, 20, 56, "--max-model-len"),
+        (16, 60, True, 60, 66, "--max-prefill-tokens"),
     ],
 )
 def test_step_respects_all_limits(
-    chunk_size: int, whole_prompts: bool, budget: int, most: int, flag: str
+    chunk_size: int, max_prefill: int, whole_prompts: bool, budget: int, most: int, flag: str
 ) -> None:
-    limits = SchedulerLimits(6, 50, chunk_size, 20, 100, 64, whole_prompts=whole_prompts)
+    limits = SchedulerLimits(6, 50, chunk_size, max_prefill, 100, 64, whole_prompts=whole_prompts)
     assert limits.is_chunking == (limits.max_chunk is not None) == (budget == chunk_size)
     assert (limits.token_budget, limits.max_num_tokens) == (budget, most)
     assert limits.step_flag == flag

@@ -29,7 +29,10 @@ class SchedulerLimits:
     @property
     def step_flag(self) -> str:
         """The flag that bounds the tokens of the largest step."""
-        return "--chunked-prefill-size" if self.is_chunking else "--max-model-len"
+        if self.is_chunking:
+            return "--chunked-prefill-size"
+        is_longer = self.max_model_len >= self.max_prefill_tokens
+        return "--max-model-len" if is_longer else "--max-prefill-tokens"
 
     @property
     def token_budget(self) -> int:
