@@ -67,6 +67,7 @@ def test_process_without_torch_asks_a_subprocess() -> None:
         ("bert", {}, "not causal"),
         ("bloom", {}, "mask"),
         ("gemma", {"use_bidirectional_attention": True}, "the attention mask is causal"),
+        ("llama", {"prefix_lm": True}, "prefix_lm, which models of the type llama do not use"),
         ("mistral", {"is_causal": False, "sliding_window": 9}, "see 10 tokens on each side"),
         ("mamba", {}, "layers of the type linear_attention"),
         ("llama", {"dtype": "float64"}, "dtype is 'float64'"),

@@ -21,6 +21,7 @@ from tokenspeed_models_transformers.residual import passed_arguments
 from transformers import GemmaConfig, LlamaConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.gemma.modeling_gemma import GemmaMLP, GemmaRMSNorm
+from transformers.models.granite.modeling_granite import GraniteMLP
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from tokenspeed_models.testing import DenseBuild
@@ -110,20 +111,32 @@ def test_kernels_get_the_shapes_of_the_model(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("model_type", "mlp", "changes", "found"),
+    [
+        ("llama", LlamaMLP, {}, "LlamaModel .* in two chunks differ by .* those at once"),
+        ("granite", GraniteMLP, {"is_causal": False}, "in three chunks differ by .* those in two"),
+    ],
+)
 def test_mixing_of_tokens_outside_of_attention_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_type: str,
+    mlp: Any,
+    changes: dict[str, Any],
+    found: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    save_reference("llama", tmp_path)
+    save_reference(model_type, tmp_path, **changes)
     weights = load_file(tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "config.json").read_text())
     TransformersModel(config, DenseBuild()).load_weights(weights.items())
-    original = LlamaMLP.forward
+    original = mlp.forward
 
-    def forward(self: LlamaMLP, x: torch.Tensor) -> torch.Tensor:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         before = torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
         mixed: torch.Tensor = original(self, x + before)
         return mixed
 
-    monkeypatch.setattr(LlamaMLP, "forward", forward)
-    with pytest.raises(ValueError, match="LlamaModel cannot run through transformers"):
+    monkeypatch.setattr(mlp, "forward", forward)
+    with pytest.raises(ValueError, match=found):
         TransformersModel(config, DenseBuild()).load_weights(weights.items())

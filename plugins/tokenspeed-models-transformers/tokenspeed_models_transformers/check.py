@@ -1,10 +1,10 @@
 """Compares a loaded model with transformers: eight tokens, with the real weights.
 
 Recording shows how a model calls attention, but not whether tokens influence each other in another way, such as
-through a convolution. Therefore the model runs twice here: in two chunks as in serving, with attention computed by plain
-PyTorch, and as in transformers, without replaced modules and without a cache. A model that sees later tokens of a prompt
-has no equal chunks of it. Such a model is compared with transformers at once, and then with itself, in other chunks
-after a prompt of one token.
+through a convolution. Therefore the model runs twice here: in two chunks as in serving, with attention computed by
+plain PyTorch, and as in transformers, without replaced modules and without a cache. A prompt whose tokens see later
+ones cannot be computed in chunks. Such a model is compared with transformers at once, and then with itself, in other
+chunks after a prompt of one token.
 """
 
 from __future__ import annotations
@@ -84,15 +84,19 @@ def check_against_transformers(
         return
     is_exact = weight.dtype == torch.float32 and not is_quantized
     tolerance = _TOLERANCE if is_exact else _ROUNDING_TOLERANCE
-    pairs = [(ours, theirs)]
+    outside = "Its tokens may influence each other outside of attention"
+    pairs = [(ours, theirs, "in two chunks", "those at once", outside)]
     if is_bidirectional:
-        pairs.append((run_chunks(1, 4), run_chunks(1)))
-    for found, expected in pairs:
+        pairs = [
+            (ours, theirs, "at once", "those of transformers", "Its attention mask may be another"),
+            (run_chunks(1, 4), run_chunks(1), "in three chunks", "those in two", outside),
+        ]
+    for found, expected, chunks, others, reason in pairs:
         difference = float((found - expected).norm() / expected.norm())
         if difference > tolerance:
             raise ValueError(
-                f"{type(decoder).__name__} cannot run through transformers: its hidden states in two chunks differ by "
-                f"{difference:.1%} from those at once. Its tokens may influence each other outside of attention"
+                f"{type(decoder).__name__} cannot run through transformers: its hidden states {chunks} differ by "
+                f"{difference:.1%} from {others}. {reason}"
             )
 
 

@@ -34,7 +34,8 @@ class RecordedAttention:
     """One call of the attention function. `module` is the path of the calling module in the model.
 
     `window` is the number of tokens that a query sees, its own included, or None for all. If it `is_bidirectional`,
-    tokens of a prompt see as many later ones too. `soft_cap` limits the scores. `sinks` is the path of the parameter with a score for each head that joins the softmax.
+    tokens of a prompt see as many later ones too. `soft_cap` limits the scores. `sinks` is the path of the parameter
+    with a score for each head that joins the softmax.
     """
 
     module: str
@@ -128,15 +129,23 @@ def record(model: PreTrainedModel) -> Recording:
 
 
 def is_prefix_lm(config: PreTrainedConfig) -> bool:
-    """Whether tokens of the type 1, those of a prompt, see each other."""
-    return bool(getattr(config.get_text_config(), "prefix_lm", False))
+    """Whether tokens of the type 1, those of a prompt, see each other.
+
+    Only models that declare `prefix_lm` build their mask from it; any other configuration may have it as an extra key.
+    """
+    text = config.get_text_config()
+    return hasattr(type(text), "prefix_lm") and bool(text.prefix_lm)
 
 
 def _check_direction(config: PreTrainedConfig, calls: Iterable[RecordedAttention]) -> None:
-    """Raise UnsupportedModelError unless the masks are bidirectional where the configuration asks for it, and only there.
+    """Raise UnsupportedModelError unless masks are bidirectional exactly if the configuration asks for it.
 
     Encoders have such masks too, but generate without a cache.
     """
+    if getattr(config, "prefix_lm", False) and not is_prefix_lm(config):
+        raise UnsupportedModelError(
+            f"the configuration has prefix_lm, which models of the type {config.model_type} do not use"
+        )
     is_wanted = (
         is_prefix_lm(config)
         or getattr(config, "use_bidirectional_attention", None) in (True, "all")
