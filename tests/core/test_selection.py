@@ -101,7 +101,8 @@ def test_ranked_kernels_come_first_in_each_phase() -> None:
         in explained
     )
     assert (
-        "not special from dist-special: not measured on this device, two comes first" in explained
+        "not special from dist-special: not in the measured ranking for compute capability 9.0, two comes first"
+        in explained
     )
     older = Selector(kernels, PlatformInfo("cuda", (8, 0)), rankings=rankings)
     assert older.select_attention(ATTENTION).spec.backend == "one"
@@ -203,6 +204,13 @@ def test_plan_names_ops_that_run_their_reference() -> None:
     assert named.plan().reference_ops() == ()
 
 
+def test_ranking_is_not_missed_where_there_is_none() -> None:
+    for kernels, platform in (((SPECIAL, REFERENCE), CPU), ((PORTABLE,), HOPPER)):
+        selector = Selector(kernels, platform)
+        selector.select("greedy", LOGITS)
+        assert "measured" not in explain(selector.plan(), "greedy")
+
+
 def test_missing_module_shows_how_to_obtain_it() -> None:
     lacking = kernel(
         "lacking", ON_HOPPER, requires=("no_such_module",), obtain="pip install 'x[lacking]'"
@@ -217,7 +225,10 @@ def test_missing_module_shows_how_to_obtain_it() -> None:
 def test_auto_skips_a_kernel_that_needs_compiling() -> None:
     slow = kernel("slow", ON_HOPPER, needs_compile=True)
     ranking = Ranking("greedy", None, (9, 0), (("slow", "1 us"), ("portable", "2 us")))
-    for rankings, figure in (((), "not measured on this device"), ((ranking,), "1 us")):
+    for rankings, figure in (
+        ((), "no measured ranking for compute capability 9.0"),
+        ((ranking,), "1 us"),
+    ):
         selector = Selector((slow, PORTABLE), HOPPER, rankings=rankings)
         assert selector.select("greedy", LOGITS).spec.backend == "portable"
         explained = explain(selector.plan(), "greedy")

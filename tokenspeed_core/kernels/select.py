@@ -30,7 +30,8 @@ from tokenspeed_core.kernels.refusals import hardware_refusals, problem_refusals
 from tokenspeed_core.plugins.catalog import plugin_error
 from tokenspeed_core.plugins.selection import DEFAULTS
 
-NOT_MEASURED = "not measured on this device"
+Judged = list[tuple[InstalledKernel, tuple[Reason, ...]]]
+"""Candidates, each with the reasons against it, none if it fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,12 +233,13 @@ class Selector:
         candidates = [kernel for kernel in self.kernels if kernel.spec.op == contract.name]
         candidates.sort(key=lambda kernel: _sort_key(kernel, tuple(figures)))
         judged = [(kernel, self._refusals(kernel.spec, problem)) for kernel in candidates]
-        taken, because = _first(judged, names, source, figures)
+        unranked = self._unranked(judged, figures)
+        taken, because = _first(judged, names, source, figures, unranked)
         while taken is not None and (failure := self._load_failure(taken)):
             judged = [
                 (kernel, failure if kernel is taken else reasons) for kernel, reasons in judged
             ]
-            taken, because = _first(judged, names, source, figures)
+            taken, because = _first(judged, names, source, figures, unranked)
         options = read_options(taken.spec, self.options) if taken else None
         given = (
             options.model_dump(mode="json", by_alias=True, exclude_unset=True) if options else {}
@@ -251,7 +253,7 @@ class Selector:
             backend="" if taken is None else taken.spec.backend,
             distribution="" if taken is None else taken.distribution,
             because=because,
-            verdicts=tuple(_verdicts(judged, taken, names, figures, flag)),
+            verdicts=tuple(_verdicts(judged, taken, names, figures, unranked, flag)),
             options=tuple(given.items()),
             wanted=names,
             asked_by=source,
@@ -287,6 +289,15 @@ class Selector:
         key = (op, phase, self.platform.compute_capability)
         found = (r for r in self.rankings if (r.op, r.phase, r.compute_capability) == key)
         return {backend: figure for ranking in found for backend, figure in ranking.figures}
+
+    def _unranked(self, judged: Judged, figures: Mapping[str, str]) -> str:
+        """Return why a backend has no figure; empty where there is nothing to rank."""
+        capability = self.platform.compute_capability
+        num_fitting = sum(not reasons for _, reasons in judged)
+        if capability is None or num_fitting < 2:
+            return ""
+        ranking = "not in the measured ranking" if figures else "no measured ranking"
+        return f"{ranking} for compute capability {'.'.join(map(str, capability))}"
 
     def _override(
         self, contract: OpContract, problem: Problem, layer: int | None
@@ -353,10 +364,11 @@ class Selector:
 
 
 def _first(
-    judged: list[tuple[InstalledKernel, tuple[Reason, ...]]],
+    judged: Judged,
     names: tuple[str, ...],
     source: str,
     figures: Mapping[str, str],
+    unranked: str,
 ) -> tuple[InstalledKernel | None, str]:
     for name in names:
         for kernel, reasons in judged:
@@ -364,7 +376,7 @@ def _first(
                 continue
             if name == "auto":
                 place = "the reference" if kernel.spec.reference else "the most specific that fits"
-                return kernel, figures.get(kernel.spec.backend, f"{place}, {NOT_MEASURED}")
+                return kernel, figures.get(kernel.spec.backend, _joined(", ", place, unranked))
             if name == kernel.spec.backend:
                 return kernel, f"selected by {source}"
     return None, "no kernel fits; the ops that it fuses run separately"
@@ -379,10 +391,11 @@ def _is_auto(kernel: InstalledKernel, figures: Mapping[str, str]) -> bool:
 
 
 def _verdicts(
-    judged: list[tuple[InstalledKernel, tuple[Reason, ...]]],
+    judged: Judged,
     taken: InstalledKernel | None,
     names: tuple[str, ...],
     figures: Mapping[str, str],
+    unranked: str,
     flag: str,
 ) -> Iterator[Verdict]:
     """Yield a verdict on each candidate. If it fits but was not chosen, its hint is the `flag` that selects it."""
@@ -390,24 +403,29 @@ def _verdicts(
         spec, fits = kernel.spec, not reasons
         needs_name = fits and kernel.needs_ranking and spec.backend not in figures
         if fits and kernel is not taken and taken is not None:
-            figure = figures.get(spec.backend, NOT_MEASURED)
+            figure = figures.get(spec.backend, unranked)
             first = next(
                 other for other, no in judged if not no and other.spec.backend == spec.backend
             )
             if first is not kernel:
                 why = f"another kernel of this name, from {first.distribution}, comes first"
             elif spec.needs_compile and spec.backend not in names:
-                why = f"auto does not choose kernels that must be compiled before the first call; {figure}"
+                why = "auto does not choose kernels that must be compiled before the first call"
+                why = _joined("; ", why, figure)
             elif spec.needs_name and spec.backend not in names:
                 why = "auto does not choose kernels that have not been measured"
             elif needs_name and spec.backend not in names:
                 why = "auto does not choose third-party kernels that have no measured ranking"
             else:
-                why = f"{figure}, {taken.spec.backend} comes first"
+                why = _joined(", ", figure, f"{taken.spec.backend} comes first")
             # "auto" covers problems of the same op that this backend does not fit.
             hint = as_typed(flag, spec.backend, "auto") if first is kernel else ""
             reasons = (Reason(why, hint),)
         yield Verdict(spec.backend, kernel.distribution, fits, reasons, needs_name)
+
+
+def _joined(separator: str, *parts: str) -> str:
+    return separator.join(filter(None, parts))
 
 
 def _sort_key(kernel: InstalledKernel, fastest: tuple[str, ...]) -> tuple[Any, ...]:

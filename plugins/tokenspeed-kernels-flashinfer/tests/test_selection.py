@@ -99,7 +99,7 @@ def test_ranked_backends_come_first_on_hopper(tmp_path: Path) -> None:
     } == {"triton"}
     message = explain(chosen.plan(), "attention")
     assert (
-        f"not flashinfer from {OURS}: not measured on this device, triton comes first "
+        f"not flashinfer from {OURS}: not in the measured ranking for compute capability 9.0, triton comes first "
         "-> --attention-backend.prefill flashinfer,auto" in message
     )
     assert f"another kernel of this name, from {OURS}, comes first" in message
