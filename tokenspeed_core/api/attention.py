@@ -25,7 +25,7 @@ class AttentionProblem:
     `value_head_size` (None: as many).
 
     If it `is_bidirectional`, a row of queries from position 0 is a whole prompt, and its queries attend to all its
-    keys, with a window to those less than `window` positions away. Other rows are causal. The engine asks for that in
+    keys; with a window, only to keys less than `window` positions away. Other rows are causal. The engine asks for that in
     the phase "prefill" only, since decode rows begin after their prompt, and never for chunks.
     """
 

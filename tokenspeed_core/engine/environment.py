@@ -51,8 +51,11 @@ def unused_settings(resolved: Resolved, *, is_cpu: bool) -> dict[str, str]:
     if is_cpu:
         reasons = dict.fromkeys(_GPU_SETTINGS, "no effect on a CPU")
     if resolved.limits.whole_prompts:
-        cut, shared = config.chunked_prefill_size > 0, config.enable_prefix_caching
-        for name, is_on in (("chunked_prefill_size", cut), ("enable_prefix_caching", shared)):
+        is_chunked, is_cached = config.chunked_prefill_size > 0, config.enable_prefix_caching
+        for name, is_on in (
+            ("chunked_prefill_size", is_chunked),
+            ("enable_prefix_caching", is_cached),
+        ):
             if is_on:
                 reasons[name] = "no effect, since tokens of a prompt see later ones"
     elif config.chunked_prefill_size > 0:

@@ -57,7 +57,7 @@ class RowPlanner:
     def plan_chunk(self, builder: StepPlanBuilder, slot: int, num_tokens: int) -> None:
         """Plan the next `num_tokens` known tokens of a slot, or fewer if tokens or pages run out.
 
-        With `whole_prompts`, nothing is planned if that is less than the prompt.
+        With `whole_prompts`, a prompt that does not fit as a whole is not planned.
         """
         columns, kv = self.columns, self.kv
         start, target = int(columns.num_planned[slot]), int(columns.target[slot])

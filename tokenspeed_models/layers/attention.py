@@ -24,10 +24,10 @@ class Attention:
     columns, adjacent ones together if the rotation `is_interleaved`. Subclasses that do not rotate pass None. `scale`
     multiplies the scores (None: 1 / sqrt(head_size)), and `soft_cap` bounds them. `qk_norm` normalizes queries and
     keys before the rotation. `window` is the number of tokens that a query sees, itself included; with `is_chunked`
-    it is the length of chunks. If it `is_bidirectional`, tokens of a prompt see later ones too. `stacked_name` is the checkpoint's name of queries, keys and values if it stores them
-    as one tensor. `input_size` is the width of x if it differs from `hidden_size`, that of the output. In a layer
-    without a norm before its blocks `has_norm` is False. With `has_sinks` each query head has a learned score that
-    joins its softmax.
+    it is the length of chunks. If it `is_bidirectional`, tokens of a prompt see later ones too. `stacked_name` is the
+    checkpoint's name of queries, keys and values if it stores them as one tensor. `input_size` is the width of x if it
+    differs from `hidden_size`, that of the output. In a layer without a norm before its blocks `has_norm` is False.
+    With `has_sinks` each query head has a learned score that joins its softmax.
 
     The numbers of heads are those of all processes of the group "attn". Raises ValueError if they cannot be divided.
     """
