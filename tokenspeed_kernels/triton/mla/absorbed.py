@@ -14,6 +14,7 @@ from tokenspeed_kernels.reference.cache import MIN_SHARING_ROWS
 from tokenspeed_kernels.triton import precompile
 from tokenspeed_kernels.triton.mla.absorbed_kernel import attend, attend_shared, merge
 from tokenspeed_kernels.triton.pdl import supports_pdl
+from tokenspeed_kernels.triton.shared_memory import shared_memory
 
 WANTED = 2  # programs per multiprocessor that splitting aims at
 MIN_SHARE = 128  # fewest entries per split
@@ -39,7 +40,6 @@ class Tiling:
 FEW, MANY = Tiling(16, 32, 4, 2), Tiling(64, 32, 8, 2)
 WIDE = Tiling(16, 16, 4, 1)  # for float32
 SHARED = (Tiling(64, 64, 8, 2), MANY, FEW)  # for shared entries: the first that fits the device
-DRIVER_BYTES = 1024  # of a multiprocessor's shared memory
 
 
 class AbsorbedAttention:
@@ -62,10 +62,9 @@ class AbsorbedAttention:
         self._num_shared_splits = num_shared_splits
         self._pdl = supports_pdl()
         self.num_multiprocessors, best_shared = FALLBACK_MULTIPROCESSORS, SHARED[0]
-        if torch.cuda.is_available():
-            device = torch.cuda.get_device_properties()
-            self.num_multiprocessors = device.multi_processor_count
-            memory = device.shared_memory_per_multiprocessor - DRIVER_BYTES
+        memory = shared_memory()
+        if memory is not None:
+            self.num_multiprocessors = torch.cuda.get_device_properties().multi_processor_count
             sizes = (self._latent_size, self._rope_size)
             best_shared = fitting_tiling(memory, sum(map(triton.next_power_of_2, sizes)))
         self._shared_tiling = shared_tiling or (WIDE if self._is_wide else best_shared)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-DRIVER_BYTES = 1024  # of each multiprocessor's shared memory, which programs cannot use
+from tokenspeed_kernels.triton.shared_memory import shared_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +73,14 @@ def fitting_tilings(tilings: Tilings, itemsize: int) -> Tilings:
     """
     if itemsize == 4:
         tilings = tuple((bound, _for_float32(tiling)) for bound, tiling in tilings)
-    if not torch.cuda.is_available():
+    available = shared_memory()
+    if available is None:
         return tilings
-    device = torch.cuda.get_device_properties()
-    available = device.shared_memory_per_multiprocessor - DRIVER_BYTES
+    major = torch.cuda.get_device_properties().major
     *smaller, (_, last) = (
         (bound, tiling)
         for bound, tiling in tilings
-        if tiling.shared_memory(itemsize, device.major) <= available
+        if tiling.shared_memory(itemsize, major) <= available
     )
     return (*smaller, (float("inf"), last))
 
