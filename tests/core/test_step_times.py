@@ -75,7 +75,10 @@ def test_work_between_steps_counts(
     assert first.seconds < DEVICE + 2 * CALLER, "the time without requests does not count"
     assert last.num_rows == 1
     assert others
-    assert all(each.seconds == DEVICE + DRAFTER + CALLER for each in others)
+    # The drafter also proposes before a step in flight is collected.
+    counts = (1,) if depth == 1 else (1, 2)
+    expected = {DEVICE + count * DRAFTER + CALLER for count in counts}
+    assert {each.seconds for each in others} == expected
 
 
 def test_plain_steps_are_steady_between_others(
