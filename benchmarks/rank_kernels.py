@@ -339,7 +339,7 @@ def figure_of(times: Sequence[Time], ratio: float, device: str) -> str:
     nums = ", ".join(map(str, dict.fromkeys(each.num_tokens for each in times)))
     rows = "; ".join(f"{shape} {', '.join(found)}" for shape, found in shapes.items())
     return (
-        f"{ratio:.2f} times the fastest, geometric mean of {len(times)} sizes on {device}{eager}; "
+        f"{ratio:.2f} times the best time, geometric mean of {len(times)} sizes on {device}{eager}; "
         f"µs for {nums} tokens: {rows}"
     )
 

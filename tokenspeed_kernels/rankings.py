@@ -29,4 +29,94 @@ RANKINGS = (
             ("fa3", "qwen3-8b on NVIDIA H200: agentic 9.49 s, latency 1.30 s, throughput 7.33 s"),
         ),
     ),
+    Ranking(
+        "moe_experts",
+        None,
+        (9, 0),
+        (
+            (
+                "triton",
+                "1.00 times the best time, geometric mean of 10 sizes on NVIDIA H100 80GB HBM3, commit 0d79f9f3",
+            ),
+            (
+                "torch",
+                "33.76 times the best time, geometric mean of 10 sizes on NVIDIA H100 80GB HBM3 without CUDA graphs, commit 0d79f9f3",
+            ),
+        ),
+    ),
+    Ranking(
+        "moe_experts_fp8",
+        None,
+        (9, 0),
+        (
+            (
+                "triton",
+                "1.00 times the best time, geometric mean of 10 sizes on NVIDIA H100 80GB HBM3, commit 0d79f9f3",
+            ),
+            (
+                "torch",
+                "97.19 times the best time, geometric mean of 10 sizes on NVIDIA H100 80GB HBM3 without CUDA graphs, commit 0d79f9f3",
+            ),
+        ),
+    ),
+    Ranking(
+        "moe_experts_int8",
+        None,
+        (9, 0),
+        (
+            (
+                "triton",
+                "1.00 times the best time, geometric mean of 10 sizes on NVIDIA H100 80GB HBM3, commit 0d79f9f3",
+            ),
+            (
+                "torch",
+                "90.18 times the best time, geometric mean of 10 sizes on NVIDIA H100 80GB HBM3 without CUDA graphs, commit 0d79f9f3",
+            ),
+        ),
+    ),
+    Ranking(
+        "moe_experts_w4a16",
+        None,
+        (9, 0),
+        (
+            (
+                "triton",
+                "1.00 times the best time, geometric mean of 10 sizes on NVIDIA H100 80GB HBM3, commit 0d79f9f3",
+            ),
+            (
+                "torch",
+                "89.68 times the best time, geometric mean of 10 sizes on NVIDIA H100 80GB HBM3 without CUDA graphs, commit 0d79f9f3",
+            ),
+        ),
+    ),
+    Ranking(
+        "moe_biased_experts_mxfp4",
+        None,
+        (9, 0),
+        (
+            (
+                "triton",
+                "1.00 times the best time, geometric mean of 5 sizes on NVIDIA H100 80GB HBM3, commit 0d79f9f3",
+            ),
+            (
+                "torch",
+                "42.79 times the best time, geometric mean of 5 sizes on NVIDIA H100 80GB HBM3 without CUDA graphs, commit 0d79f9f3",
+            ),
+        ),
+    ),
+    Ranking(
+        "moe_experts_fp8_block",
+        None,
+        (9, 0),
+        (
+            (
+                "triton",
+                "1.00 times the best time, geometric mean of 15 sizes on NVIDIA H100 80GB HBM3, commit 0d79f9f3",
+            ),
+            (
+                "torch",
+                "83.11 times the best time, geometric mean of 15 sizes on NVIDIA H100 80GB HBM3 without CUDA graphs, commit 0d79f9f3",
+            ),
+        ),
+    ),
 )
