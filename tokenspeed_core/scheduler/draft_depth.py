@@ -25,7 +25,8 @@ F64 = np.ndarray[Any, np.dtype[np.float64]]
 MAX_LOSS = 0.005  # share of the time of all steps that speculation may lose
 MARGIN = 1.02  # predicted speed-up from which drafts are verified
 _STAKE = 0.5  # budget with which speculation is tried, in plain steps
-# Largest budget, in steps: plain ones, or ones with drafts as far as drafts saved it.
+# Largest budget, in steps. Savings may raise it to the time of four steps with drafts; plain steps raise it to four
+# plain steps.
 _MAX_BALANCE = 4.0
 _MAX_LOST = 32.0  # largest loss that the account keeps, in plain steps
 _NUM_MEASURED = 16  # last steps of a pause, which are measured
@@ -38,7 +39,7 @@ _PRIOR_ACCEPTANCE = 0.6  # of a token without a drafter's estimate; more if othe
 _PRIOR_WEIGHT = 3.0  # draft tokens that a prior counts for
 _MAX_RATIO = 1.25  # of a row's acceptance and the drafter's estimates
 _MAX_ESTIMATE = 0.99
-_LONG_PROMPT = 512  # tokens of a step, of whose time a draft model takes a small share
+_LONG_PROMPT = 512  # prompt tokens; from here on a draft model adds little to a step's time
 _FORGET = 0.95  # factor of a row's observations in each of its steps
 _MAX_TRIED_BY_ALL = 100.0  # newest draft tokens of all rows that count for their acceptance
 
@@ -98,7 +99,7 @@ class Account:
             self.is_first_pause = False
 
     def record(self, saved: float, cost: float = 1.0) -> None:
-        """Record the plain steps that a step of `cost` plain steps saved; negative: lost.
+        """Record a step that took as long as `cost` plain steps and saved `saved` of them; negative: lost.
 
         If the budget is used up, drafts pause until it is _STAKE.
         """
@@ -129,8 +130,8 @@ class AdaptiveDepth:
         # Seconds to begin and end sequences, not yet in the account: of this step, and of earlier steps that were not
         # compared with plain ones.
         self._spent = self._spent_before = 0.0
-        # The drafter was asked before the step that finishes next was collected, and its proposals are worth a step.
-        self._is_asked = self._is_wanted = False
+        # The drafter proposed tokens before the step that finishes next was collected, and they are worth a step.
+        self._has_proposed_early = self._is_wanted = False
         self._is_drafting = False  # the drafter was called for the step that finishes next
         self._was_drafting = False  # the drafter was called for the step before that
         self._prompts = PromptCost()
@@ -181,11 +182,11 @@ class AdaptiveDepth:
         )
         return chosen
 
-    def are_useful(
+    def are_worth_waiting(
         self, slots: I64, counts: I32, probabilities: F32 | None, num_rows: int, num_left: int
     ) -> bool:
         """Return whether any of the proposed tokens are worth a step that does not overlap with others."""
-        self._is_asked = True
+        self._has_proposed_early = True
         cost = self.cost.of(num_rows)
         seconds = cost.with_drafts(self._most(counts, num_left, cost))
         seconds[0] = cost.plain
@@ -266,8 +267,8 @@ class AdaptiveDepth:
     def finish_step(self, step: FinishedStep) -> None:
         """Record the duration of a step. Steps with prompt tokens are compared only with each other."""
         account, num_drafts = self.account, step.num_tokens - step.num_rows
-        is_asked, is_wanted = self._is_asked, self._is_wanted
-        self._is_asked = self._is_wanted = False
+        has_proposed_early, is_wanted = self._has_proposed_early, self._is_wanted
+        self._has_proposed_early = self._is_wanted = False
         was_followed, self._was_followed = self._was_followed, step.is_followed
         if step.num_chunk_tokens or not step.num_rows:
             if step.num_chunk_tokens:
@@ -290,12 +291,12 @@ class AdaptiveDepth:
             seconds = cost.observe(num_drafts, seconds)
         elif step.is_steady and not spent and not was_followed:
             # Successive plain steps overlap. The first and the last of them take a different time.
-            if is_asked:
-                cost.observe_asked(seconds)
+            if has_proposed_early:
+                cost.observe_early_proposal(seconds)
             else:
                 cost.observe_plain(seconds)
                 self._since_plain, self._num_plain_wanted = 0, max(0, self._num_plain_wanted - 1)
-        if is_called or is_asked:
+        if is_called or has_proposed_early:
             self._since_plain += 1
             if self._since_plain >= _PLAIN_INTERVAL:
                 self._since_plain, self._num_plain_wanted = 0, _NUM_PLAIN_AGAIN
@@ -312,8 +313,8 @@ class AdaptiveDepth:
         elif was_called or was_followed:
             # No other step was in flight, or the draft model delayed this one.
             saved -= max(0.0, min(seconds / plain, MAX_OUTLIER) - 1)
-        elif is_asked:
-            saved -= max(0.0, cost.asked / plain - 1)
+        elif has_proposed_early:
+            saved -= max(0.0, cost.with_early_proposal / plain - 1)
         if saved:
             account.record(saved, seconds / plain)
 

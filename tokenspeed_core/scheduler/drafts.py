@@ -91,7 +91,7 @@ class DraftDepth(Protocol):
     def spend(self, seconds: float) -> None:
         """Record the drafter's time to begin or end sequences. The step that finishes next includes it."""
 
-    def are_useful(
+    def are_worth_waiting(
         self, slots: I64, counts: I32, probabilities: F32 | None, num_rows: int, num_left: int
     ) -> bool:
         """Return whether a step would verify any of the proposed tokens if steps in flight were collected for it.
@@ -140,7 +140,7 @@ class DraftSource(ABC):
 
     @property
     def is_idle(self) -> bool:
-        """Whether drafting is paused, and no draft tokens of the time before are left."""
+        """Whether drafting is paused, and no row has draft tokens left."""
         return False
 
     @abstractmethod
@@ -221,7 +221,7 @@ class HostDrafts(DraftSource):
         return not self._is_off and self._depth.max_drafts(len(self._columns.decoding())) > 0
 
     def wants_results(self) -> bool:
-        """Return whether any row would get draft tokens if the tokens known now were all.
+        """Return whether any row would get draft tokens, as far as the collected tokens show.
 
         The drafter proposes continuations without the tokens of the steps in flight. If none is worth a wait for these,
         the next step is a plain one, and overlaps with them.
@@ -239,7 +239,7 @@ class HostDrafts(DraftSource):
             return False
         drafting, _, drafts = found
         num_left = self._num_left(num_rows)
-        return self._depth.are_useful(
+        return self._depth.are_worth_waiting(
             drafting, drafts.counts, drafts.probabilities, num_rows, num_left
         )
 
@@ -293,7 +293,7 @@ class HostDrafts(DraftSource):
         self._depth.spend(perf_counter() - started_at)
 
     def _propose(self, slots: I64, most: I32) -> tuple[I64, I64 | None, Drafts] | None:
-        """Let the drafter propose at most `most[i]` tokens for each decode row; None: for no row.
+        """Let the drafter propose at most `most[i]` tokens for each decode row; None if no row can draft.
 
         Returns the slots that it proposed for, their places in `slots` (None: all), and the proposals.
         """

@@ -36,7 +36,7 @@ class ModelDrafts(DraftSource):
 
     @property
     def is_idle(self) -> bool:
-        """Whether drafting is paused, and no draft tokens of the time before are left."""
+        """Whether drafting is paused, and no row has draft tokens left."""
         return self._depth.is_paused and not self._has_made
 
     def wants_results(self) -> bool:

@@ -19,23 +19,22 @@ class RowsCost:
 
     __slots__ = (
         "_classes",
-        "_num_asked",
+        "_num_early",
         "_num_steps",
         "_seconds",
-        "asked",
         "most_tried",
         "num_plain",
         "plain",
+        "with_early_proposal",
     )
 
     def __init__(self, classes: list[int]) -> None:
         """`classes` are the size classes of all numbers of draft tokens."""
         self.plain = 0.0
         self.num_plain = 0
-        self.asked = (
-            0.0  # of steps during which the drafter was asked, and had nothing worth verifying
-        )
-        self._num_asked = 0
+        # Of plain steps during which the drafter proposed nothing worth verifying.
+        self.with_early_proposal = 0.0
+        self._num_early = 0
         self.most_tried = 0  # draft tokens of a measured step
         self._classes = classes
         # By class of draft tokens. Class 0: the drafter was called, but no token was verified.
@@ -47,10 +46,10 @@ class RowsCost:
         self.num_plain += 1
         self.plain = next_mean(self.plain, self.num_plain, seconds)
 
-    def observe_asked(self, seconds: float) -> None:
-        """Record a plain step during which the drafter was asked."""
-        self._num_asked += 1
-        self.asked = next_mean(self.asked, self._num_asked, seconds)
+    def observe_early_proposal(self, seconds: float) -> None:
+        """Record a plain step during which the drafter proposed nothing worth verifying."""
+        self._num_early += 1
+        self.with_early_proposal = next_mean(self.with_early_proposal, self._num_early, seconds)
 
     def observe(self, num_drafts: int, seconds: float) -> float:
         """Record a step for which the drafter was called. Returns its seconds, limited if it is an outlier."""
@@ -65,8 +64,8 @@ class RowsCost:
     def with_drafts(self, max_drafts: int) -> list[float]:
         """Return the seconds of steps with 0 to `max_drafts` draft tokens for which the drafter was called.
 
-        Times of numbers that were measured less than twice are interpolated. Numbers above `most_tried` get its time. More tokens never count as
-        faster.
+        Times of numbers that were measured less than twice are interpolated. Numbers above `most_tried` get its time.
+        More tokens never count as faster.
         """
         found = [self.plain]
         newest, start = self.plain, 0

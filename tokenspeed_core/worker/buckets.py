@@ -118,8 +118,8 @@ def draft_sizes(
 def followed_sizes(sizes: Sequence[BucketSize]) -> tuple[BucketSize, ...]:
     """Return the sizes with graphs of the draft model: all with draft tokens, and variants of a few with chunks.
 
-    Chunks have variants because keeping their hidden states takes time. Their tokens are powers of two: in steps with
-    more of them, computing takes longer than launching.
+    Steps with chunks have a second graph for the draft model, since keeping hidden states costs time. Their tokens are
+    powers of two: in steps with more of them, computing takes longer than launching.
     """
     with_drafts = tuple(size for size in sizes if size.num_draft_tokens)
     return with_drafts + tuple(

@@ -38,7 +38,7 @@ class FixedDepth:
     def spend(self, seconds: float) -> None:
         """Do nothing."""
 
-    def are_useful(
+    def are_worth_waiting(
         self, slots: I32, counts: I32, probabilities: F32 | None, num_rows: int, num_left: int
     ) -> bool:
         """Return whether there are any."""
