@@ -82,6 +82,27 @@ def test_step_after_a_followed_one_is_charged_and_not_plain(depth: AdaptiveDepth
     assert depth.cost.of(4).num_plain == num_plain + 1
 
 
+def test_unpaid_costs_do_not_prevent_measurements() -> None:
+    depth = AdaptiveDepth(4, 3)
+    for is_followed in (False, True):  # before any plain step was measured
+        prompts(depth, 3, 1.0 + is_followed, is_followed=is_followed)
+        steps(depth, 1)
+    depth.spend(0.1)
+    steps(depth, 10_000)
+    assert depth.cost.of(4).plain == pytest.approx(0.5)
+    assert depth.max_drafts(4) == 3
+
+
+def test_costs_are_charged_in_steps_of_unmeasured_rows(depth: AdaptiveDepth) -> None:
+    balance = depth.account.balance
+    depth.spend(0.1)
+    depth.finish_step(FinishedStep(1, 1, 0, 0, 0.5))
+    assert depth.account.balance == pytest.approx(balance + MAX_LOSS - 0.2)
+    for _ in range(4):
+        depth.finish_step(FinishedStep(1, 1, 0, 0, 0.4))
+    assert depth.max_drafts(1) == 3
+
+
 def test_long_prompts_are_followed_in_the_first_pause() -> None:
     depth = AdaptiveDepth(4, 3)
     assert depth.follows_prompts(512)

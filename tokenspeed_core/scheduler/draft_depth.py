@@ -137,7 +137,7 @@ class AdaptiveDepth:
         self._prompts = PromptCost()
         self._owed = 0.0  # seconds that a draft model added to steps with prompts, not yet charged
         self._was_followed = False  # a draft model ran after the step that finished last
-        self._plain = 0.0  # seconds of a plain step, with about as many rows as the newest step
+        self._plain = 0.0  # seconds of the plain steps that were measured last
 
     @property
     def is_paused(self) -> bool:
@@ -279,17 +279,17 @@ class AdaptiveDepth:
             return
         account.earn()
         is_called, was_called = self._is_drafting or num_drafts > 0, self._was_drafting
-        spent = self._spent + self._spent_before + self._owed
+        own, spent = self._spent, self._spent + self._spent_before + self._owed
         if account.pause > _NUM_MEASURED and not (is_called or was_called or was_followed or spent):
             return  # the usual case without drafts
         self._is_drafting, self._was_drafting = False, is_called
         cost = self.cost.of(step.num_rows)
-        seconds = max(0.0, step.seconds - self._spent)
+        seconds = max(0.0, step.seconds - own)
         self._spent = self._spent_before = self._owed = 0.0
         # A step for which the drafter found nothing is not a plain one: the call took time.
         if is_called:
             seconds = cost.observe(num_drafts, seconds)
-        elif step.is_steady and not spent and not was_followed:
+        elif step.is_steady and not own and not was_followed and account.pause <= _NUM_MEASURED:
             # Successive plain steps overlap. The first and the last of them take a different time.
             if has_proposed_early:
                 cost.observe_early_proposal(seconds)
@@ -300,15 +300,16 @@ class AdaptiveDepth:
             self._since_plain += 1
             if self._since_plain >= _PLAIN_INTERVAL:
                 self._since_plain, self._num_plain_wanted = 0, _NUM_PLAIN_AGAIN
-        plain = cost.plain
-        if not plain:  # no plain step with about as many rows was measured
+        plain = self._plain = cost.plain or self._plain
+        if not plain:  # no plain step was measured yet
             self._spent_before = spent
             return
-        self._plain = plain
         if is_wanted:  # the step with drafts pays for beginning its sequences
             self._spent_before, spent = spent, 0.0
         saved = -spent / plain
-        if is_called:
+        if not cost.plain:
+            pass  # no step with about as many rows was measured
+        elif is_called:
             saved += 1 + step.num_accepted / step.num_rows - seconds / plain
         elif was_called or was_followed:
             # No other step was in flight, or the draft model delayed this one.
