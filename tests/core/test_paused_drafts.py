@@ -10,6 +10,7 @@ from tokenspeed_testing.requests import request
 
 from tokenspeed_core.api.drafters import Drafts
 from tokenspeed_core.api.step import I32, StepResult
+from tokenspeed_core.engine import engine as engine_module
 from tokenspeed_core.scheduler import drafts as drafts_module
 from tokenspeed_core.scheduler.draft_depth import MAX_LOSS, Account, AdaptiveDepth
 from tokenspeed_core.scheduler.drafts import FinishedStep
@@ -128,6 +129,17 @@ def test_few_sequences_begin_before_a_step(monkeypatch: pytest.MonkeyPatch) -> N
     assert calls.names.count("begin") == NUM_SEQUENCES
     assert calls.proposed[0] == 2
     assert calls.proposed[-1] == NUM_SEQUENCES
+
+
+def test_host_time_includes_all_proposals(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, depth, calls = paused_world(monkeypatch)
+    depth.is_paused = False
+    monkeypatch.setattr(engine_module, "perf_counter", lambda: float(calls.names.count("propose")))
+    before = world.engine.stats().host.total
+    world.step()
+    assert calls.names.count("propose") == 2
+    world.step()  # collects the step with the second proposals
+    assert world.engine.stats().host.total == pytest.approx(before + 2.0, abs=0.5)
 
 
 def test_account_limits_the_time_to_begin_and_end_sequences() -> None:

@@ -134,16 +134,18 @@ class Engine:
         in_flight = self.scheduler.in_flight
         if self._grammars is not None and self._grammars.is_compiling:
             self._grammars.poll(0.0 if self.scheduler.has_work else IDLE_SECONDS)
+        counters, started_at = self.scheduler.counters, perf_counter()
         # Lengths after a step with draft tokens are upper bounds, and an eager step needs exact ones.
         if in_flight and (in_flight[-1].plan.num_draft_tokens or self.scheduler.wants_results()):
+            counters.host_seconds += perf_counter() - started_at
             while in_flight:
                 outputs.append(self.collect())
+            started_at = perf_counter()
         has_decodes = self.scheduler.columns.has_decodes
-        started_at = perf_counter()
         builder = self.scheduler.plan(
             self._prefill_budget.max_prefill_tokens(has_decodes=has_decodes)
         )
-        self.scheduler.counters.host_seconds += perf_counter() - started_at
+        counters.host_seconds += perf_counter() - started_at
         if builder is not None:
             outputs += self.launch(builder)
         if in_flight and (builder is None or len(in_flight) >= self._depth):
