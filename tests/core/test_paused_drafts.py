@@ -131,6 +131,22 @@ def test_few_sequences_begin_before_a_step(monkeypatch: pytest.MonkeyPatch) -> N
     assert calls.proposed[-1] == NUM_SEQUENCES
 
 
+def test_both_proposals_before_a_step_share_the_time_to_begin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, _, calls = paused_world(monkeypatch)
+    depth = AdaptiveDepth(NUM_SEQUENCES, 3)
+    for _ in range(120):
+        depth.finish_step(FinishedStep(3, 3, 0, 0, 1.0))
+    assert depth.max_seconds(NUM_SEQUENCES) == pytest.approx(0.6, abs=0.01)
+    assert world.scheduler.drafts is not None
+    world.scheduler.drafts._depth = depth
+    clock = iter(np.arange(0.0, 100.0, 0.7).tolist())
+    monkeypatch.setattr(drafts_module, "perf_counter", lambda: next(clock))
+    world.step()
+    assert calls.names.count("begin") == 1, "it took longer than the limit"
+
+
 def test_host_time_includes_all_proposals(monkeypatch: pytest.MonkeyPatch) -> None:
     world, depth, calls = paused_world(monkeypatch)
     depth.is_paused = False

@@ -159,8 +159,9 @@ class AdaptiveDepth:
         return self._max_drafts if self.cost.of(num_rows).num_plain >= _NUM_PLAIN else 0
 
     def max_seconds(self, num_rows: int) -> float:
-        """Return how long the drafter may take to begin sequences before a step, in seconds."""
-        return self.account.balance * self.cost.of(num_rows).plain
+        """Return how long the drafter may still take to begin sequences before a step, in seconds."""
+        max_seconds = self.account.balance * self.cost.of(num_rows).plain
+        return max_seconds - self._spent - self._spent_before
 
     def spend(self, seconds: float) -> None:
         """Record the drafter's time to begin or end sequences. The step that finishes next includes it."""

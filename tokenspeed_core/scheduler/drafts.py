@@ -86,7 +86,10 @@ class DraftDepth(Protocol):
         """
 
     def max_seconds(self, num_rows: int) -> float:
-        """Return how long the drafter may take to begin sequences before a step with `num_rows` decode rows."""
+        """Return how long the drafter may still take to begin sequences before a step with `num_rows` decode rows.
+
+        If the result is not positive, none begins.
+        """
 
     def spend(self, seconds: float) -> None:
         """Record the drafter's time to begin or end sequences. The step that finishes next includes it."""
@@ -316,11 +319,13 @@ class HostDrafts(DraftSource):
         return drafting, places, drafts
 
     def _begin(self, slots: I64, num_rows: int) -> None:
-        """Begin new sequences of some slots that have a generated token, until the time limit, at least one."""
+        """Begin new sequences of some slots that have a generated token, until the time limit."""
         new = slots[(self._sequence_id[slots] == VACANT) & self._columns.may_draft[slots]]
         columns, started_at = self._columns, perf_counter()
         max_seconds, seconds = self._depth.max_seconds(num_rows), 0.0
         for slot in new.tolist():
+            if seconds >= max_seconds:
+                break
             sequence, known = self._sequences.at(slot).sequence, columns.known(slot)
             if len(known) == sequence.num_prompt:
                 continue  # its first token is in flight
@@ -330,8 +335,6 @@ class HostDrafts(DraftSource):
             self._sequence_id[slot] = sequence.sequence_id
             self._num_seen[slot] = len(known)
             seconds = perf_counter() - started_at
-            if seconds > max_seconds:
-                break
         self._depth.spend(seconds)
 
     def _follow(self, slots: I64) -> None:
