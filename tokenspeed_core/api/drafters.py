@@ -66,8 +66,11 @@ class Drafter(Protocol):
     def propose(self, slots: I32, max_drafts: I32) -> Drafts:
         """Return at most `max_drafts[i]` (1 or more) tokens that probably follow the sequence in `slots[i]`.
 
-        Every generated token was given to `begin` or `extend` before. Proposing few tokens, or none, is better than
-        proposing improbable ones: each token makes the step longer.
+        Tokens of steps in flight are not known yet. So `propose` may be called twice before a step: if the first
+        proposals are worth waiting for these tokens, they are dropped, and the tokens are given to `extend`. A step may
+        also verify fewer tokens than proposed, or none.
+
+        Proposing few tokens, or none, is better than proposing improbable ones: each token makes the step longer.
         """
 
     def end(self, slot: int) -> None:

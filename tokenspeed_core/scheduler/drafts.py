@@ -192,7 +192,10 @@ class DraftSource(ABC):
 
 
 class HostDrafts(DraftSource):
-    """Draft tokens of a drafter that runs on the host, for rows with all tokens known to the host.
+    """Draft tokens of a drafter that runs on the host.
+
+    Before a step, `wants_results` may let the drafter propose tokens while others are in flight. These proposals are
+    dropped. `count` lets it propose the tokens that the step verifies, once all earlier tokens are known.
 
     If the drafter fails, no row gets draft tokens from then on.
     """
