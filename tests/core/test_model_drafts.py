@@ -52,7 +52,7 @@ def drafts(depth: Paused, columns: SlotColumns) -> ModelDrafts:
 
 def test_rows_verify_drafts_of_the_previous_step(drafts: ModelDrafts) -> None:
     assert drafts.count(slots(0, 1), slots(9, 9)) is None
-    assert drafts.next_drafts(slots(0, 1), NONE, 0) == NextDraftCount(3)
+    assert drafts.next_drafts(slots(0, 1), NONE) == NextDraftCount(3)
     counts = drafts.count(slots(0, 1, 2), slots(9, 1, 9))
     assert counts is not None
     assert counts.tolist() == [3, 1, 0]
@@ -60,14 +60,14 @@ def test_rows_verify_drafts_of_the_previous_step(drafts: ModelDrafts) -> None:
 
 
 def test_a_step_has_no_more_draft_tokens_than_its_budget(drafts: ModelDrafts) -> None:
-    assert drafts.next_drafts(slots(0, 1, 2, 3), NONE, 0) == NextDraftCount(3)
+    assert drafts.next_drafts(slots(0, 1, 2, 3), NONE) == NextDraftCount(3)
     counts = drafts.count(slots(0, 1, 2, 3), slots(9, 9, 9, 9))
     assert counts is not None
     assert counts.sum() == LIMITS.token_budget - 4
 
 
 def test_released_slot_has_no_draft_tokens(drafts: ModelDrafts) -> None:
-    drafts.next_drafts(slots(2), NONE, 0)
+    drafts.next_drafts(slots(2), NONE)
     drafts.end(2)
     assert drafts.count(slots(2), slots(9)) is None
 
@@ -76,16 +76,16 @@ def test_results_are_needed_only_for_made_drafts(drafts: ModelDrafts, columns: S
     columns.set_decoding(0, True)
     columns.set_decoding(1, True)
     assert not drafts.wants_results()
-    assert drafts.next_drafts(slots(0, 1), slots(2), 7, is_useful=False) == NextDraftCount(0)
+    assert drafts.next_drafts(slots(0, 1), slots(2), is_useful=False) == NextDraftCount(0)
     assert not drafts.wants_results()
-    assert drafts.next_drafts(slots(0, 1), NONE, 0) == NextDraftCount(3)
+    assert drafts.next_drafts(slots(0, 1), NONE) == NextDraftCount(3)
     assert drafts.wants_results()
 
 
 def test_rows_with_processors_get_none(drafts: ModelDrafts, columns: SlotColumns) -> None:
     columns.may_draft[1] = False
-    assert drafts.next_drafts(slots(1), NONE, 0) is None
-    assert drafts.next_drafts(slots(1, 2), NONE, 0) == NextDraftCount(3)
+    assert drafts.next_drafts(slots(1), NONE) is None
+    assert drafts.next_drafts(slots(1, 2), NONE) == NextDraftCount(3)
     counts = drafts.count(slots(1, 2), slots(9, 9))
     assert counts is not None
     assert counts.tolist() == [0, 3]
@@ -94,7 +94,7 @@ def test_rows_with_processors_get_none(drafts: ModelDrafts, columns: SlotColumns
 def test_host_gets_the_draft_tokens_of_grammars(drafts: ModelDrafts, columns: SlotColumns) -> None:
     columns.has_grammar[0] = True
     columns.num_grammars = 1
-    assert drafts.next_drafts(slots(0, 1), NONE, 0) == NextDraftCount(3, returns_ids=True)
+    assert drafts.next_drafts(slots(0, 1), NONE) == NextDraftCount(3, returns_ids=True)
     counts = drafts.count(slots(0, 1), slots(9, 9))
     assert counts is not None
     assert counts.tolist() == [0, 3], "the tokens are still on the device"
@@ -106,38 +106,55 @@ def test_host_gets_the_draft_tokens_of_grammars(drafts: ModelDrafts, columns: Sl
     ids = drafts.take(slots(0, 1), counts)
     assert ids is not None
     assert ids.tolist() == [0, 1, 3, 4, 5]
-    assert drafts.next_drafts(slots(1), NONE, 0) == NextDraftCount(3)
+    assert drafts.next_drafts(slots(1), NONE) == NextDraftCount(3)
     counts = drafts.count(slots(0, 1), slots(9, 9))
     assert counts is not None
     assert counts.tolist() == [3, 0], "the plan holds the ids of all rows or of none"
 
 
 def test_paused_model_follows_no_step(drafts: ModelDrafts, depth: Paused) -> None:
-    drafts.next_drafts(slots(0), NONE, 0)
+    drafts.next_drafts(slots(0), NONE)
     depth.is_paused = True
     assert not drafts.wants_results()
     assert drafts.count(slots(0), slots(9)) is None
     assert not drafts.is_idle, "slot 0 still has draft tokens"
-    assert drafts.next_drafts(slots(1), NONE, 0) is None
+    assert drafts.next_drafts(slots(1), NONE) is None
     assert drafts.is_idle
-    assert drafts.next_drafts(slots(1), slots(1), 7) is None
+    assert drafts.next_drafts(slots(1), slots(1)) is None
     depth.is_paused = False
     assert drafts.count(slots(0), slots(9)) is None, "nothing was made meanwhile"
 
 
 def test_sequences_with_chunks_of_a_pause_get_none(drafts: ModelDrafts, depth: Paused) -> None:
-    assert drafts.next_drafts(NONE, slots(0, 1), 7) == NextDraftCount(0)
+    assert drafts.next_drafts(NONE, slots(0, 1)) == NextDraftCount(0)
     depth.is_paused = True
-    assert drafts.next_drafts(slots(2), slots(1, 2), 7) is None
+    assert drafts.next_drafts(slots(2), slots(1, 2)) is None
     depth.is_paused = False
-    assert drafts.next_drafts(slots(1), slots(1), 7) == NextDraftCount(0), "only its last chunk"
-    assert drafts.next_drafts(slots(2, 1), NONE, 0) is None
-    assert drafts.next_drafts(slots(0, 1, 2), NONE, 0) == NextDraftCount(3)
+    assert drafts.next_drafts(slots(1), slots(1)) == NextDraftCount(0), "only its last chunk"
+    assert drafts.next_drafts(slots(2, 1), NONE) is None
+    assert drafts.next_drafts(slots(0, 1, 2), NONE) == NextDraftCount(3)
     counts = drafts.count(slots(0, 1, 2), slots(9, 9, 9))
     assert counts is not None
     assert counts.tolist() == [3, 0, 0]
     drafts.end(1)
-    assert drafts.next_drafts(slots(1), slots(1), 7) == NextDraftCount(3), "another sequence"
+    assert drafts.next_drafts(slots(1), slots(1)) == NextDraftCount(3), "another sequence"
+
+
+class LongPrompts(Paused):
+    """Follows prompts of 20 tokens and more, as in a first pause."""
+
+    def follows_prompts(self, num_tokens: int) -> bool:
+        return num_tokens >= 20
+
+
+def test_all_chunks_of_a_long_prompt_are_followed(columns: SlotColumns) -> None:
+    """Also the last one, which is short. Cached tokens do not count."""
+    drafts = ModelDrafts(LongPrompts(3), LIMITS, columns)
+    columns.target[:3] = 21, 19, 40
+    columns.resumed[:3] = 0, 0, 30
+    columns.num_planned[0] = 20
+    assert drafts.next_drafts(slots(0), slots(0, 1)) == NextDraftCount(3)
+    assert drafts.next_drafts(slots(1, 2), slots(1, 2)) is None
 
 
 @pytest.mark.parametrize(("num_pages", "num_left"), [(18, 12), (36, 6)])

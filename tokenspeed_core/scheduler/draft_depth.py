@@ -145,7 +145,7 @@ class AdaptiveDepth:
         return self.account.pause > 0
 
     def follows_prompts(self, num_tokens: int) -> bool:
-        """Return whether a draft model follows a step with this many prompt tokens.
+        """Return whether a draft model follows a step with prompts, of which the longest has this many tokens.
 
         In the first pause it follows long prompts, because many later ones may start like them.
         """

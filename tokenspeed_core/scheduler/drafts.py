@@ -77,7 +77,10 @@ class DraftDepth(Protocol):
         """Whether no step gets draft tokens for now, however many rows it has."""
 
     def follows_prompts(self, num_tokens: int) -> bool:
-        """Return whether a draft model follows a step with this many prompt tokens."""
+        """Return whether a draft model follows a step with prompts.
+
+        The longest of them has this many tokens in all its chunks.
+        """
 
     def max_drafts(self, num_rows: int) -> int:
         """Return the maximum number of draft tokens of a row in a step with `num_rows` decode rows; 0: none.
@@ -160,12 +163,12 @@ class DraftSource(ABC):
         return ids
 
     def next_drafts(
-        self, slots: I64, chunk_slots: I64, num_prompt_tokens: int, *, is_useful: bool = True
+        self, slots: I64, chunk_slots: I64, *, is_useful: bool = True
     ) -> NextDraftCount | None:
         """Return how many draft tokens the device makes after a step for each row that samples, which are `slots`.
 
-        The step computes `num_prompt_tokens` in `chunk_slots`. Draft tokens that are not useful would probably not be
-        verified. None: no draft model follows the step.
+        The step computes prompt tokens of `chunk_slots`. Draft tokens that are not useful would probably not be verified.
+        None: no draft model follows the step.
         """
         return None
 

@@ -67,11 +67,11 @@ class ModelDrafts(DraftSource):
         return super().take(slots, counts) if needs_ids else None
 
     def next_drafts(
-        self, slots: I64, chunk_slots: I64, num_prompt_tokens: int, *, is_useful: bool = True
+        self, slots: I64, chunk_slots: I64, *, is_useful: bool = True
     ) -> NextDraftCount | None:
         """Return how many draft tokens a step makes for each row that samples in it; None: the model does not run."""
         has_prompts = len(chunk_slots) > 0
-        is_followed = not has_prompts or self._depth.follows_prompts(num_prompt_tokens)
+        is_followed = not has_prompts or self._depth.follows_prompts(self._longest(chunk_slots))
         none = NextDraftCount(0) if has_prompts and is_followed else None
         if not is_followed:
             self._is_followed[chunk_slots] = False
@@ -94,6 +94,11 @@ class ModelDrafts(DraftSource):
         self._has_made = True
         returns_ids = bool(wanted[self._columns.has_grammar[drafting]].any())
         return NextDraftCount(int(wanted.max()), returns_ids)
+
+    def _longest(self, slots: I64) -> int:
+        """Return the tokens of the longest prompt in some slots, without its prefix hit."""
+        columns = self._columns
+        return int((columns.target[slots] - columns.resumed[slots]).max())
 
     def receive(self, slots: I64, token_ids: I32) -> None:
         """Keep the ids of the draft tokens that the device made in the newest step."""

@@ -92,7 +92,7 @@ class RowPlanner:
         """
         slots, num_prompt = builder.sampling_slots(), builder.num_chunk_tokens
         is_useful = with_prompts or not 0 < num_prompt < builder.num_tokens
-        wanted = drafts.next_drafts(slots, builder.chunk_slots(), num_prompt, is_useful=is_useful)
+        wanted = drafts.next_drafts(slots, builder.chunk_slots(), is_useful=is_useful)
         if wanted is None:
             return
         if wanted.num_drafts:
