@@ -113,3 +113,16 @@ def test_long_prompts_are_followed_in_the_first_pause() -> None:
     prompts(depth, 8, 2.0, is_followed=True)
     assert depth.is_paused
     assert not depth.follows_prompts(512), "they cost too much"
+
+
+def test_few_prompts_are_followed_in_a_first_pause_without_decodes() -> None:
+    """As with requests of one output token: only decode steps end the pause."""
+    depth, num_followed = AdaptiveDepth(4, 3), 0
+    for _ in range(100):
+        is_followed = depth.follows_prompts(2000)
+        num_followed += is_followed
+        prompts(depth, 1, 1.0, is_followed=is_followed)
+    assert depth.is_paused
+    assert 0 < num_followed <= 16
+    steps(depth, 120)
+    assert depth.follows_prompts(2000)

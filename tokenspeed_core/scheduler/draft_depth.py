@@ -40,6 +40,7 @@ _PRIOR_WEIGHT = 3.0  # draft tokens that a prior counts for
 _MAX_RATIO = 1.25  # of a row's acceptance and the drafter's estimates
 _MAX_ESTIMATE = 0.99
 _LONG_PROMPT = 512  # prompt tokens; from here on a draft model adds little to a step's time
+_MAX_FOLLOWED = 16  # steps with prompts that a draft model follows in the first pause
 _FORGET = 0.95  # factor of a row's observations in each of its steps
 _MAX_TRIED_BY_ALL = 100.0  # newest draft tokens of all rows that count for their acceptance
 
@@ -136,6 +137,7 @@ class AdaptiveDepth:
         self._was_drafting = False  # the drafter was called for the step before that
         self._prompts = PromptCost()
         self._owed = 0.0  # seconds that a draft model added to steps with prompts, not yet charged
+        self._num_followed = 0  # steps with prompts that a draft model followed
         self._was_followed = False  # a draft model ran after the step that finished last
         self._plain = 0.0  # seconds of the plain steps that were measured last
 
@@ -147,10 +149,12 @@ class AdaptiveDepth:
     def follows_prompts(self, num_tokens: int) -> bool:
         """Return whether a draft model follows a step with prompts, of which the longest has this many tokens.
 
-        In the first pause it follows long prompts, because many later ones may start like them.
+        In the first pause it follows a few steps with long prompts, because many later ones may start like them.
         """
         account = self.account
-        return not account.pause or (account.is_first_pause and num_tokens >= _LONG_PROMPT)
+        if account.is_first_pause and account.pause:
+            return num_tokens >= _LONG_PROMPT and self._num_followed < _MAX_FOLLOWED
+        return not account.pause
 
     def max_drafts(self, num_rows: int) -> int:
         """Return the maximum number of draft tokens of a row; 0 while drafts cost more than they save."""
@@ -273,6 +277,7 @@ class AdaptiveDepth:
         was_followed, self._was_followed = self._was_followed, step.is_followed
         if step.num_chunk_tokens or not step.num_rows:
             if step.num_chunk_tokens:
+                self._num_followed += step.is_followed
                 self._finish_prompts(step, has_model=was_followed or step.is_followed)
             self._is_drafting = False
             self._spent_before += self._spent
