@@ -10,7 +10,7 @@ from tokenspeed_testing.requests import request
 
 from tokenspeed_core.api.step import I32
 from tokenspeed_core.scheduler.columns import SlotColumns
-from tokenspeed_core.scheduler.drafts import NextDraftCount
+from tokenspeed_core.scheduler.drafts import FinishedStep, NextDraftCount
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.scheduler.model_drafts import ModelDrafts
 
@@ -138,6 +138,27 @@ def test_sequences_with_chunks_of_a_pause_get_none(drafts: ModelDrafts, depth: P
     assert counts.tolist() == [3, 0, 0]
     drafts.end(1)
     assert drafts.next_drafts(slots(1), slots(1)) == NextDraftCount(3), "another sequence"
+
+
+class Recorded(FixedDepth):
+    """Keeps the finished steps."""
+
+    def __init__(self, max_drafts: int) -> None:
+        super().__init__(max_drafts)
+        self.steps: list[FinishedStep] = []
+
+    def finish_step(self, step: FinishedStep) -> None:
+        self.steps.append(step)
+
+
+def test_steps_report_the_context_of_their_chunks() -> None:
+    world, depth = World(chunk_size=24), Recorded(3)
+    scheduler = world.scheduler
+    scheduler.use_drafts(ModelDrafts(depth, scheduler.limits, scheduler.columns))
+    world.submit(request(0, [10] * 40, max_tokens=2))
+    world.run()
+    chunks = [(step.num_chunk_tokens, step.mean_context) for step in depth.steps]
+    assert chunks == [(24, 0), (16, 24), (0, 0)]
 
 
 class LongPrompts(Paused):

@@ -12,27 +12,58 @@ from tokenspeed_core.scheduler.prompt_cost import PromptCost
 def test_added_time_is_the_difference_to_plain_steps() -> None:
     cost = PromptCost()
     for seconds in (90.0, 2.0, 2.0):  # the first one compiles kernels
-        assert cost.observe(40, seconds, has_model=False) == 0.0
-    assert cost.observe(41, 80.0, has_model=True) == 0.0
+        assert cost.observe(40, seconds, num_followed=0) == 0.0
+    assert cost.observe(41, 80.0, num_followed=41) == 0.0
     for _ in range(3):
-        assert cost.observe(41, 3.0, has_model=True) == pytest.approx(1.0)
+        assert cost.observe(41, 3.0, num_followed=41) == pytest.approx(1.0)
 
 
 def test_faster_steps_with_the_model_add_no_time() -> None:
     cost = PromptCost()
-    for has_model in (False, True):
+    for num_followed in (0, 40):
         for _ in range(3):
-            assert cost.observe(40, 2.0 - has_model, has_model=has_model) == 0.0
+            seconds = 1.0 if num_followed else 2.0
+            assert cost.observe(40, seconds, num_followed=num_followed) == 0.0
 
 
-def test_steps_without_plain_ones_have_the_share_of_the_nearest_class() -> None:
+def compare(cost: PromptCost, num_tokens: int, plain: float, added: float) -> None:
+    """Measure plain steps with this many tokens, and steps with the model."""
+    for _ in range(2):
+        cost.observe(num_tokens, plain, num_followed=0)
+    for _ in range(2):
+        cost.observe(num_tokens, plain + added, num_followed=num_tokens)
+
+
+def test_added_time_grows_with_the_followed_tokens() -> None:
     cost = PromptCost()
-    for num_tokens, added in ((10, 1.0), (1000, 0.25)):
-        for has_model in (False, True):
-            for _ in range(2):
-                cost.observe(num_tokens, 1.0 + added * has_model, has_model=has_model)
-    cost.observe(2000, 10.0, has_model=True)
-    assert cost.observe(2000, 10.0, has_model=True) == pytest.approx(2.0)
+    compare(cost, 100, plain=1.0, added=0.2)
+    compare(cost, 300, plain=2.0, added=0.4)
+    cost.observe(200, 90.0, num_followed=200)
+    assert cost.observe(200, 90.0, num_followed=200) == pytest.approx(0.3)
+
+
+def test_long_steps_do_not_inherit_the_share_of_short_ones() -> None:
+    cost = PromptCost()
+    compare(cost, 16, plain=0.01, added=0.04)
+    cost.observe(8192, 1.5, num_followed=8192)
+    assert cost.observe(8192, 1.5, num_followed=8192) == pytest.approx(0.04)
+
+
+def test_delay_by_an_earlier_pass_counts_for_its_tokens() -> None:
+    """A short prompt that follows a long one waits for the long pass."""
+    cost = PromptCost()
+    compare(cost, 16, plain=0.01, added=0.001)
+    for _ in range(2):
+        cost.observe(16, 0.05, num_followed=16 + 8192)
+    assert cost.observe(16, 0.011, num_followed=16) == pytest.approx(0.001, abs=1e-4)
+
+
+def test_steps_are_compared_at_the_same_context() -> None:
+    cost = PromptCost()
+    compare(cost, 100, plain=1.0, added=0.03)
+    for _ in range(3):
+        added = cost.observe(100, 9.0, num_followed=100, mean_context=30_000)
+    assert added == pytest.approx(0.03)
 
 
 def steps(depth: AdaptiveDepth, num_steps: int, **values: float) -> None:
@@ -101,6 +132,22 @@ def test_costs_are_charged_in_steps_of_unmeasured_rows(depth: AdaptiveDepth) -> 
     for _ in range(4):
         depth.finish_step(FinishedStep(1, 1, 0, 0, 0.4))
     assert depth.max_drafts(1) == 3
+
+
+def test_one_prompt_costs_at_most_a_few_plain_steps(depth: AdaptiveDepth) -> None:
+    prompts(depth, 1, 1.0, is_followed=True)
+    balance = depth.account.balance
+    prompts(depth, 2, 9.0, is_followed=True)  # the cost of the last one is charged later
+    assert depth.account.balance == pytest.approx(balance - 4.0)
+
+
+def test_long_prompts_are_not_charged_the_share_of_short_ones(depth: AdaptiveDepth) -> None:
+    for _ in range(3):
+        is_followed = depth.follows_prompts(8192)
+        depth.finish_step(FinishedStep(1, 8192, 8192, 0, 75.0, is_followed=is_followed))
+        prompts(depth, 1, 1.2, is_followed=is_followed)  # delayed by the pass over the long one
+        steps(depth, 1)
+    assert depth.account.pause < 300
 
 
 def test_long_prompts_are_followed_in_the_first_pause() -> None:

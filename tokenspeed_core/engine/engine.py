@@ -236,6 +236,7 @@ class Engine:
                     seconds,
                     is_steady,
                     is_followed=plan.next_drafts is not None,
+                    mean_context=_mean_context(plan) if drafts.has_model else 0,
                 )
             )
         started_at = perf_counter()
@@ -266,6 +267,15 @@ class Engine:
                 message = f"{self._num_failures} steps in a row failed; the last: {message}"
             raise EngineDeadError(message) from error
         return _errors(failed)
+
+
+def _mean_context(plan: StepPlan) -> int:
+    """Return the number of tokens before the chunks of a step, on average of their tokens."""
+    num_tokens = len(plan.token_ids)
+    if not num_tokens:
+        return 0
+    chunks = plan.num_query_tokens[plan.num_decodes :].astype(np.int64)
+    return int(chunks @ plan.num_computed_tokens[plan.num_decodes :]) // num_tokens
 
 
 def _log_errors(step_id: int, outputs: Outputs) -> None:

@@ -41,6 +41,7 @@ _MAX_RATIO = 1.25  # of a row's acceptance and the drafter's estimates
 _MAX_ESTIMATE = 0.99
 _LONG_PROMPT = 512  # prompt tokens; from here on a draft model adds little to a step's time
 _MAX_FOLLOWED = 16  # steps with prompts that a draft model follows in the first pause
+_MAX_PROMPT_COST = 4.0  # largest cost of a draft model in a step with prompts, in plain steps
 _FORGET = 0.95  # factor of a row's observations in each of its steps
 _MAX_TRIED_BY_ALL = 100.0  # newest draft tokens of all rows that count for their acceptance
 
@@ -138,7 +139,7 @@ class AdaptiveDepth:
         self._prompts = PromptCost()
         self._owed = 0.0  # seconds that a draft model added to steps with prompts, not yet charged
         self._num_followed = 0  # steps with prompts that a draft model followed
-        self._was_followed = False  # a draft model ran after the step that finished last
+        self._last_pass = 0  # tokens of the draft model's pass after the last step, if any
         self._plain = 0.0  # seconds of the plain steps that were measured last
 
     @property
@@ -274,28 +275,29 @@ class AdaptiveDepth:
         account, num_drafts = self.account, step.num_tokens - step.num_rows
         has_proposed_early, is_wanted = self._has_proposed_early, self._is_wanted
         self._has_proposed_early = self._is_wanted = False
-        was_followed, self._was_followed = self._was_followed, step.is_followed
+        last_pass, self._last_pass = self._last_pass, step.num_tokens if step.is_followed else 0
         if step.num_chunk_tokens or not step.num_rows:
             if step.num_chunk_tokens:
                 self._num_followed += step.is_followed
-                self._finish_prompts(step, has_model=was_followed or step.is_followed)
+                self._finish_prompts(step, last_pass + self._last_pass)
             self._is_drafting = False
             self._spent_before += self._spent
             self._spent = 0.0
             return
         account.earn()
         is_called, was_called = self._is_drafting or num_drafts > 0, self._was_drafting
-        own, spent = self._spent, self._spent + self._spent_before + self._owed
-        if account.pause > _NUM_MEASURED and not (is_called or was_called or was_followed or spent):
+        own, costs = self._spent, self._spent + self._spent_before + self._owed
+        if account.pause > _NUM_MEASURED and not (is_called or was_called or last_pass or costs):
             return  # the usual case without drafts
         self._is_drafting, self._was_drafting = False, is_called
         cost = self.cost.of(step.num_rows)
         seconds = max(0.0, step.seconds - own)
-        self._spent = self._spent_before = self._owed = 0.0
+        self._spent_before += own
+        self._spent = 0.0
         # A step for which the drafter found nothing is not a plain one: the call took time.
         if is_called:
             seconds = cost.observe(num_drafts, seconds)
-        elif step.is_steady and not own and not was_followed and account.pause <= _NUM_MEASURED:
+        elif step.is_steady and not own and not last_pass and account.pause <= _NUM_MEASURED:
             # Successive plain steps overlap. The first and the last of them take a different time.
             if has_proposed_early:
                 cost.observe_early_proposal(seconds)
@@ -308,8 +310,8 @@ class AdaptiveDepth:
                 self._since_plain, self._num_plain_wanted = 0, _NUM_PLAIN_AGAIN
         plain = self._plain = cost.plain or self._plain
         if not plain:  # no plain step was measured yet
-            self._spent_before = spent
             return
+        spent, self._spent_before = self._spent_before + self._take_owed(), 0.0
         if is_wanted:  # the step with drafts pays for beginning its sequences
             self._spent_before, spent = spent, 0.0
         saved = -spent / plain
@@ -317,7 +319,7 @@ class AdaptiveDepth:
             pass  # no step with about as many rows was measured
         elif is_called:
             saved += 1 + step.num_accepted / step.num_rows - seconds / plain
-        elif was_called or was_followed:
+        elif was_called or last_pass:
             # No other step was in flight, or the draft model delayed this one.
             saved -= max(0.0, min(seconds / plain, MAX_OUTLIER) - 1)
         elif has_proposed_early:
@@ -325,12 +327,21 @@ class AdaptiveDepth:
         if saved:
             account.record(saved, seconds / plain)
 
-    def _finish_prompts(self, step: FinishedStep, *, has_model: bool) -> None:
-        """Record a step with prompt tokens.
+    def _finish_prompts(self, step: FinishedStep, num_followed: int) -> None:
+        """Record a step with prompt tokens. Passes of a draft model over `num_followed` tokens may have delayed it.
 
-        The time that the draft model added to it is charged with the next step, so that its draft tokens can pay it back.
+        The time that they added is charged with the next step, so that its draft tokens can pay it back.
         """
         if self._owed and self._plain:
-            self.account.record(-self._owed / self._plain)
-            self._owed = 0.0
-        self._owed += self._prompts.observe(step.num_tokens, step.seconds, has_model=has_model)
+            self.account.record(-self._take_owed() / self._plain)
+        self._owed += self._prompts.observe(
+            step.num_tokens,
+            step.seconds,
+            num_followed=num_followed,
+            mean_context=step.mean_context,
+        )
+
+    def _take_owed(self) -> float:
+        """Return the seconds to charge for a draft model's passes over prompts."""
+        owed, self._owed = min(self._owed, _MAX_PROMPT_COST * self._plain), 0.0
+        return owed

@@ -36,7 +36,8 @@ class FinishedStep(NamedTuple):
 
     `seconds` is the time since the step before was collected. `is_steady` says whether it is typical of successive
     steps: if the engine keeps several in flight, the steps before and after it were in flight with it. `is_followed`
-    says whether a draft model ran after it.
+    says whether a draft model ran after it. `mean_context` is the number of tokens before its chunks, on average of
+    their tokens; 0 without a draft model.
     """
 
     num_rows: int
@@ -46,6 +47,7 @@ class FinishedStep(NamedTuple):
     seconds: float
     is_steady: bool = True
     is_followed: bool = False
+    mean_context: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

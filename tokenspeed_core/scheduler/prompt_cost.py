@@ -6,6 +6,9 @@ from collections import defaultdict
 
 from tokenspeed_core.scheduler.step_cost import MAX_OUTLIER, next_mean, size_class
 
+_SHORT_CONTEXT = 2048  # tokens; shorter contexts hardly change a step's time
+_KEPT = 0.95  # weight of earlier differences, for each new one
+
 
 class _Mean:
     """Mean seconds. The first step of a kind is often slow, so the second one replaces it."""
@@ -21,34 +24,63 @@ class _Mean:
         self.seconds = next_mean(self.seconds, max(1, self.num_steps - 1), seconds)
 
 
-class PromptCost:
-    """Mean seconds of steps with prompt tokens, by classes of their tokens: plain steps, and steps with a draft model.
+class _Line:
+    """Fits seconds as a constant and a time per token, by least squares. Old measurements fade."""
 
-    The draft model runs while the host collects the step that it follows. So it may delay this step or the next one, and
-    both count as steps with it.
+    def __init__(self) -> None:
+        self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
+        self._max_tokens = 0
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        self._weight = _KEPT * self._weight + 1.0
+        self._tokens = _KEPT * self._tokens + num_tokens
+        self._seconds = _KEPT * self._seconds + seconds
+        self._squares = _KEPT * self._squares + num_tokens * num_tokens
+        self._products = _KEPT * self._products + num_tokens * seconds
+        self._max_tokens = max(self._max_tokens, num_tokens)
+
+    def at(self, num_tokens: int) -> float:
+        """Return the seconds of this many tokens, or of the most that were measured; 0 without measurements."""
+        if not self._weight:
+            return 0.0
+        tokens, seconds = self._tokens / self._weight, self._seconds / self._weight
+        variance = self._squares / self._weight - tokens * tokens
+        covariance = self._products / self._weight - tokens * seconds
+        # Rounding leaves a small variance if all numbers of tokens are equal.
+        per_token = max(0.0, covariance / variance) if variance > 1.0 else 0.0
+        return max(0.0, seconds + per_token * (min(num_tokens, self._max_tokens) - tokens))
+
+
+class PromptCost:
+    """Estimates the time that a draft model adds to steps with prompt tokens.
+
+    Steps with the model are compared with plain ones that have about as many tokens and about as much context. The
+    differences are fitted for all kinds of steps together, so that kinds without plain steps have an estimate too.
     """
 
     def __init__(self) -> None:
         """Start without measurements."""
-        self._plain: defaultdict[int, _Mean] = defaultdict(_Mean)
-        self._with_model: defaultdict[int, _Mean] = defaultdict(_Mean)
-        # The draft model's share of the seconds, of classes with both means.
-        self._share: dict[int, float] = {}
+        self._plain: defaultdict[tuple[int, int], _Mean] = defaultdict(_Mean)
+        self._num_with_model: defaultdict[tuple[int, int], int] = defaultdict(int)
+        self._added = _Line()
 
-    def observe(self, num_tokens: int, seconds: float, *, has_model: bool) -> float:
-        """Record a step. Return the seconds that the draft model added to it, 0 if they are unknown.
+    def observe(
+        self, num_tokens: int, seconds: float, *, num_followed: int, mean_context: int = 0
+    ) -> float:
+        """Record a step. Return the estimated seconds that the draft model added to it; 0 if they are unknown.
 
-        A class without plain steps has the share of the nearest class.
+        The draft model runs while the host collects the step that it follows. So it may delay this step or the next one.
+        `num_followed` are the tokens of all its passes that may have delayed this step; 0: it is a plain step.
         """
-        each = size_class(num_tokens)
-        plain, mean = self._plain[each], self._with_model[each]
-        if not has_model:
+        kind = size_class(num_tokens), (mean_context // _SHORT_CONTEXT).bit_length()
+        plain = self._plain[kind]
+        if not num_followed:
             plain.observe(seconds)
             return 0.0
-        mean.observe(seconds)
-        if min(plain.num_steps, mean.num_steps) > 1:
-            self._share[each] = max(0.0, 1.0 - plain.seconds / mean.seconds)
-        if not self._share or mean.num_steps == 1:
-            return 0.0
-        nearest = min(self._share, key=lambda known: abs(known - each))
-        return self._share[nearest] * min(seconds, MAX_OUTLIER * mean.seconds)
+        self._num_with_model[kind] += 1
+        if self._num_with_model[kind] == 1:
+            return 0.0  # it is often slow, and does not count
+        if plain.num_steps > 1:
+            added = min(seconds, MAX_OUTLIER * plain.seconds) - plain.seconds
+            self._added.observe(num_followed, added)
+        return self._added.at(num_followed)
