@@ -20,7 +20,13 @@ from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.resolved import Resolved
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.worker import local, transfer
-from tokenspeed_core.worker.buckets import BucketFinder, bucket_sizes, decode_sizes, draft_sizes
+from tokenspeed_core.worker.buckets import (
+    BucketFinder,
+    bucket_sizes,
+    captured_sizes,
+    decode_sizes,
+    draft_sizes,
+)
 from tokenspeed_core.worker.captured_inputs import captured_group_inputs
 from tokenspeed_core.worker.local import LocalRunner, build, plan_only
 from tokenspeed_core.worker.staged import BucketSize
@@ -311,6 +317,17 @@ def test_few_buckets_hold_draft_tokens() -> None:
         (16, 16),
         (20, 16),
     ]
+
+
+def test_captured_sizes_include_those_that_a_draft_model_follows() -> None:
+    decodes = decode_sizes(64, None, None)
+    sizes = bucket_sizes(decodes, 8192, 64) + draft_sizes(decodes, 8, 2048)
+    assert captured_sizes(sizes, has_draft_model=False) == sizes
+    captured = captured_sizes(sizes, has_draft_model=True)
+    assert captured[: len(sizes)] == sizes
+    more = captured[len(sizes) :]
+    assert {size.num_chunk_tokens for size in more} == {32, 64, 128, 256, 512}
+    assert all(size.is_followed for size in more)
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,12 @@ def followed_sizes(sizes: Sequence[BucketSize]) -> tuple[BucketSize, ...]:
     )
 
 
+def captured_sizes(sizes: Sequence[BucketSize], *, has_draft_model: bool) -> tuple[BucketSize, ...]:
+    """Return the sizes with the variants that a draft model follows, each once."""
+    followed = followed_sizes(sizes) if has_draft_model else ()
+    return tuple(dict.fromkeys((*sizes, *followed)))
+
+
 class BucketFinder:
     """Finds the bucket of a step among those without variants."""
 

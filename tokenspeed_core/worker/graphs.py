@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from tokenspeed_core.api.step import I32, I64, NextDrafts, StepPlan, StepSize
-from tokenspeed_core.worker.buckets import BucketFinder, followed_sizes
+from tokenspeed_core.worker.buckets import BucketFinder, captured_sizes, followed_sizes
 from tokenspeed_core.worker.captured_inputs import (
     SharedBuffers,
     captured_group_inputs,
@@ -51,7 +51,8 @@ class StepGraphs:
             getattr(kernel, "prepares_on_host", False) for kernel in attention
         )
         usual = [size for size in sizes if not size.no_shared_prefix]
-        followed = followed_sizes(usual) if context.drafter is not None else ()
+        has_draft_model = context.drafter is not None
+        followed = followed_sizes(usual) if has_draft_model else ()
         self._finder = BucketFinder(usual, followed)
         self._layouts = {
             size: StagedLayout(
@@ -60,7 +61,9 @@ class StepGraphs:
                 has_draft_model=size in followed,
                 num_engines=context.num_engines,
             )
-            for size in (*(usual if self._needs_prepare else sizes), *followed)
+            for size in captured_sizes(
+                usual if self._needs_prepare else sizes, has_draft_model=has_draft_model
+            )
         }
         longest = max(layout.num_int64 for layout in self._layouts.values())
         self._buffers = SharedBuffers(context.state, sizes, longest)

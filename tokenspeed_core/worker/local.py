@@ -23,7 +23,7 @@ from tokenspeed_core.resolved import Resolved
 from tokenspeed_core.targets import load_target
 from tokenspeed_core.worker.adjust import counts_bytes
 from tokenspeed_core.worker.assemble import Assembly, assemble
-from tokenspeed_core.worker.buckets import bucket_sizes, decode_sizes, draft_sizes
+from tokenspeed_core.worker.buckets import bucket_sizes, captured_sizes, decode_sizes, draft_sizes
 from tokenspeed_core.worker.execute import LocalRunner
 from tokenspeed_core.worker.expert_balancer import ExpertBalancer
 from tokenspeed_core.worker.memory import GIB, DeviceBudget, pages_of_device, pages_of_host
@@ -252,7 +252,8 @@ def _measure(
     sizes: Sequence[BucketSize],
 ) -> DeviceBudget:
     """Run the largest step and measure its memory. Graphs of `sizes` need at most as much again."""
-    config, limits = assembly.resolved.config, assembly.resolved.limits
+    resolved = assembly.resolved
+    config, limits = resolved.config, resolved.limits
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     weights = torch.cuda.memory_allocated(device)
@@ -261,7 +262,8 @@ def _measure(
     runner.forget()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    graphs = len(sizes) * _GRAPH_BYTES + (peak if sizes else 0)
+    captured = captured_sizes(sizes, has_draft_model=resolved.draft_model is not None)
+    graphs = len(captured) * _GRAPH_BYTES + (peak if sizes else 0)
     return DeviceBudget(
         total=total,
         utilization=config.gpu_memory_utilization,
