@@ -282,6 +282,18 @@ def test_costly_draft_model_loses_less_than_two_percent(
     assert found >= 0.98
 
 
+@pytest.mark.parametrize(("num_users", "spread"), [(4, 1), (8, 2)])
+def test_draft_model_without_measured_plain_steps_costs_little(
+    monkeypatch: pytest.MonkeyPatch, num_users: int, spread: int
+) -> None:
+    """With short answers, no plain step has plain ones before and after it."""
+    costs = Costs(0.3, 1.0, verify=0.1, follow_prompts=4.0, follow=0.3, draft=0.3, is_model=True)
+    (found,) = speedups(
+        monkeypatch, costs, [0.9], num_users, 200 * num_users, num_tokens=3, spread=spread
+    )
+    assert found >= 0.98
+
+
 @pytest.mark.parametrize(("num_users", "expected"), [(1, 2.0), (8, 1.2)])
 def test_cheap_draft_model_keeps_its_gain(
     monkeypatch: pytest.MonkeyPatch, num_users: int, expected: float

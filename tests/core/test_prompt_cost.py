@@ -150,6 +150,13 @@ def test_long_prompts_are_not_charged_the_share_of_short_ones(depth: AdaptiveDep
     assert depth.account.pause < 300
 
 
+def test_delayed_steps_are_charged_without_plain_ones_of_their_rows(depth: AdaptiveDepth) -> None:
+    balance = depth.account.balance
+    prompts(depth, 1, 1.0, is_followed=True)
+    depth.finish_step(FinishedStep(1, 1, 0, 0, 0.6))
+    assert depth.account.balance == pytest.approx(balance + MAX_LOSS - 0.2)
+
+
 def test_long_prompts_are_followed_in_the_first_pause() -> None:
     depth = AdaptiveDepth(4, 3)
     assert depth.follows_prompts(512)

@@ -40,7 +40,7 @@ _PRIOR_WEIGHT = 3.0  # draft tokens that a prior counts for
 _MAX_RATIO = 1.25  # of a row's acceptance and the drafter's estimates
 _MAX_ESTIMATE = 0.99
 _LONG_PROMPT = 512  # prompt tokens; from here on a draft model adds little to a step's time
-_MAX_FOLLOWED = 16  # steps with prompts that a draft model follows in the first pause
+_MAX_FOLLOWED = 16  # steps with prompts that a draft model follows before its time is charged
 _MAX_PROMPT_COST = 4.0  # largest cost of a draft model in a step with prompts, in plain steps
 _FORGET = 0.95  # factor of a row's observations in each of its steps
 _MAX_TRIED_BY_ALL = 100.0  # newest draft tokens of all rows that count for their acceptance
@@ -150,10 +150,11 @@ class AdaptiveDepth:
     def follows_prompts(self, num_tokens: int) -> bool:
         """Return whether a draft model follows a step with prompts, of which the longest has this many tokens.
 
-        In the first pause it follows a few steps with long prompts, because many later ones may start like them.
+        In the first pause it follows a few steps with long prompts, because many later ones may start like them. The
+        same holds later, until a plain step was measured: before, nothing can be charged.
         """
         account = self.account
-        if account.is_first_pause and account.pause:
+        if not self._plain or (account.is_first_pause and account.pause):
             return num_tokens >= _LONG_PROMPT and self._num_followed < _MAX_FOLLOWED
         return not account.pause
 
@@ -308,16 +309,15 @@ class AdaptiveDepth:
             self._since_plain += 1
             if self._since_plain >= _PLAIN_INTERVAL:
                 self._since_plain, self._num_plain_wanted = 0, _NUM_PLAIN_AGAIN
+        # Without plain steps of about as many rows, others must do: these rows may never have any.
         plain = self._plain = cost.plain or self._plain
-        if not plain:  # no plain step was measured yet
+        if not plain:
             return
         spent, self._spent_before = self._spent_before + self._take_owed(), 0.0
         if is_wanted:  # the step with drafts pays for beginning its sequences
             self._spent_before, spent = spent, 0.0
         saved = -spent / plain
-        if not cost.plain:
-            pass  # no step with about as many rows was measured
-        elif is_called:
+        if is_called:
             saved += 1 + step.num_accepted / step.num_rows - seconds / plain
         elif was_called or last_pass:
             # No other step was in flight, or the draft model delayed this one.
