@@ -225,6 +225,21 @@ def test_rejecting_rows_get_fewer_drafts() -> None:
     assert counts[0] > counts[1]
 
 
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_rejecting_row_is_tried_again(num_rows: int) -> None:
+    depth, slots = AdaptiveDepth(2, 8), np.arange(num_rows, dtype=np.int32)
+    for _ in range(NUM_FIRST):
+        depth.finish_step(FinishedStep(num_rows, num_rows, 0, 0, 1.0))
+    most, claims = np.full(num_rows, 8, np.int32), np.full(8 * num_rows, 0.95, np.float32)
+    for _ in range(4):
+        depth.cost.of(num_rows).observe(8 * num_rows, 6.0)
+    depth.choose(slots, most, claims, num_rows, 100)
+    depth.observe(slots, most, np.zeros(num_rows, np.int32))
+    chosen = [depth.choose(slots, most, claims, num_rows, 100).sum() for _ in range(200)]
+    assert chosen[0] == 0
+    assert max(chosen) > 0
+
+
 def test_new_sequence_does_not_inherit_slot_history() -> None:
     depth, slots = AdaptiveDepth(1, 4), np.zeros(1, np.int32)
     for _ in range(NUM_FIRST):

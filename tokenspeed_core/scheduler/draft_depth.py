@@ -42,7 +42,8 @@ _MAX_ESTIMATE = 0.99
 _LONG_PROMPT = 512  # prompt tokens; from here on a draft model adds little to a step's time
 _MAX_FOLLOWED = 16  # steps with prompts that a draft model follows before its time is charged
 _MAX_PROMPT_COST = 4.0  # largest cost of a draft model in a step with prompts, in plain steps
-_FORGET = 0.95  # factor of a row's observations in each of its steps
+_FORGET = 0.95  # factor of a row's observations in each of its steps with draft tokens
+_FADE = 0.98  # the same whenever none of its draft tokens are chosen, so that it is tried again
 _MAX_TRIED_BY_ALL = 100.0  # newest draft tokens of all rows that count for their acceptance
 
 
@@ -214,14 +215,18 @@ class AdaptiveDepth:
         num_rows: int,
         seconds: list[float],
     ) -> tuple[I32, F64]:
-        """Return the results of `choose_counts` for these rows."""
+        """Return the results of `choose_counts` for these rows. Rows without draft tokens forget a little."""
         if num_rows == 1:
             row = self._history[:, slots[0]].tolist()
             estimates = self._estimates_of_row(row, counts.item(0), probabilities)
             count, expected = choose_count(estimates, seconds)
+            if not count:
+                self._history[:, slots[0]] *= _FADE
             return np.array([count], np.int32), np.array([expected])
         estimates_of_rows = self._estimates(slots, counts, probabilities)
-        return choose_counts(estimates_of_rows, num_rows, seconds)
+        chosen, gains = choose_counts(estimates_of_rows, num_rows, seconds)
+        self._history[:, slots[chosen == 0]] *= _FADE
+        return chosen, gains
 
     def _prior(self) -> float:
         """Return the acceptance that is assumed for a new row."""
