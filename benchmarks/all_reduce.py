@@ -32,7 +32,7 @@ NUM_REPLAYS = 10  # in a measurement
 NUM_MEASUREMENTS = 9
 MAX_FUSED_BYTES = 80 << 20
 EPS = 1e-6
-TOLERANCE = 2e-2
+TOLERANCE = 1e-2  # of a summand: each addition may round to bfloat16
 
 Call = Callable[[], Tensor]
 
@@ -72,7 +72,8 @@ class Kernels:
         total = torch.stack([part.float() for part in parts]).sum(0)
         added = residual.float() + total.to(x.dtype).float()
         normed = torch.rms_norm(added, added.shape[-1:], weight.float(), EPS)
-        check = partial(torch.testing.assert_close, rtol=TOLERANCE, atol=TOLERANCE)
+        tolerance = TOLERANCE * len(parts)
+        check = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
         check(self._nccl(x.clone()).float(), total)
         check(self._symm(x.clone()).float(), total)
         if x.shape[0] <= self.max_num_fused:
