@@ -264,7 +264,7 @@ def test_later_requests_do_not_spend_earlier_savings(
 @pytest.mark.parametrize("num_users", [1, 8])
 @pytest.mark.parametrize(("num_tokens", "spread"), [(3, 0), (10, 30)])
 @pytest.mark.parametrize("follow_prompts", [0.3, 4.0])
-@pytest.mark.parametrize("acceptance", [0.0, 0.6])
+@pytest.mark.parametrize("acceptance", [pytest.param(0.0, marks=pytest.mark.release), 0.6])
 def test_costly_draft_model_loses_less_than_two_percent(
     monkeypatch: pytest.MonkeyPatch,
     num_users: int,

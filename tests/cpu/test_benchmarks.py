@@ -177,6 +177,7 @@ def doubled(problem: Any) -> Any:
     return lambda *arguments: 2 * experts(*arguments)
 
 
+@pytest.mark.release
 def test_backends_of_experts_are_timed_and_ranked() -> None:
     ops = ("moe_experts", "moe_experts_fp8_block", "moe_experts_w4a16", "moe_experts_int8_static")
     words = (*ops, "--device", "cpu", "--shapes", "small", "--tokens", "1", "3")

@@ -359,7 +359,7 @@ def test_pauses_change_no_output(
     assert engine_stats(engine).num_saved_steps > 5
 
 
-@pytest.mark.parametrize("is_captured", [False, True])
+@pytest.mark.parametrize("is_captured", [False, pytest.param(True, marks=pytest.mark.release)])
 def test_paused_draft_model_does_not_run(
     runner: LocalRunner,
     expected: dict[int, Reply],

@@ -87,7 +87,7 @@ def test_every_tiling_matches_the_reference(spec: KernelSpec, inner: int, num_pa
     agrees_with_reference(kernel, contract_of(spec), case, num_rows, CPU, strided=True)
 
 
-@pytest.mark.parametrize("block_m", [16, 128])
+@pytest.mark.parametrize("block_m", [16, pytest.param(128, marks=pytest.mark.release)])
 @pytest.mark.parametrize(
     "order",
     [{"weights_first": True}, {"together": 3}, {"joined": True, "together": 8}],
