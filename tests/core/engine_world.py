@@ -22,6 +22,7 @@ from tokenspeed_core.kv_cache.manager import KVManager
 from tokenspeed_core.kv_cache.pool import PageCounts, PagePool
 from tokenspeed_core.scheduler.drafts import HostDrafts
 from tokenspeed_core.scheduler.limits import SchedulerLimits
+from tokenspeed_core.scheduler.model_drafts import ModelDrafts
 from tokenspeed_core.scheduler.policy import POLICIES
 from tokenspeed_core.scheduler.scheduler import Scheduler
 
@@ -163,6 +164,8 @@ class World:
     policy: str | Policy = "fcfs"
     prefix_caching: bool = True
     num_drafts: int = 0
+    has_draft_model: bool = False
+    max_overlapped_rows: int = 0
     whole_prompts: bool = False
     max_queued: int = 10_000
     fail_at: frozenset[int] = frozenset()
@@ -194,7 +197,13 @@ class World:
         policy = POLICIES[self.policy] if isinstance(self.policy, str) else self.policy
         self.model = FakeModel(reads_all=FULL in self.groups)
         self.scheduler = Scheduler(limits, kv, policy)
-        if self.num_drafts:
+        if self.num_drafts and self.has_draft_model:
+            self.scheduler.use_drafts(
+                ModelDrafts(FixedDepth(self.num_drafts), limits, self.scheduler.columns),
+                with_prompts=not self.max_overlapped_rows,
+                max_overlapped_rows=self.max_overlapped_rows,
+            )
+        elif self.num_drafts:
             self.drafter = Oracle(self.model)
             self.scheduler.use_drafts(
                 HostDrafts(
@@ -216,6 +225,7 @@ class World:
                 self.max_model_len,
                 blocks_per_page=self.blocks_per_page,
                 fail_at=self.fail_at,
+                max_overlapped_rows=self.max_overlapped_rows,
             )
             for _ in range(2)
         ]
@@ -238,7 +248,8 @@ class World:
             assert start >= num_prompt or (start, plan.num_query_tokens[row]) == (0, num_prompt)
 
     def submit(self, submit: Submit) -> None:
-        rejected = self.scheduler.submit(submit)
+        make_grammar = object if submit.priority == MASKED else None
+        rejected = self.scheduler.submit(submit, make_grammar)
         assert rejected is None, rejected
         for i in range(submit.n):
             self.requests[submit.request_id + i] = submit

@@ -62,6 +62,8 @@ class EngineMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "priority"]),
         caching=st.booleans(),
         drafts=st.integers(0, 4),
+        has_draft_model=st.booleans(),
+        max_overlapped_rows=st.sampled_from([0, 2, 6]),
         whole_prompts=st.sampled_from([False, False, True]),
     )
     def start(
@@ -74,6 +76,8 @@ class EngineMachine(RuleBasedStateMachine):
         policy: str,
         caching: bool,
         drafts: int,
+        has_draft_model: bool,
+        max_overlapped_rows: int,
         whole_prompts: bool,
     ) -> None:
         self.world = World(
@@ -85,6 +89,8 @@ class EngineMachine(RuleBasedStateMachine):
             policy=policy,
             prefix_caching=caching,
             num_drafts=drafts,
+            has_draft_model=has_draft_model,
+            max_overlapped_rows=max_overlapped_rows,
             whole_prompts=whole_prompts,
         )
         self.next_id = 0
@@ -171,6 +177,8 @@ def test_long_random_histories_keep_the_invariants(
             policy=rng.choice(["fcfs", "priority"]),
             prefix_caching=rng.random() < 0.7,
             num_drafts=rng.randint(0, 4),
+            has_draft_model=rng.random() < 0.5,
+            max_overlapped_rows=rng.choice([0, 2, 6]),
             whole_prompts=rng.random() < 0.3,
         )
         for sequence_id in range(0, 60, 3):
@@ -293,6 +301,8 @@ def test_sequences_as_long_as_the_pool_finish(seed: int) -> None:
             chunk_size=rng.choice([-1, 3, 5, 16, 64]),
             depth=rng.randint(1, 3),
             num_drafts=rng.choice([0, 0, 4]),
+            has_draft_model=rng.random() < 0.5,
+            max_overlapped_rows=rng.choice([0, 2, 6]),
             whole_prompts=rng.random() < 0.3,
             max_num_seqs=rng.choice([1, 2, 4]),
         )
@@ -320,6 +330,8 @@ def test_sequences_beyond_their_windows_finish(seed: int) -> None:
         chunk_size=rng.choice([3, 5]),
         depth=1 + seed % 2,
         num_drafts=rng.choice([0, 4]),
+        has_draft_model=seed == 2,
+        max_overlapped_rows=6,
     )
     kv = world.scheduler.kv
     most = min(kv.max_sequence_len, world.max_model_len)

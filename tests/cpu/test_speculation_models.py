@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from tokenspeed_demo import DEEPSEEK
 from tokenspeed_demo.items import held_out_set
 from tokenspeed_demo.render import TEMPLATE, Renderer
-from tokenspeed_testing.drafts import FixedDepth
+from tokenspeed_testing.drafts import FixedDepth, note_overlaps
 from tokenspeed_testing.requests import request
 
 from tokenspeed_core import LLM, SamplingParams
@@ -134,8 +134,10 @@ def test_captured_draft_layer_changes_no_output(
     runner: LocalRunner, expected: dict[int, Reply], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used = capture_decodes(runner, (1, 4, 6), monkeypatch, with_prompts=True)
-    engine = make_engine(runner, max_drafts=4, depth=2, chunk_size=32)
+    engine = make_engine(runner, max_drafts=4, depth=2, chunk_size=32, with_prompts=False)
+    overlaps = note_overlaps(engine.scheduler)
     check(finish(engine, requests(), preempt_every=9), expected)
+    assert overlaps
     stats = engine_stats(engine)
     assert stats.num_accepted[0] > 0.6 * stats.num_draft_rows
     assert len({size for size in used if size.num_draft_tokens}) >= 2
@@ -145,8 +147,11 @@ def test_captured_draft_layer_changes_no_output(
 
 @pytest.mark.parametrize("num_requests", [20, pytest.param(5000, marks=pytest.mark.release)])
 @pytest.mark.timeout(1800)
-def test_blocks_are_free_after_requests_with_aborts(runner: LocalRunner, num_requests: int) -> None:
-    engine = make_engine(runner, max_drafts=3, num_pages=60, depth=2)
+def test_blocks_are_free_after_requests_with_aborts(
+    runner: LocalRunner, num_requests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture_decodes(runner, (1, 4, 6), monkeypatch)
+    engine = make_engine(runner, max_drafts=3, num_pages=60, depth=2, with_prompts=False)
     soak(engine, requests(), num_requests)
     assert engine_stats(engine).num_saved_steps > 0.5 * num_requests
 
@@ -284,9 +289,11 @@ def test_captured_passes_accept_all_drafts(
     engine = make_engine(
         own_runner, max_drafts=3, chunk_size=24, depth=2, with_prompts=with_prompts
     )
+    overlaps = note_overlaps(engine.scheduler)
     check(finish(engine, wanted), expected)
     stats = engine_stats(engine)
     assert stats.num_saved_steps >= 0.99 * stats.num_draft_tokens > 60
+    assert sum(plan.num_draft_tokens > 0 for plan in overlaps) >= 5
     assert len({size for size in used if size.num_draft_tokens}) >= 2
     assert any(size.num_chunks for size in used)
 

@@ -15,7 +15,14 @@ from math import lcm
 import numpy as np
 
 from tokenspeed_core.api.cache_groups import CacheGroupSpec
-from tokenspeed_core.api.step import LateInputs, PromptLogprobs, StepFailed, StepPlan, StepResult
+from tokenspeed_core.api.step import (
+    I32,
+    LateInputs,
+    PromptLogprobs,
+    StepFailed,
+    StepPlan,
+    StepResult,
+)
 
 _PRIME = 1_000_003
 _UNWRITTEN = -7
@@ -67,7 +74,7 @@ class FakeModel:
 class FakeRunner:
     """Runs plans on the fake model, with a cache of blocks as the KV manager hands them out.
 
-    It verifies the draft tokens of a plan.
+    It verifies the draft tokens of a plan. It also makes those of a draft model: about every third token is wrong.
     """
 
     def __init__(
@@ -81,10 +88,12 @@ class FakeRunner:
         *,
         blocks_per_page: Sequence[int] | None = None,
         fail_at: frozenset[int] = frozenset(),
+        max_overlapped_rows: int = 0,
     ) -> None:
         """Start with an unwritten cache. `collect` raises StepFailed for the steps in `fail_at`.
 
-        A page consists of as many units as any group's number of blocks in it (1 by default) divides.
+        A page consists of as many units as any group's number of blocks in it (1 by default) divides. After draft tokens
+        that were not collected, only steps of up to `max_overlapped_rows` decodes can run.
         """
         self.model = model
         self.groups = tuple(groups)
@@ -99,11 +108,19 @@ class FakeRunner:
         self.length = np.zeros(max_num_seqs, np.int64)
         self.last = np.zeros(max_num_seqs, np.int64)
         self._fail_at = fail_at
+        self._max_overlapped_rows = max_overlapped_rows
         self._plan: StepPlan | None = None
         self._results: deque[StepResult] = deque()
+        self._drafts: dict[int, list[int]] = {}  # that the draft model made for a slot
+        self._num_drafts_in_flight: deque[int] = deque()
 
     def forward(self, plan: StepPlan) -> None:
         """Take a plan and apply its changes to the block tables."""
+        if any(self._num_drafts_in_flight):
+            assert plan.num_rows == plan.num_decodes <= self._max_overlapped_rows, (
+                "the step needs exact lengths"
+            )
+        self._num_drafts_in_flight.append(plan.num_draft_tokens)
         for table, delta in zip(self.tables, plan.block_deltas, strict=True):
             table[delta.slots, delta.indices] = delta.blocks
         self._plan = plan
@@ -115,12 +132,13 @@ class FakeRunner:
         masks = self._masks(late)
         self._write_chunks(plan)
         rows: list[list[int]] = []
-        drafts = iter(() if plan.draft_token_ids is None else plan.draft_token_ids.tolist())
+        given = None if plan.draft_token_ids is None else iter(plan.draft_token_ids.tolist())
         for row, slot in enumerate(plan.slots):
             allowed = masks.get(row, [])
             if row < plan.num_decodes:
                 num_drafts = int(plan.num_query_tokens[row]) - 1
-                draft = [next(drafts) for _ in range(num_drafts)]
+                made = iter(self._drafts.get(int(slot), ())) if given is None else given
+                draft = [next(made) for _ in range(num_drafts)]
                 rows.append(self._decode(plan, row, int(slot), draft, allowed))
             else:
                 mask = allowed[0] if allowed else None
@@ -132,12 +150,14 @@ class FakeRunner:
                 np.asarray([token for r in rows for token in r], np.int32),
                 None,
                 self._prompt_logprobs(plan),
+                self._make_drafts(plan),
             )
         )
 
     def collect(self, step_id: int) -> StepResult:
         """Return the oldest result."""
         result = self._results.popleft()
+        self._num_drafts_in_flight.popleft()
         assert result.step_id == step_id
         if step_id in self._fail_at:
             raise StepFailed(f"step {step_id} was made to fail")
@@ -191,6 +211,26 @@ class FakeRunner:
         return PromptLogprobs(
             targets.width, chosen, targets.token_ids, alternatives.astype(np.int32), alternatives
         )
+
+    def _make_drafts(self, plan: StepPlan) -> I32 | None:
+        """Make draft tokens for the rows that sample, if a draft model runs. Returns them if the host needs them."""
+        wanted = plan.next_drafts
+        if wanted is None:
+            return None
+        found: list[int] = []
+        for slot in plan.slots[plan.wants_logits].tolist():
+            length, window = int(self.length[slot]), self.model.window
+            start = 0 if self.model.reads_all else max(0, length - 1 - window)
+            tokens = [*self._read(slot, start, length - 1), int(self.last[slot])]
+            for i in range(wanted.num_drafts):
+                right = self.model.next_token(
+                    tokens if self.model.reads_all else [], tokens[-window:]
+                )
+                is_wrong = (plan.step_id + slot + i) % 3 == 0
+                tokens.append((right + is_wrong) % self.model.vocab_size)
+            self._drafts[slot] = tokens[len(tokens) - wanted.num_drafts :]
+            found += self._drafts[slot]
+        return np.asarray(found, np.int32) if wanted.returns_ids else None
 
     def _decode(
         self, plan: StepPlan, row: int, slot: int, draft: list[int], masks: list[list[bool]]
