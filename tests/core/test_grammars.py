@@ -67,6 +67,8 @@ class GrammarWorld(World):
         backend._vocabulary = VOCABULARY
         pool = CompilePool(lambda: compiler, lambda: self.gate, VOCAB_SIZE, max_pending=3)
         self.grammars = Grammars(self.scheduler, backend, pool)
+        # A busy machine may stall a thread longer than by default.
+        self.grammars._filler._max_seconds = 0.15  # type: ignore[attr-defined]
         self.engine = Engine(
             self.scheduler, self.engine.runner, depth=self.depth, grammars=self.grammars
         )

@@ -17,6 +17,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenspeed_demo.items import NUM_HELD_OUT, held_out_set
 from tokenspeed_demo.render import TEMPLATE, Renderer
+from tokenspeed_testing.drafts import note_overlaps
 from tokenspeed_testing.requests import request
 
 from tokenspeed_core import LLM, SamplingParams
@@ -139,7 +140,13 @@ def test_draft_model_changes_no_output(
     runner, (_, drafter, least) = make(name, is_captured=is_captured), CASES[name]
     expected = finish(make_engine(runner), requests())
     used = note_sizes(runner, monkeypatch)
-    engine = make_engine(runner, max_drafts=drafter["num_speculative_tokens"], depth=2)
+    engine = make_engine(
+        runner,
+        max_drafts=drafter["num_speculative_tokens"],
+        depth=2,
+        with_prompts=not is_captured,
+    )
+    overlaps = note_overlaps(engine.scheduler)
     found = finish(engine, requests(), preempt_every=25)
     stats = engine.stats()
     share = stats.num_accepted[0] / stats.num_draft_rows
@@ -147,8 +154,9 @@ def test_draft_model_changes_no_output(
     equal = num_equal(found, expected)
     print(
         f"{name}: {equal} of {len(expected)} equal, {per_step:.2f} tokens a step, first {share:.3f}, "
-        f"{len(used)} captured steps of {len(set(used))} sizes"
+        f"{len(used)} captured steps of {len(set(used))} sizes, {len(overlaps)} overlaps"
     )
+    assert bool(overlaps) == is_captured
     assert equal >= MIN_EQUAL * len(expected)
     assert share >= least
     assert bool(used) == is_captured
