@@ -124,7 +124,7 @@ def test_demo_models_are_scored_by_backend(
 
 @pytest.mark.release
 def test_verification_is_timed_after_a_check() -> None:
-    sizes = ("--rows", "2", "--drafts", "3", "--context", "32", "--steps", "3", "--tokens", "24")
+    sizes = ("--rows", "2", "--drafts", "3", "--context", "32", "--steps", "3", "--tokens", "300")
     done = script("verification.py", "--shape", "small", *sizes)
     assert done.returncode == 0, done.stderr
     _, check, plain, drafted, user, _ = map(json.loads, done.stdout.splitlines())
