@@ -44,7 +44,6 @@ class Costs:
     follow: float = 0.0
     draft: float = 0.0
     is_model: bool = False
-    overlaps: bool = True  # steps with draft tokens of a draft model
 
 
 class Clock:
@@ -151,9 +150,7 @@ def seconds_of(
         if not costs.is_model:
             drafter = TimedDrafter(clock, costs)
             drafts = HostDrafts(drafter, "timed", depth, limits, columns, sequences)
-        scheduler.use_drafts(
-            drafts, with_prompts=False, max_overlapped_rows=num_users * costs.overlaps
-        )
+        scheduler.use_drafts(drafts, with_prompts=False)
     runner = TimedRunner(clock, costs, 0.0, 0)
     engine, seconds = Engine(scheduler, runner), []
     for acceptance in acceptances:
@@ -306,13 +303,3 @@ def test_cheap_draft_model_keeps_its_gain(
         monkeypatch, costs, [0.9], num_users, 40 * num_users, num_tokens=10, spread=30
     )
     assert found >= expected
-
-
-def test_overlap_hides_the_host_time_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    for overlaps in (False, True):
-        costs = Costs(
-            0.16, 0.2, 0.0, 0.005, 0.12, follow=0.06, draft=0.05, is_model=True, overlaps=overlaps
-        )
-        found += speedups(monkeypatch, costs, [0.8], num_sequences=10, num_tokens=400)
-    assert found[1] >= 1.1 * found[0]

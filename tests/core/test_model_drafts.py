@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
-from engine_world import MASKED, World
-from tokenspeed_testing.drafts import FixedDepth, note_overlaps
-from tokenspeed_testing.fake_model import FakeModel
+from engine_world import World
+from tokenspeed_testing.drafts import FixedDepth
 from tokenspeed_testing.requests import request
 
 from tokenspeed_core.api.step import I32
@@ -193,93 +190,3 @@ def test_draft_tokens_leave_a_page_for_each_row(num_pages: int, num_left: int) -
     assert builder is not None
     assert builder.num_tokens == 24
     assert scheduler.kv.pool.num_available == num_left
-
-
-def drafting(**fields: Any) -> World:
-    """Return a world with a draft model. Steps of up to two decodes may overlap."""
-    values = {"num_drafts": 3, "has_draft_model": True, "max_overlapped_rows": 2} | fields
-    return World(**values)
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_steps_with_drafts_overlap(depth: int) -> None:
-    world = drafting(depth=depth)
-    plans = note_overlaps(world.scheduler)
-    for sequence_id in range(2):
-        world.submit(request(sequence_id, [5 + sequence_id, 3], max_tokens=40))
-    world.run()
-    for sequence_id in range(2):
-        world.check(sequence_id)
-        assert len(world.tokens[sequence_id]) == 40
-    assert (len([plan for plan in plans if plan.num_draft_tokens]) > 10) == (depth == 2)
-    stats = world.engine.stats()
-    assert stats.num_accepted[0] > 0.5 * stats.num_draft_rows
-
-
-def test_prompts_wait_for_drafts_in_flight() -> None:
-    """`FakeRunner` fails if they do not."""
-    world = drafting(max_num_seqs=2)
-    plans = note_overlaps(world.scheduler)
-    for sequence_id in range(6):
-        world.submit(request(sequence_id, [5 + sequence_id] * 9, max_tokens=30))
-    world.run()
-    for sequence_id in range(6):
-        world.check(sequence_id)
-    assert len(plans) > 20
-
-
-def test_freed_slot_waits_for_drafts_in_flight() -> None:
-    """A waiting tenant takes a slot from one that has both."""
-    world = drafting(max_num_seqs=2)
-    plans = note_overlaps(world.scheduler)
-    for sequence_id in range(2):
-        world.submit(request(sequence_id, [5 + sequence_id] * 9, max_tokens=30, tenant="a"))
-    while not plans:
-        world.step()
-    world.submit(request(2, [8] * 9, max_tokens=30, tenant="b"))
-    world.run()
-    for sequence_id in range(3):
-        world.check(sequence_id)
-    assert world.scheduler.num_preemptions == 1
-
-
-@pytest.mark.parametrize("max_rows", [0, 1])
-def test_larger_steps_do_not_overlap(max_rows: int) -> None:
-    world = drafting(max_overlapped_rows=max_rows)
-    plans = note_overlaps(world.scheduler)
-    for sequence_id in range(2):
-        world.submit(request(sequence_id, [5 + sequence_id, 3], max_tokens=20 + 20 * sequence_id))
-    world.run()
-    assert {plan.num_rows for plan in plans} == set(range(1, max_rows + 1))
-
-
-@pytest.mark.parametrize("prompt", [[5, 3], [5, 3, 3, 3, 3]])
-def test_drafts_in_flight_preempt_no_row(prompt: list[int]) -> None:
-    """The pages hold both sequences up to their stop tokens, but no draft tokens after them."""
-    model, num_pages, requests = FakeModel(), 0, []
-    for sequence_id in range(2):
-        tokens = [*prompt[:-1], prompt[-1] + sequence_id]
-        output = model.expected(tokens, 48)
-        end = next(i for i in range(25, 48) if output[i] not in output[:i])
-        stop = np.asarray([output[end]], np.int32)
-        requests.append(request(sequence_id, tokens, max_tokens=50, stop_token_ids=stop))
-        num_pages += -(-(len(tokens) + end) // 4)
-    world = drafting(num_pages=num_pages, max_model_len=64)
-    plans = note_overlaps(world.scheduler)
-    for each in requests:
-        world.submit(each)
-    world.run()
-    assert world.scheduler.num_preemptions == 0
-    assert len(plans) > 5
-
-
-def test_grammars_need_the_tokens_of_earlier_steps() -> None:
-    world = drafting()
-    plans = note_overlaps(world.scheduler)
-    world.submit(request(0, [5, 3], max_tokens=40))
-    world.submit(request(1, [6, 3], max_tokens=20, priority=MASKED))
-    world.run()
-    assert all(plan.num_rows == 1 for plan in plans)
-    assert len(plans) > 2
-    for sequence_id in range(2):
-        world.check(sequence_id)

@@ -118,7 +118,6 @@ def make_engine(
         scheduler.use_drafts(
             ModelDrafts(draft_depth or FixedDepth(max_drafts), changed, scheduler.columns),
             with_prompts=with_prompts,
-            max_overlapped_rows=runner.max_overlapped_rows,
         )
     return Engine(scheduler, runner, depth=depth)
 

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from tokenspeed_demo import DEEPSEEK
 from tokenspeed_demo.items import held_out_set
 from tokenspeed_demo.render import TEMPLATE, Renderer
-from tokenspeed_testing.drafts import FixedDepth, note_overlaps
+from tokenspeed_testing.drafts import FixedDepth
 from tokenspeed_testing.requests import request
 
 from tokenspeed_core import LLM, SamplingParams
@@ -134,10 +134,8 @@ def test_captured_draft_layer_changes_no_output(
     runner: LocalRunner, expected: dict[int, Reply], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used = capture_decodes(runner, (1, 4, 6), monkeypatch, with_prompts=True)
-    engine = make_engine(runner, max_drafts=4, depth=2, chunk_size=32, with_prompts=False)
-    overlaps = note_overlaps(engine.scheduler)
+    engine = make_engine(runner, max_drafts=4, depth=2, chunk_size=32)
     check(finish(engine, requests(), preempt_every=9), expected)
-    assert overlaps
     stats = engine_stats(engine)
     assert stats.num_accepted[0] > 0.6 * stats.num_draft_rows
     assert len({size for size in used if size.num_draft_tokens}) >= 2
@@ -289,11 +287,9 @@ def test_captured_passes_accept_all_drafts(
     engine = make_engine(
         own_runner, max_drafts=3, chunk_size=24, depth=2, with_prompts=with_prompts
     )
-    overlaps = note_overlaps(engine.scheduler)
     check(finish(engine, wanted), expected)
     stats = engine_stats(engine)
     assert stats.num_saved_steps >= 0.99 * stats.num_draft_tokens > 60
-    assert sum(plan.num_draft_tokens > 0 for plan in overlaps) >= 5
     assert len({size for size in used if size.num_draft_tokens}) >= 2
     assert any(size.num_chunks for size in used)
 

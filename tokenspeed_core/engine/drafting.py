@@ -123,9 +123,7 @@ def check_is_alone(choice: DrafterChoice | None, sizes: ParallelSizes) -> None:
         )
 
 
-def use_drafter(
-    scheduler: Scheduler, choice: DrafterChoice, *, with_prompts: bool, max_overlapped_rows: int
-) -> None:
+def use_drafter(scheduler: Scheduler, choice: DrafterChoice, *, with_prompts: bool) -> None:
     """Make a drafter, and give the scheduler's rows its draft tokens, as `Scheduler.use_drafts` does.
 
     Raises PluginError.
@@ -141,7 +139,7 @@ def use_drafter(
         drafts = HostDrafts(
             drafter, str(choice.entry), depth, limits, scheduler.columns, scheduler.sequences
         )
-    scheduler.use_drafts(drafts, with_prompts=with_prompts, max_overlapped_rows=max_overlapped_rows)
+    scheduler.use_drafts(drafts, with_prompts=with_prompts)
 
 
 def _make(choice: DrafterChoice, spec: DrafterSpec, scheduler: Scheduler) -> Drafter:

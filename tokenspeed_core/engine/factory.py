@@ -206,12 +206,7 @@ def _start(
     if resolved.drafter is not None:
         # Captured steps hold draft tokens or prompts.
         is_captured = not (is_cpu or config.enforce_eager)
-        use_drafter(
-            scheduler,
-            resolved.drafter,
-            with_prompts=not is_captured,
-            max_overlapped_rows=runner.max_overlapped_rows,
-        )
+        use_drafter(scheduler, resolved.drafter, with_prompts=not is_captured)
     grammars = None if backend is None else Grammars(scheduler, backend, mask=runner.mask_buffer())
     if backend is not None and not is_batch:
         backend.compiler()  # indexing a large vocabulary would stall the steps later

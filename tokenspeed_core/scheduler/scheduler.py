@@ -67,7 +67,6 @@ class Scheduler:
         self.counters = EngineCounters()
         self.drafts: DraftSource | None = None  # gives decode rows draft tokens to verify
         self._drafts_with_prompts = True
-        self._max_overlapped_rows = 0
         self._policy = policy
         self._rows = RowPlanner(
             self.columns, kv, self.sequences, whole_prompts=limits.whole_prompts
@@ -82,58 +81,16 @@ class Scheduler:
         """Whether a sequence is live, a step is in flight, or blocks of ended sequences are to be released."""
         return bool(len(self.sequences) or self.in_flight or self.kv.num_unreleased)
 
-    def use_drafts(
-        self, drafts: DraftSource, *, with_prompts: bool = True, max_overlapped_rows: int = 0
-    ) -> None:
-        """Give decode rows draft tokens from now on; unless `with_prompts`, not in steps that compute prompts.
-
-        Steps of up to `max_overlapped_rows` decodes need no exact lengths. A draft model's steps of this size are planned
-        while the step before them is in flight.
-        """
+    def use_drafts(self, drafts: DraftSource, *, with_prompts: bool = True) -> None:
+        """Give decode rows draft tokens from now on; unless `with_prompts`, not in steps that compute prompts."""
         self.drafts = drafts
         self.sequences.on_release = drafts.end
         self._drafts_with_prompts = with_prompts
-        self._max_overlapped_rows = max_overlapped_rows
 
     def wants_results(self) -> bool:
-        """Return whether to collect all steps in flight before the next one is planned. At least one is in flight.
-
-        Draft tokens may depend on them. After draft tokens, lengths are upper bounds until the step was collected.
-        """
-        if self.drafts is None or self._overlaps_drafts(self.drafts):
-            return False
-        if self._has_drafts_in_flight:
-            return True
+        """Return whether to collect all steps in flight before the next one is planned, for its draft tokens."""
         drafts = self._drafts_of_next_step
         return drafts is not None and drafts.wants_results()
-
-    @property
-    def _has_drafts_in_flight(self) -> bool:
-        """Whether the newest step in flight verifies draft tokens."""
-        return bool(self.in_flight and self.in_flight[-1].plan.num_draft_tokens)
-
-    def _overlaps_drafts(self, drafts: DraftSource) -> bool:
-        """Return whether the next step may be planned while a step with draft tokens is in flight, or gets some itself.
-
-        Its draft tokens must be on the device, and it must not need exact lengths. Upper bounds of lengths also cost rows
-        near their end draft tokens, and others blocks: no row may be preempted for draft tokens that may be rejected.
-        """
-        columns = self.columns
-        slots = columns.decoding()
-        if (
-            not drafts.has_model
-            or len(slots) > self._max_overlapped_rows
-            or columns.num_grammars
-            or len(columns.prefilling())
-            or (self.sequences.num_waiting and self.sequences.has_free_slot)
-            or not drafts.is_on
-        ):
-            return False
-        max_drafts = self.limits.max_drafts
-        if np.count_nonzero(columns.max_len[slots] - columns.num_bound[slots] <= max_drafts):
-            return False
-        num_blocks = 1 + max_drafts // self.kv.block_size
-        return len(slots) * num_blocks * self.kv.num_groups <= self.kv.pool.num_available
 
     @property
     def _drafts_of_next_step(self) -> DraftSource | None:
@@ -222,8 +179,7 @@ class Scheduler:
             budget - builder.num_tokens,
             max_prefill_tokens - builder.num_chunk_tokens,
         )
-        if not self._has_drafts_in_flight:  # a step with prompts may need exact lengths
-            self._admission.plan(builder, left, is_idle=not self.in_flight)
+        self._admission.plan(builder, left, is_idle=not self.in_flight)
         if not builder.is_empty:
             drafts, has_prompts = self.drafts, builder.num_chunk_tokens > 0
             if drafts is not None and drafts.has_model and (has_prompts or not drafts.is_idle):
@@ -255,10 +211,8 @@ class Scheduler:
 
     def _plan_running(self, builder: StepPlanBuilder, max_prefill_tokens: int) -> None:
         """Plan decodes and chunks of the running sequences, and preempt the policy's victims."""
-        drafts = self.drafts
-        # Otherwise draft tokens depend on the results of all steps in flight.
-        has_drafts = drafts is not None and (not self.in_flight or self._overlaps_drafts(drafts))
-        drafts = self._drafts_of_next_step if has_drafts else None
+        # Draft tokens depend on the results of all steps in flight.
+        drafts = None if self.in_flight else self._drafts_of_next_step
         view = view_of_running(self.columns, self.kv, self.sequences, drafts)
         counts = self.kv.counts()
         limits = Limits(

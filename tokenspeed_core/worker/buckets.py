@@ -146,8 +146,6 @@ class BucketFinder:
         self._drafts = _by_tokens(size for size in sizes if size.num_draft_tokens)
         self._mixed = _by_tokens(size for size in sizes if size.num_chunks)
         self._followed = _by_tokens(size for size in followed if size.num_chunks)
-        # Decodes of the largest step that is captured with any number of draft tokens, and without.
-        self.max_drafting = max((size.num_decodes for size in self._drafts), default=0)
 
     def find(self, plan: StepPlan) -> BucketSize | None:
         """Return the bucket with the fewest tokens, then decodes, that holds a step.

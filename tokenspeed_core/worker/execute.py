@@ -102,11 +102,6 @@ class LocalRunner:
         """Every kernel decision, with its reasons."""
         return self._assembly.selector.plan()
 
-    @property
-    def max_overlapped_rows(self) -> int:
-        """Decodes of the largest step that needs no exact lengths, whatever the number of its draft tokens."""
-        return 0 if self._graphs is None else self._graphs.max_drafting
-
     def resize(self, num_pages: int) -> None:
         """Replace the arena by an empty one and forget all slots. Nothing may be in flight."""
         self._free_arena()

@@ -54,7 +54,6 @@ class StepGraphs:
         has_draft_model = context.drafter is not None
         followed = followed_sizes(usual) if has_draft_model else ()
         self._finder = BucketFinder(usual, followed)
-        self.max_drafting = self._finder.max_drafting
         self._layouts = {
             size: StagedLayout(
                 size,

@@ -11,11 +11,8 @@ from typing import Any
 import numpy as np
 
 from tokenspeed_core.api.drafters import DrafterContext, DrafterSpec, Drafts
-from tokenspeed_core.api.step import F32, I32, StepPlan
-from tokenspeed_core.scheduler.collect import StepInFlight
+from tokenspeed_core.api.step import F32, I32
 from tokenspeed_core.scheduler.drafts import FinishedStep
-from tokenspeed_core.scheduler.scheduler import Scheduler
-from tokenspeed_core.scheduler.step_plan_builder import StepPlanBuilder
 
 
 class FixedDepth:
@@ -62,22 +59,6 @@ class FixedDepth:
 
     def finish_step(self, step: FinishedStep) -> None:
         """Do nothing."""
-
-
-def note_overlaps(scheduler: Scheduler) -> list[StepPlan]:
-    """Return a list that receives each step that is launched while draft tokens are in flight."""
-    found: list[StepPlan] = []
-    launch = scheduler.launch
-
-    def note(builder: StepPlanBuilder) -> StepInFlight:
-        has_drafts = any(flight.plan.num_draft_tokens for flight in scheduler.in_flight)
-        flight = launch(builder)
-        if has_drafts:
-            found.append(flight.plan)
-        return flight
-
-    scheduler.launch = note  # type: ignore[method-assign]
-    return found
 
 
 class ForcedDrafter:

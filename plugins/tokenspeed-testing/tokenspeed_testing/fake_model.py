@@ -88,12 +88,10 @@ class FakeRunner:
         *,
         blocks_per_page: Sequence[int] | None = None,
         fail_at: frozenset[int] = frozenset(),
-        max_overlapped_rows: int = 0,
     ) -> None:
         """Start with an unwritten cache. `collect` raises StepFailed for the steps in `fail_at`.
 
-        A page consists of as many units as any group's number of blocks in it (1 by default) divides. After draft tokens
-        that were not collected, only steps of up to `max_overlapped_rows` decodes can run.
+        A page consists of as many units as any group's number of blocks in it (1 by default) divides.
         """
         self.model = model
         self.groups = tuple(groups)
@@ -108,7 +106,6 @@ class FakeRunner:
         self.length = np.zeros(max_num_seqs, np.int64)
         self.last = np.zeros(max_num_seqs, np.int64)
         self._fail_at = fail_at
-        self._max_overlapped_rows = max_overlapped_rows
         self._plan: StepPlan | None = None
         self._results: deque[StepResult] = deque()
         self._drafts: dict[int, list[int]] = {}  # that the draft model made for a slot
@@ -116,10 +113,7 @@ class FakeRunner:
 
     def forward(self, plan: StepPlan) -> None:
         """Take a plan and apply its changes to the block tables."""
-        if any(self._num_drafts_in_flight):
-            assert plan.num_rows == plan.num_decodes <= self._max_overlapped_rows, (
-                "the step needs exact lengths"
-            )
+        assert not any(self._num_drafts_in_flight), "the step needs exact lengths"
         self._num_drafts_in_flight.append(plan.num_draft_tokens)
         for table, delta in zip(self.tables, plan.block_deltas, strict=True):
             table[delta.slots, delta.indices] = delta.blocks
