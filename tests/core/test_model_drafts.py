@@ -8,7 +8,8 @@ from engine_world import World
 from tokenspeed_testing.drafts import FixedDepth
 from tokenspeed_testing.requests import request
 
-from tokenspeed_core.api.step import I32
+from tokenspeed_core.api.sampling import FinishReason
+from tokenspeed_core.api.step import I32, StepPlan
 from tokenspeed_core.scheduler.columns import SlotColumns
 from tokenspeed_core.scheduler.drafts import FinishedStep, NextDraftCount
 from tokenspeed_core.scheduler.limits import SchedulerLimits
@@ -190,3 +191,25 @@ def test_draft_tokens_leave_a_page_for_each_row(num_pages: int, num_left: int) -
     assert builder is not None
     assert builder.num_tokens == 24
     assert scheduler.kv.pool.num_available == num_left
+
+
+@pytest.mark.parametrize("has_draft_model", [False, True])
+def test_only_tokens_that_sequences_keep_count_as_accepted(has_draft_model: bool) -> None:
+    """Draft tokens after a stop token may be right too."""
+    world = World(num_drafts=4, has_draft_model=has_draft_model, depth=1)
+    num_rows = 0
+
+    def count(plan: StepPlan) -> None:
+        nonlocal num_rows
+        num_rows += plan.num_decodes
+
+    world.engine.runner.check = count  # type: ignore[attr-defined]
+    stop = np.asarray([7, 19, 33, 41], np.int32)
+    for sequence_id in range(12):
+        prompt = [5 + sequence_id, 3, sequence_id]
+        world.submit(request(sequence_id, prompt, max_tokens=30, stop_token_ids=stop))
+    world.run()
+    stats = world.engine.stats()
+    assert sum(map(len, world.tokens.values())) == 12 + num_rows + stats.num_saved_steps
+    assert stats.num_saved_steps > 10
+    assert FinishReason.STOP in world.finish.values()

@@ -18,7 +18,6 @@ from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.api.step import LateInputs, OutOfMemory, Runner, StepFailed, StepPlan
 from tokenspeed_core.engine.messages import Outputs, Rejected, Submit
 from tokenspeed_core.errors import EngineDeadError
-from tokenspeed_core.scheduler.drafts import FinishedStep
 from tokenspeed_core.scheduler.prefill_budget import PrefillBudget
 from tokenspeed_core.scheduler.scheduler import Scheduler
 from tokenspeed_core.scheduler.step_plan_builder import StepPlanBuilder
@@ -219,28 +218,9 @@ class Engine:
             self._observe(
                 StepRecord(plan.step_id, plan.num_rows, plan.num_decodes, num_tokens, seconds)
             )
-        drafts = self.scheduler.drafts
-        if drafts is not None:
-            num_accepted = 0
-            if plan.num_draft_tokens:
-                num_decodes = plan.num_decodes
-                num_accepted = sum(result.num_tokens[:num_decodes].tolist()) - num_decodes
-            is_steady = self._depth == 1 or (was_overlapped and is_overlapped)
-            # Before `apply`: the drafter ends sequences there, and that time is part of the next step.
-            drafts.finish_step(
-                FinishedStep(
-                    plan.num_rows,
-                    num_tokens,
-                    num_prompt_tokens,
-                    num_accepted,
-                    seconds,
-                    is_steady,
-                    is_followed=plan.next_drafts is not None,
-                    mean_context=_mean_context(plan) if drafts.has_model else 0,
-                )
-            )
+        is_steady = self._depth == 1 or (was_overlapped and is_overlapped)
         started_at = perf_counter()
-        outputs = self.scheduler.apply(result)
+        outputs = self.scheduler.apply(result, seconds, is_steady=is_steady)
         counters = self.scheduler.counters
         counters.host_seconds += perf_counter() - started_at
         counters.finish_step(plan, len(outputs.token_ids), seconds)
@@ -267,15 +247,6 @@ class Engine:
                 message = f"{self._num_failures} steps in a row failed; the last: {message}"
             raise EngineDeadError(message) from error
         return _errors(failed)
-
-
-def _mean_context(plan: StepPlan) -> int:
-    """Return the number of tokens before the chunks of a step, on average of their tokens."""
-    num_tokens = len(plan.token_ids)
-    if not num_tokens:
-        return 0
-    chunks = plan.num_query_tokens[plan.num_decodes :].astype(np.int64)
-    return int(chunks @ plan.num_computed_tokens[plan.num_decodes :]) // num_tokens
 
 
 def _log_errors(step_id: int, outputs: Outputs) -> None:

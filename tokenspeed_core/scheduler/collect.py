@@ -130,6 +130,14 @@ def cut_at_end(num_tokens: I32, token_ids: I32, room: I32, stop_ids: I32) -> Kep
     return KeptTokens(num_kept.astype(np.int32), token_ids[keep], rows[keep], offsets[keep], finish)
 
 
+def num_kept(flight: StepInFlight, parts: Iterable[NewTokens]) -> I32:
+    """Return how many new tokens the sequence of each row keeps, int32 [S]; 0 if it ended before."""
+    kept = np.zeros(len(flight.slots), np.int32)
+    for tokens in parts:
+        kept[tokens.plan_rows] = tokens.num_tokens
+    return kept
+
+
 def rows_without_slot(collected: Collected, result: StepResult) -> Iterator[tuple[int, I32]]:
     """Yield the plan row and the tokens of each row that sampled and is not in `collected`."""
     counts = result.num_tokens

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from tokenspeed_core.api.drafters import Drafter, Drafts
-from tokenspeed_core.api.step import F32, I32, I64
+from tokenspeed_core.api.step import F32, I32, I64, StepPlan
 from tokenspeed_core.scheduler.columns import VACANT, SlotColumns
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.scheduler.sequence_table import SequenceTable
@@ -34,10 +34,10 @@ class NextDraftCount:
 class FinishedStep(NamedTuple):
     """A collected step: its rows, its query tokens, and how many of these are prompt and accepted draft tokens.
 
-    `seconds` is the time since the step before was collected. `is_steady` says whether it is typical of successive
-    steps: if the engine keeps several in flight, the steps before and after it were in flight with it. `is_followed`
-    says whether a draft model ran after it. `mean_context` is the number of tokens before its chunks, on average of
-    their tokens; 0 without a draft model.
+    Draft tokens count as accepted if their sequence keeps them. `seconds` is the time since the step before was
+    collected. `is_steady` says whether it is typical of successive steps: if the engine keeps several in flight, the
+    steps before and after it were in flight with it. `is_followed` says whether a draft model ran after it.
+    `mean_context` is the number of tokens before its chunks, on average of their tokens.
     """
 
     num_rows: int
@@ -48,6 +48,34 @@ class FinishedStep(NamedTuple):
     is_steady: bool = True
     is_followed: bool = False
     mean_context: int = 0
+
+    @classmethod
+    def of(
+        cls, plan: StepPlan, kept: I32 | None, seconds: float, *, is_steady: bool
+    ) -> FinishedStep:
+        """Describe a step. `kept` [num_decodes] are the new tokens that each sequence keeps; None: no draft tokens."""
+        num_accepted = 0
+        if kept is not None:
+            num_accepted = int(kept.sum()) - int(np.count_nonzero(kept))
+        return cls(
+            plan.num_rows,
+            plan.num_tokens,
+            len(plan.token_ids),
+            num_accepted,
+            seconds,
+            is_steady,
+            is_followed=plan.next_drafts is not None,
+            mean_context=_mean_context(plan),
+        )
+
+
+def _mean_context(plan: StepPlan) -> int:
+    """Return the number of tokens before the chunks of a step, on average of their tokens; 0 without chunks."""
+    num_tokens = len(plan.token_ids)
+    if not num_tokens:
+        return 0
+    chunks = plan.num_query_tokens[plan.num_decodes :].astype(np.int64)
+    return int(chunks @ plan.num_computed_tokens[plan.num_decodes :]) // num_tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,12 +24,13 @@ from tokenspeed_core.scheduler.collect import (
     append_tokens,
     collect,
     make_outputs,
+    num_kept,
     prompt_logprobs,
     rows_without_slot,
 )
 from tokenspeed_core.scheduler.columns import SlotColumns
 from tokenspeed_core.scheduler.counters import EngineCounters
-from tokenspeed_core.scheduler.drafts import DraftSource
+from tokenspeed_core.scheduler.drafts import DraftSource, FinishedStep
 from tokenspeed_core.scheduler.lifecycle import Preempted
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.scheduler.rejections import why_rejected
@@ -245,24 +246,28 @@ class Scheduler:
         self._next_step += 1
         return flight
 
-    def apply(self, result: StepResult) -> Outputs:
-        """Apply the result of the oldest step in flight. Returns the new tokens of its sequences."""
+    def apply(self, result: StepResult, seconds: float = 0.0, *, is_steady: bool = True) -> Outputs:
+        """Apply the result of the oldest step in flight. Returns the new tokens of its sequences.
+
+        `seconds` and `is_steady` are those of `FinishedStep`.
+        """
         flight = self.in_flight.popleft()
         assert flight.plan.step_id == result.step_id, "results come in the order of the launches"
         self.kv.retire(result.step_id)
         collected = collect(self.columns, flight, result)
-        late = self._collect_preempted(flight, result, collected)
-        if result.next_draft_ids is not None and not self.in_flight:
-            self._receive_drafts(flight, result.next_draft_ids)
+        parts = (collected.tokens, *self._collect_preempted(flight, result, collected))
+        if self.drafts is not None:
+            # Before sequences end: the drafter ends them too, and that time is part of the next step.
+            self._finish_drafts(
+                self.drafts, flight, result, parts, seconds=seconds, is_steady=is_steady
+            )
         self._count_prefills(flight)
-        if flight.plan.num_draft_tokens:
-            self._observe_drafts(flight, result)
         for slot in collected.with_full_block(self.columns, self.kv.granularity).tolist():
             self.sequences.cache_known_blocks(slot)
         for slot, reason in collected.ended():
             self.sequences.end(self.sequences.at(slot), reason)
         prompts = prompt_logprobs(flight, result.prompt_logprobs)
-        return make_outputs((collected.tokens, *late), result, prompts)
+        return make_outputs(parts, result, prompts)
 
     def _count_prefills(self, flight: StepInFlight) -> None:
         """Count the prompts that a step completed."""
@@ -272,31 +277,51 @@ class Scheduler:
             if state is not None:
                 self.counters.first_token(state.sequence)
 
-    def _observe_drafts(self, flight: StepInFlight, result: StepResult) -> None:
-        """Count the accepted draft tokens of a step, and tell the source about them."""
-        num_decodes = flight.plan.num_decodes
-        slots, sequence_ids = flight.slots[:num_decodes], flight.sequence_ids[:num_decodes]
-        num_drafts = flight.plan.num_query_tokens[:num_decodes] - 1
-        num_accepted = result.num_tokens[:num_decodes] - 1
-        rows = num_drafts.nonzero()[0]
-        if len(rows) < num_decodes:
-            slots, sequence_ids = slots[rows], sequence_ids[rows]
-            num_drafts, num_accepted = num_drafts[rows], num_accepted[rows]
-        self.counters.verify(num_drafts, num_accepted)
-        has_slot = self.columns.sequence_id[slots] == sequence_ids
+    def _finish_drafts(
+        self,
+        drafts: DraftSource,
+        flight: StepInFlight,
+        result: StepResult,
+        parts: tuple[NewTokens, ...],
+        *,
+        seconds: float,
+        is_steady: bool,
+    ) -> None:
+        """Tell the source about a collected step. `parts` are the tokens that sequences keep."""
+        plan = flight.plan
+        kept = num_kept(flight, parts)[: plan.num_decodes] if plan.num_draft_tokens else None
+        drafts.finish_step(FinishedStep.of(plan, kept, seconds, is_steady=is_steady))
+        if kept is not None:
+            self._observe_drafts(drafts, flight, result, kept)
+        if result.next_draft_ids is not None and not self.in_flight:
+            self._receive_drafts(drafts, flight, result.next_draft_ids)
+
+    def _observe_drafts(
+        self, drafts: DraftSource, flight: StepInFlight, result: StepResult, kept: I32
+    ) -> None:
+        """Count the draft tokens that sequences keep, and tell the source how many the model accepted.
+
+        `kept` [num_decodes] are the new tokens that each sequence keeps.
+        """
+        num_drafts = flight.plan.num_query_tokens[: len(kept)] - 1
+        rows = (num_drafts * kept).nonzero()[0]
+        if not len(rows):
+            return
+        slots, num_drafts = flight.slots[rows], num_drafts[rows]
+        self.counters.verify(num_drafts, kept[rows] - 1)
+        num_accepted = result.num_tokens[rows] - 1
+        has_slot = self.columns.sequence_id[slots] == flight.sequence_ids[rows]
         if np.count_nonzero(has_slot) < len(slots):
             slots, num_drafts = slots[has_slot], num_drafts[has_slot]
             num_accepted = num_accepted[has_slot]
-        assert self.drafts is not None, "the policy cannot add draft tokens"
-        self.drafts.observe(slots, num_drafts, num_accepted)
+        drafts.observe(slots, num_drafts, num_accepted)
 
-    def _receive_drafts(self, flight: StepInFlight, token_ids: I32) -> None:
+    def _receive_drafts(self, drafts: DraftSource, flight: StepInFlight, token_ids: I32) -> None:
         """Give the source the draft tokens that were made after the newest step."""
         rows = np.flatnonzero(flight.plan.wants_logits)
         slots = flight.slots[rows]
         has_slot = self.columns.sequence_id[slots] == flight.sequence_ids[rows]
-        if self.drafts is not None:
-            self.drafts.receive(slots[has_slot], token_ids.reshape(len(rows), -1)[has_slot])
+        drafts.receive(slots[has_slot], token_ids.reshape(len(rows), -1)[has_slot])
 
     def fail(self) -> list[int]:
         """End the sequences of all steps in flight with an error. Returns their ids.
