@@ -20,7 +20,7 @@ class QueueEntry:
 
 
 @dataclass(slots=True)
-class _Line:
+class _TenantQueue:
     """The waiting sequences of a tenant, as a heap, and the number of turns that it had."""
 
     heap: list[QueueEntry]
@@ -42,7 +42,7 @@ class WaitingQueue:
         """`num_running_of` returns the number of running sequences of a tenant."""
         self._policy = policy
         self._num_running_of = num_running_of
-        self._lines: dict[str, _Line] = {}
+        self._queues: dict[str, _TenantQueue] = {}
 
     def key_of(self, sequence: Sequence) -> tuple[int, int]:
         """Return the policy's key of a sequence; the smallest is first."""
@@ -63,34 +63,34 @@ class WaitingQueue:
 
     def put_back(self, entry: QueueEntry) -> None:
         """Add an entry that `pop` returned."""
-        line = self._lines.get(entry.tenant)
-        if line is None:
-            # A tenant that comes later has no claim to the turns before.
-            num_turns = min((each.num_turns for each in self._lines.values()), default=0)
-            line = self._lines[entry.tenant] = _Line([], num_turns)
-        heapq.heappush(line.heap, entry)
+        queue = self._queues.get(entry.tenant)
+        if queue is None:
+            # A new tenant gets no turns for the time before it came.
+            num_turns = min((each.num_turns for each in self._queues.values()), default=0)
+            queue = self._queues[entry.tenant] = _TenantQueue([], num_turns)
+        heapq.heappush(queue.heap, entry)
 
     def first(self) -> QueueEntry | None:
         """Return the first entry without removing it; None if the queue is empty."""
-        line = self._next()
-        return None if line is None else line.heap[0]
+        queue = self._next()
+        return None if queue is None else queue.heap[0]
 
     def pop(self, *, is_turn: bool = False) -> QueueEntry:
         """Remove and return the first entry. `is_turn`: count it as an admission of its tenant."""
-        line = self._next()
-        assert line is not None, "the queue is not empty"
-        entry = heapq.heappop(line.heap)
-        line.num_turns += is_turn
-        if not line.heap:
-            del self._lines[entry.tenant]
+        queue = self._next()
+        assert queue is not None, "the queue is not empty"
+        entry = heapq.heappop(queue.heap)
+        queue.num_turns += is_turn
+        if not queue.heap:
+            del self._queues[entry.tenant]
         return entry
 
-    def _next(self) -> _Line | None:
-        lines = self._lines.values()
-        if len(lines) < 2:
-            return next(iter(lines), None)
-        return min(lines, key=self._order)
+    def _next(self) -> _TenantQueue | None:
+        queues = self._queues.values()
+        if len(queues) < 2:
+            return next(iter(queues), None)
+        return min(queues, key=self._order)
 
-    def _order(self, line: _Line) -> tuple[int, int, int, tuple[int, int]]:
-        first = line.heap[0]
-        return first.key[0], self._num_running_of(first.tenant), line.num_turns, first.key
+    def _order(self, queue: _TenantQueue) -> tuple[int, int, int, tuple[int, int]]:
+        first = queue.heap[0]
+        return first.key[0], self._num_running_of(first.tenant), queue.num_turns, first.key

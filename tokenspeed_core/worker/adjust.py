@@ -144,14 +144,14 @@ class EndIds:
         logits: torch.Tensor,
         rows: torch.Tensor,
         slots: torch.Tensor,
-        place: torch.Tensor | None,
+        num_before: torch.Tensor | None,
     ) -> None:
         """Set these logits of rows of [R, V] to -inf in place; rows, slots int64 [P].
 
-        `place` int64 [P] is the number of draft tokens before each row's new token; None: none.
+        `num_before` int64 [P] is the number of draft tokens before each row's new token; None: none.
         """
         chosen, ids, num_left = logits[rows], self._ids[slots], self._num_left[slots]
-        is_endless = num_left > (0 if place is None else place)
+        is_endless = num_left > (0 if num_before is None else num_before)
         found = chosen.gather(1, ids).masked_fill_(is_endless.unsqueeze(1), float("-inf"))
         logits[rows] = chosen.scatter_(1, ids, found)
 

@@ -204,7 +204,7 @@ class ModelBuild:
         if key not in self._kernels:
             is_plan = self.device.type == "meta"
             self._kernels[key] = (
-                _unplaced if is_plan else self._make(choice, choice.problem, *group)
+                _not_loaded if is_plan else self._make(choice, choice.problem, *group)
             )
         return self._kernels[key]
 
@@ -432,5 +432,5 @@ def _describe_parts(parts: tuple[CachePart, ...]) -> str:
     return ", ".join(f"{part.name} {list(part.shape)}" for part in parts)
 
 
-def _unplaced(*arguments: Any, **keywords: Any) -> Any:
+def _not_loaded(*arguments: Any, **keywords: Any) -> Any:
     raise AssertionError("a model on the meta device cannot compute")

@@ -81,7 +81,7 @@ def begin_step(
 
     Lengths advance as if all draft tokens were accepted.
     """
-    slots, heads = columns["slots"], state.layout.heads
+    slots, last_tokens = columns["slots"], state.layout.last_tokens
     token_slots = columns.get("token_slots", slots)
     read, ends = size.num_decodes, buffers.new_positions
     if size.num_draft_tokens:  # `gather` reads the decodes, and writes over their ends
@@ -96,7 +96,7 @@ def begin_step(
         buffers.positions[:read],
         buffers.seq_lens,
         ends,
-        *heads,
+        *last_tokens,
     )
     if size.num_draft_tokens:
         read = size.num_decode_tokens
@@ -108,7 +108,7 @@ def begin_step(
             buffers.token_ids[:read],
             buffers.positions[:read],
             buffers.new_positions[:read],
-            *heads,
+            *last_tokens,
         )
     for table, rows, kv_slots in zip(state.tables, buffers.tables, buffers.kv_slots, strict=True):
         used = table[:, : rows.shape[1]]
@@ -153,9 +153,9 @@ class EagerInputs:
         columns = layout.columns(staged)
         buffers = self._buffers(plan, size, columns)
         begin_step(self._state, self._kernels, columns, size, buffers)
-        bounds = _Bounds(plan, query_start, device_query_start, buffers.seq_lens)
+        eager = _EagerRows(plan, query_start, device_query_start, buffers.seq_lens)
         groups = tuple(
-            bounds.group(kv_slots, table, split=split)
+            eager.group(kv_slots, table, split=split)
             for kv_slots, table, split in zip(
                 buffers.kv_slots, buffers.tables, self._split, strict=True
             )
@@ -225,7 +225,7 @@ def _sampling_rows(
     )
 
 
-class _Bounds:
+class _EagerRows:
     """The rows of an eager step. The host knows their exact lengths."""
 
     def __init__(

@@ -198,8 +198,8 @@ class Sampler:
                 logits, processed, rows.slots, rows.last_tokens(), self._transfer
             )
         if len(endless):
-            place = None if drafts is None else drafts.offsets[endless_rows]
-            self._end_ids.forbid(logits, endless_rows, rows.device_slots[endless_rows], place)
+            num_before = None if drafts is None else drafts.offsets[endless_rows]
+            self._end_ids.forbid(logits, endless_rows, rows.device_slots[endless_rows], num_before)
             flags.note_sampled(rows.slots)
         if late is not None:
             self._mask(logits, rows, late)

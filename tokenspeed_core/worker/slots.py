@@ -63,8 +63,8 @@ class SlotLayout:
         return self.table(self.num_groups)
 
     @property
-    def heads(self) -> tuple[int, int]:
-        """The index of the first word of the last tokens, and the number of slots. The lengths follow."""
+    def last_tokens(self) -> tuple[int, int]:
+        """The index of the first word of the last tokens, and their number. As many lengths follow them."""
         return self.column("last_token"), self.num_slots
 
     @property
