@@ -125,7 +125,7 @@ class ParallelSettings(Settings):
     comm_fusion_max_num_tokens: int | None = setting(
         None,
         "parallel",
-        "Largest step with fused all-reduces; default: 512 KB, or any with two processes.",
+        "Largest step with fused all-reduces; default: 512 KiB, or any on two processes.",
         unit="tokens",
         ge=1,
         le=65536,

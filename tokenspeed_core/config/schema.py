@@ -160,7 +160,11 @@ class Config(ParallelSettings, SpeculationSettings):
         ge=1,
     )
     gpu_memory_utilization: float = setting(
-        0.9, "scheduler", "Fraction of device memory for weights and KV cache.", gt=0, le=1
+        0.9,
+        "scheduler",
+        "Fraction of device memory to fill, including memory of other programs.",
+        gt=0,
+        le=1,
     )
     max_num_seqs: int = setting(
         256,
@@ -240,14 +244,14 @@ class Config(ParallelSettings, SpeculationSettings):
     mla_chunk_multiplier: int = setting(
         1,
         "backends",
-        "Maximum cached tokens that MLA prefill expands at once, in full steps.",
+        "Cached tokens that MLA prefill expands at once, per token of the largest step.",
         ge=1,
         le=1024,
     )
     all2all_backend: Names = setting(
         AUTO,
         "backends",
-        "Backends, by preference, of collectives for experts shared by engines.",
+        "All-to-all backends by preference, for experts that engines share.",
         kind="kernels.comm",
         takes="NAME[,NAME...]",
         is_for_servers=True,
@@ -255,7 +259,7 @@ class Config(ParallelSettings, SpeculationSettings):
     deepep_mode: Literal["auto", "normal", "low_latency"] = setting(
         "auto",
         "backends",
-        "Kernels of the all-to-all backend deepep.",
+        "Kernel mode of the all-to-all backend deepep.",
         is_for_servers=True,
     )
     moe_backend: BackendChoice = backends(

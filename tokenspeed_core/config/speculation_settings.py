@@ -79,7 +79,7 @@ class SpeculationSettings(Settings):
     speculative_num_draft_tokens: int | None = setting(
         None,
         "speculation",
-        f"Maximum tokens verified per row, with its last token; default: {1 + DEFAULT_MAX_DRAFTS} or a block.",
+        f"Maximum tokens verified per row, last token included; default: {1 + DEFAULT_MAX_DRAFTS} or block size.",
         unit="tokens",
         ge=2,
         le=1 + MAX_DRAFTS,
