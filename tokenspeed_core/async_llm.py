@@ -204,7 +204,9 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
                 f"sampling_params must be a SamplingParams; found {type(params).__name__}"
             )
         if request_id in self._requests:
-            raise BadRequestError(f"request_id {request_id!r} is in use", "request_id")
+            raise BadRequestError(
+                f"request_id {request_id!r} is in use; choose another one", "request_id"
+            )
 
     def _started(self) -> AsyncEngine:
         """Return the engine. Raises TokenSpeedError before start and after shutdown."""

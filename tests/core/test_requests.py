@@ -91,7 +91,7 @@ def test_invalid_request_names_the_field_and_bound(
 def test_prompt_of_a_bidirectional_model_is_not_scored() -> None:
     limits = Ready(100, 80, 50, "", is_bidirectional=True)
     assert build([1, 2], limits, logprobs=1).logprobs == 1
-    with pytest.raises(BadRequestError, match="later ones") as caught:
+    with pytest.raises(BadRequestError, match="prompt_logprobs") as caught:
         build([1, 2], limits, prompt_logprobs=0)
     assert caught.value.param == "prompt_logprobs"
 

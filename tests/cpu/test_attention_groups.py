@@ -78,7 +78,7 @@ def test_window_in_a_full_group_is_accepted(tiny: Make) -> None:
 def test_number_of_layers_must_equal_the_groups(tiny: Make) -> None:
     build = make_build(tiny(), FULL)
     attend(build, 0)
-    with pytest.raises(CheckpointError, match="'full' declares 2 layers, and 1"):
+    with pytest.raises(CheckpointError, match="'full' declares 2 layers, but 1"):
         build.check_groups()
     attend(build, 1)
     build.check_groups()

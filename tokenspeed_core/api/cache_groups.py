@@ -150,6 +150,6 @@ def local_cache_group(group: CacheGroupSpec, num_processes: int) -> CacheGroupSp
     if heads % num_processes and num_processes % heads:
         raise ValueError(
             f"{heads} KV heads of cache group {group.name!r} cannot be divided among {num_processes} processes. Choose a "
-            "number of processes that divides them, or a multiple of them."
+            "number of processes that divides them, or is a multiple of them."
         )
     return replace(group, num_kv_heads=max(1, heads // num_processes))

@@ -262,7 +262,9 @@ def merge_ops(*more: Iterable[OpContract | OpReference]) -> Mapping[str, OpContr
         if isinstance(each, OpReference):
             contract = merged.get(each.op)
             if contract is None or contract.reference:
-                raise ValueError(f"op {each.op!r} is unknown, or has a reference already")
+                raise ValueError(
+                    f"OpReference of op {each.op!r}: the core has no such op, or the op already has a reference"
+                )
             merged[each.op] = replace(contract, reference=each.reference, inputs=each.inputs)
         elif not isinstance(each, OpContract):
             raise ValueError(f"{each!r} is not an OpContract")

@@ -71,8 +71,8 @@ class ParallelLayout:
                 )
         if data > 1 and (attn, dense, moe * experts) != (1, 1, data):
             raise ValueError(
-                f"{data} data-parallel processes can share experts only, and all of them must: MoE TP x EP is "
-                f"{moe * experts}, attention TP {attn}, dense TP {dense}"
+                f"{data} data-parallel processes must share all experts and nothing else: expected MoE TP x EP {data}, "
+                f"attention TP 1 and dense TP 1; found {moe * experts}, {attn} and {dense}"
             )
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not one of {world_size} processes")

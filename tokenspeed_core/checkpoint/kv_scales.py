@@ -42,7 +42,7 @@ def find_kv_scales(
         if layer not in found or not _is_valid(found[layer]):
             what = f"are {found[layer]}" if layer in found else "are missing"
             raise CheckpointError(
-                f"{checkpoint.path}: the scales of an FP8 KV cache of layer {layer} {what}. They must be positive and "
+                f"{checkpoint.path}: the FP8 KV cache scales of layer {layer} {what}. They must be positive and "
                 "finite for all layers. Give --quantization-param-path, or --kv-cache-dtype auto."
             )
     return tuple(found[layer] for layer in range(num_layers))

@@ -35,7 +35,7 @@ def configure(kind: type[C], positional: str | None, flags: dict[str, Any], file
     if positional is not None:
         if flags.get("model", positional) != positional:
             raise ConfigError(
-                f"--model {flags['model']}: the model was already given as {positional}"
+                f"--model {flags['model']}: the model was already given as {positional}; give it once"
             )
         flags = {**flags, "model": positional}
     return load(kind, flags, os.environ, file)

@@ -172,7 +172,9 @@ class ParallelSettings(Settings):
         self._check_balance(sizes.experts)
         self._check_fusion(sizes.world_size)
         if self.node_rank >= self.nnodes:
-            raise ValueError(f"--node-rank {self.node_rank} needs --nnodes {self.node_rank + 1}")
+            raise ValueError(
+                f"--node-rank {self.node_rank} needs --nnodes {self.node_rank + 1} or more, but it is {self.nnodes}"
+            )
         if self.dist_init_addr is not None:
             _, colon, port = self.dist_init_addr.rpartition(":")
             if not colon or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -268,7 +270,8 @@ class ParallelSettings(Settings):
         found = sizes.layout(0).world_size
         if found != world_size:
             raise ValueError(
-                f"the engine has {world_size} processes, but the sizes of its process groups need {found}"
+                f"the engine has {world_size} processes, but the sizes of its process groups need {found}; "
+                "change the sizes, or omit --world-size and --nprocs-per-node"
             )
         return sizes
 

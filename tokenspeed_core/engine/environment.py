@@ -57,7 +57,7 @@ def unused_settings(resolved: Resolved, *, is_cpu: bool) -> dict[str, str]:
             ("enable_prefix_caching", is_cached),
         ):
             if is_on:
-                reasons[name] = "no effect, since tokens of a prompt see later ones"
+                reasons[name] = "no effect: the model's attention to prompts is bidirectional"
     elif config.chunked_prefill_size > 0:
         reasons["max_prefill_tokens"] = "no effect unless --chunked-prefill-size is -1"
     return {name: why for name, why in reasons.items() if config.origin(name) != "default"}

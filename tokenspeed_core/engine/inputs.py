@@ -156,8 +156,8 @@ class InputProcessor:
             )
         if params.prompt_logprobs is not None and self.limits.is_bidirectional:
             raise BadRequestError(
-                "prompt_logprobs (or echo with logprobs) does not work with this model, whose prompt tokens see later "
-                "ones: omit it",
+                "this model does not support prompt_logprobs (or echo with logprobs), because its attention to prompts is "
+                "bidirectional; omit it",
                 "prompt_logprobs",
             )
         max_tokens = num_output_tokens(len(prompt), params.max_tokens, self.limits)

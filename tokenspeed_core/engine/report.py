@@ -54,7 +54,7 @@ def log_start(
         log.info("speculative decoding: %s", resolved.drafter)
     if resolved.limits.whole_prompts:
         log.info(
-            "tokens of a prompt see later ones: each prompt is computed in one step, without prefix caching"
+            "attention to prompts is bidirectional: each prompt is computed in one step, without prefix caching"
         )
     log.info("structured output: %s", "off" if grammars is None else grammars.entry)
     log.info(

@@ -105,7 +105,8 @@ class NodesExecutor:
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise CapacityError(
-                f"--dist-init-addr {config.dist_init_addr}: node 0 cannot listen there: {error}"
+                f"--dist-init-addr {config.dist_init_addr}: node 0 cannot listen there: {error}. "
+                "Give an address of this machine and a free port."
             ) from error
         self._settings = ""
         self._on_exit: Callable[[WorkerExit], None] = lambda end: None

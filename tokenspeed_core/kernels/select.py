@@ -198,12 +198,18 @@ class Selector:
         found = self.plan().find(override.target)
         if not found:
             ops = ", ".join(sorted({planned.op for planned in self.plan().ops}))
-            return f"{override.flag} has no effect: this model does not use {override.target}. It uses {ops}."
+            return (
+                f"{override.flag} has no effect: this model does not use {override.target}. It uses {ops}. "
+                "Remove the flag."
+            )
         uses = {
             " ".join(filter(None, (planned.op, planned.axis("phase"), planned.axis("dtype"))))
             for planned in found
         }
-        return f"{override.flag} has no effect: this model uses {', '.join(sorted(uses))}."
+        return (
+            f"{override.flag} has no effect: this model uses {', '.join(sorted(uses))}. Change its phase or format, or "
+            "remove the flag."
+        )
 
     def _contract(self, op: str) -> OpContract:
         if op not in self.ops:

@@ -91,7 +91,9 @@ class Selection:
         """Raise PluginError for a scope that is not installed, or both selected and excluded."""
         only = self.only or frozenset()
         for name in sorted(only & self.excluded):
-            raise PluginError(f"{self.because} both selects and excludes {name}")
+            raise PluginError(
+                f"{self.because} both selects and excludes {name}; remove one of them"
+            )
         for name in sorted(only | self.excluded):
             if name not in installed:
                 names = ", ".join(sorted(each for each in installed if ":" not in each))

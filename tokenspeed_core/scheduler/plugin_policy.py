@@ -65,10 +65,13 @@ def _decide(policy: Policy, view: View, limits: Limits) -> Decision:
     num_query = np.clip(decision.num_query_tokens, 0, view.num_query_tokens).astype(np.int32)
     runs = num_query > 0
     victims = [int(victim) for victim in decision.victims]
-    if view.num_new_pages[runs].sum() > limits.num_available_pages:
-        raise ValueError("the scheduled rows need more pages than are available")
+    num_pages = int(view.num_new_pages[runs].sum())
+    if num_pages > limits.num_available_pages:
+        raise ValueError(
+            f"the scheduled rows need {num_pages} pages, but {limits.num_available_pages} are available"
+        )
     if runs[victims].any():
-        raise ValueError("a row is both scheduled and preempted")
+        raise ValueError(f"a row is both scheduled and preempted: victims are {victims}")
     if len(set(victims)) < len(victims):
-        raise ValueError("a row is preempted twice")
+        raise ValueError(f"a row is preempted twice: victims are {victims}")
     return Decision(num_query, decision.victims)

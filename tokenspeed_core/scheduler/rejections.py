@@ -19,7 +19,7 @@ def why_rejected(
     if not 1 <= num_prompt <= num_tokens <= max_len:
         what = (
             f"the prompt has {num_prompt} tokens and max_tokens is {request.max_tokens}; "
-            f"the prompt needs at least 1, and together they have at most {max_len}"
+            f"the prompt needs at least 1 token, and together they may have at most {max_len}"
         )
         return Rejected(request.request_id, "too_long", what)
     if request.n > limits.max_queued:
@@ -35,7 +35,10 @@ def why_rejected(
         return Rejected(request.request_id, "queue_full", what)
     num_live, max_live = sequences.num_of_tenant(request.tenant), limits.max_live_per_tenant
     if max_live is not None and num_live + request.n > max_live:
-        what = f"this API key has {num_live} of {max_live} unfinished sequences, and asks for {request.n} more"
+        what = (
+            f"this API key has {num_live} unfinished sequences and requests {request.n} more, "
+            f"but may have at most {max_live}"
+        )
         reason = "tenant_limit" if request.n <= max_live else "bad_request"
         return Rejected(request.request_id, reason, what)
     return None

@@ -249,12 +249,12 @@ class ModelBuild:
         layer, group = self._first_layer + layer, self._group_names.get(group, group)
         if is_bidirectional and not self._is_bidirectional:
             raise CheckpointError(
-                f"{self._architecture} layer {layer} is bidirectional, and the model is described as causal. Set "
+                f"{self._architecture} layer {layer} is bidirectional, but the model is described as causal. Set "
                 "ModelInfo.is_bidirectional in `describe`. A bidirectional drafter needs a bidirectional model."
             )
         if is_bidirectional and is_chunked:
             raise CheckpointError(
-                f"{self._architecture} layer {layer} is both chunked and bidirectional, which no kernel computes."
+                f"{self._architecture} layer {layer} is both chunked and bidirectional, which no kernel supports."
             )
         parts = keys_and_values(num_kv_heads, head_size, value_head_size)
         index = self._next_index(layer, group, parts, window)
@@ -334,7 +334,7 @@ class ModelBuild:
             num_layers = self._num_layers(name)
             if num_layers != spec.num_layers:
                 raise CheckpointError(
-                    f"{self._architecture}: cache group {name!r} declares {spec.num_layers} layers, and "
+                    f"{self._architecture}: cache group {name!r} declares {spec.num_layers} layers, but "
                     f"{num_layers} use it. Correct `describe` or the model class."
                 )
 

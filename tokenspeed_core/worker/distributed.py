@@ -45,7 +45,7 @@ def init(layout: ParallelLayout, address: str, device: torch.device) -> Mapping[
     """
     if dist.is_initialized():
         raise ConfigError(
-            "torch.distributed is initialized in this process. Close the other LLM, or use AsyncLLM, which runs the "
+            "torch.distributed is already initialized in this process. Close the other LLM, or use AsyncLLM, which runs the "
             "engine in another process."
         )
     dist.init_process_group(

@@ -62,7 +62,7 @@ class LogitsProcessors:
                 try:
                     self._processors[name].begin(slot, params, token_ids, num_prompt)
                 except Exception:  # plugin code may raise anything
-                    log.exception("logits processor %s fails to begin", name)
+                    log.exception("logits processor %s failed in `begin`", name)
                     self._failed.add(slot)
 
     def apply(
@@ -86,7 +86,7 @@ class LogitsProcessors:
             try:
                 self._processors[name].apply(part, before)
             except Exception:  # plugin code may raise anything
-                log.exception("logits processor %s fails", name)
+                log.exception("logits processor %s failed in `apply`", name)
                 self._failed.update(used.tolist())
             logits[places] = part
         failed = [row for row in rows.tolist() if int(slots[row]) in self._failed]

@@ -19,7 +19,8 @@ def resolve_device(name: str) -> torch.device:
     index = torch.cuda.current_device() if device.index is None else device.index
     if index >= torch.cuda.device_count():
         raise ConfigError(
-            f"--device {name}: there are {torch.cuda.device_count()} CUDA devices, numbered from 0."
+            f"--device {name} does not exist: torch finds {torch.cuda.device_count()} CUDA devices, numbered from 0. "
+            "Choose one of them."
         )
     return torch.device("cuda", index)
 
@@ -82,7 +83,7 @@ def take_devices(name: str, replica: int, num_replicas: int, num_ranks: int) -> 
             + (
                 f"--device {name}. Use --device cuda and CUDA_VISIBLE_DEVICES."
                 if ":" in name
-                else f"{found}."
+                else f"{found}. Lower --data-parallel-size, or make more devices visible."
             )
         )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(found)))

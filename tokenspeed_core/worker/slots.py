@@ -106,7 +106,9 @@ class SlotLayout:
         counts = plan.num_query_tokens[: plan.num_decodes] - 1
         most = max(counts.tolist(), default=0)
         if most > self.max_drafts:
-            raise ValueError(f"a row has {most} draft tokens, and slots hold {self.max_drafts}")
+            raise ValueError(
+                f"a row has {most} draft tokens, but a slot holds at most {self.max_drafts}"
+            )
         first = self.drafts + plan.slots[: plan.num_decodes].astype(np.int64) * self.max_drafts
         # Token i of the plan is token i - before of its row.
         before = counts.cumsum() - counts

@@ -65,7 +65,7 @@ class Grammars:
         grammar = request.grammar
         assert grammar is not None, "requests without a grammar go to the scheduler"
         if len(grammar.text) > MAX_GRAMMAR_CHARS:
-            message = f"the grammar has {len(grammar.text)} characters; at most {MAX_GRAMMAR_CHARS}"
+            message = f"the grammar has {len(grammar.text)} characters, but at most {MAX_GRAMMAR_CHARS} are allowed"
             return Rejected(request.request_id, "bad_grammar", message)
         key = GrammarKey(grammar.kind, grammar.text)
         known = self._cache.get(key)
