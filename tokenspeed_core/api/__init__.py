@@ -1,7 +1,7 @@
 """The contracts between the core and its plugins.
 
-Plugins import the core only through this package and `tokenspeed_core.commands`. The number in an
-entry point's extra (`[api1]`) refers to these contracts.
+Plugins import the core only through this package and `tokenspeed_core.commands`. An entry point names the version of
+these contracts in its extra, such as `[api1]`.
 """
 
 from __future__ import annotations

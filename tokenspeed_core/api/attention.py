@@ -1,7 +1,7 @@
 """The contract of attention backends over a paged KV cache: per-step work shared by layers, then one call per layer.
 
-Decode rows come first. A backend is built once for each cache group, phase and distinct layer problem; it allocates its
-buffers then, so that graphs can replay.
+In a step, decode rows come before prefill rows. A backend is built once for each cache group, phase and distinct layer
+problem. It allocates its buffers then, so that their addresses stay valid when CUDA graphs replay.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ class AttentionProblem:
     `value_head_size` (None: as many).
 
     If it `is_bidirectional`, a row of queries from position 0 is a whole prompt, and its queries attend to all its
-    keys; with a window, only to keys less than `window` positions away. Other rows are causal. The engine asks for that in
-    the phase "prefill" only, since decode rows begin after their prompt, and never for chunks.
+    keys; with a window, only to keys less than `window` positions away. Other rows are causal. The engine sets
+    `is_bidirectional` in the phase "prefill" only, since decode rows begin after their prompt, and never together with
+    `is_chunked`.
     """
 
     phase: str

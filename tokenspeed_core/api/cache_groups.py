@@ -1,6 +1,6 @@
-"""Cache groups: which part of a sequence's past the layers of a model still read.
+"""Cache groups: sets of layers that keep the same tensors in the KV cache, for the same tokens of a sequence.
 
-A group describes its layers and answers questions about lengths. It allocates nothing. All lengths are in tokens.
+A group describes its layers and says which tokens they still read. It allocates nothing. All lengths are in tokens.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def values_per_token(group: CacheGroupSpec) -> int:
 def keys_and_values(
     num_kv_heads: int, head_size: int, value_head_size: int | None = None
 ) -> tuple[CachePart, ...]:
-    """Return the parts `k` and `v`, which ordinary attention layers keep. Values have `head_size` elements if None."""
+    """Return the parts `k` and `v`, which ordinary attention layers keep. `value_head_size` None: `head_size`."""
     return (
         CachePart("k", (num_kv_heads, head_size)),
         CachePart("v", (num_kv_heads, value_head_size or head_size)),
@@ -113,7 +113,7 @@ class SlidingWindow:
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Entries of every token that all heads share (MLA): a latent of L values, then R values of a rotated key."""
+    """One entry per token, which all heads share (MLA): a latent of L values, then R values of a rotated key."""
 
     name: str
     num_layers: int

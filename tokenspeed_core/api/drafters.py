@@ -49,8 +49,8 @@ class Drafter(Protocol):
     """Proposes tokens on the host. All calls come from the engine's thread, so they delay every step.
 
     For each sequence: `begin`, then any number of `extend` and `propose`, then `end`. A sequence that was preempted
-    ends, and begins again with all its tokens. A drafter that raises, proposes more tokens than it may, or a token
-    outside the vocabulary is switched off with an error in the log; outputs are not affected.
+    ends, and begins again with all its tokens. If a drafter raises, or proposes too many tokens or a token outside the
+    vocabulary, the engine disables it and logs an error. Outputs are not affected.
     """
 
     def begin(self, slot: int, token_ids: I32, num_prompt_tokens: int, tenant: str) -> None:
@@ -66,9 +66,9 @@ class Drafter(Protocol):
     def propose(self, slots: I32, max_drafts: I32) -> Drafts:
         """Return at most `max_drafts[i]` (1 or more) tokens that probably follow the sequence in `slots[i]`.
 
-        Tokens of steps in flight are not known yet. So `propose` may be called twice before a step: if the first
-        proposals are worth waiting for these tokens, they are dropped, and the tokens are given to `extend`. A step may
-        also verify fewer tokens than proposed, or none.
+        `propose` may be called while the tokens of a step in flight are not known yet. If its proposals show that waiting
+        is worthwhile, the engine drops them, waits, passes the new tokens to `extend`, and calls `propose` again. A step
+        may also verify fewer tokens than proposed, or none.
 
         Proposing few tokens, or none, is better than proposing improbable ones: each token makes the step longer.
         """
@@ -105,7 +105,7 @@ class DrafterSpec(AnyDrafterSpec):
 class DraftCheckpoint:
     """The checkpoint of the target or of a draft model.
 
-    `spec` and `info` are of its family, None if no installed family supports its architecture.
+    `spec` and `info` describe its model family. Both are None if no installed family supports its architecture.
     """
 
     path: Path
@@ -130,5 +130,5 @@ class ModelDrafterSpec(AnyDrafterSpec):
     # "module:function"; `function(request: DraftRequest)` returns a DraftModelInfo. It raises ValueError if the target
     # or the draft model does not fit, and imports no tensor library.
     plan: str
-    # Whether `--speculative-draft-model-path` must be given; otherwise it is refused.
+    # Whether `--speculative-draft-model-path` is required. If not, the flag is rejected.
     needs_checkpoint: bool

@@ -14,17 +14,19 @@ class MovableExperts:
     """The experts of a layer on this process, in slots. Slots after the experts of the checkpoint are unused at first."""
 
     num_slots: int
-    loads: torch.Tensor  # int64 [experts], pairs of a token and an expert that the layer counted
+    loads: (
+        torch.Tensor
+    )  # int64 [experts], number of tokens routed to each expert, counted by the layer
     weights: tuple[torch.Tensor, ...]  # each contiguous, [slots, ...]
-    # int32 [experts, turns]: the slot that computes a token's expert, or `num_slots` for none here. Turns alternate by
-    # the index of the token.
+    # int32 [experts, turns]: the slot of each expert, or `num_slots` if another process computes it. Token t uses the
+    # column t % turns, so that replicas of an expert take turns.
     table: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertBalance:
-    """What a build asks of layers with experts if the engine balances their load. Each layer appends its experts."""
+    """The settings of load balancing for layers with experts. Each layer appends its experts to `layers`."""
 
     num_redundant: int  # slots of all processes of the group "experts", beyond one for each expert
-    num_turns: int
+    num_turns: int  # columns of `MovableExperts.table`
     layers: list[MovableExperts] = field(default_factory=list)

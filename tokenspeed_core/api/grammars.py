@@ -46,7 +46,7 @@ class Vocabulary:
     encode: Callable[[str], list[int]]
 
     def parts(self, text: str) -> list[str | int]:
-        """Cut a text at special tokens; they become ids."""
+        """Split a text at special tokens, and replace these by their ids."""
         ids = {self.tokens[i].decode(): i for i in self.special_ids if self.tokens[i]}
         if not ids or not text:
             return [text] if text else []
@@ -78,7 +78,10 @@ class CallGrammar:
     answer: Mapping[str, Any] | None = None  # a JSON schema
 
     def for_vocabulary(self, vocabulary: Vocabulary) -> CallGrammar:
-        """Return the grammar without end-of-sequence tokens in its template: the output ends there, after one call."""
+        """Return the grammar without the end-of-sequence tokens of its template.
+
+        If a call ends with such a token, the output ends after one call.
+        """
         ends = [vocabulary.tokens[i].decode() for i in vocabulary.eos_ids]
         template, has_end = self.template, False
         for end in filter(None, ends):
@@ -158,9 +161,9 @@ class GrammarCompiler(Protocol):
 class GrammarSpec:
     """A grammar backend, registered in `tokenspeed.grammars`.
 
-    With `bounds_time`, a call of a matcher takes at most some 10 ms, whatever the grammar, and then fails. The engine's
-    thread calls such matchers itself. Others are called in a separate thread, which the engine can abandon, and
-    must not hold the GIL for long: two switches of threads cost each step 0.1 to 0.2 ms.
+    With `bounds_time`, a call of a matcher fails if it needs more than about 10 ms, and the engine's thread calls it
+    directly. Other matchers are called in a separate thread, which the engine can abandon; they must not hold the GIL
+    for long. The two thread switches cost each step 0.1 to 0.2 ms.
     """
 
     load: str  # "module:factory"; `factory(vocabulary: Vocabulary)` returns a GrammarCompiler

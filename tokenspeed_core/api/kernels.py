@@ -144,10 +144,10 @@ class KernelSpec:
     load: str
     requires: tuple[str, ...] = ()  # top-level modules that must be installed
     obtain: str = ""  # the command that installs them
-    # A new machine needs a tool chain, or minutes of compilation, before the first call. Just-in-time compilation of
-    # seconds during the warm-up does not count.
+    # On a new machine, the kernel needs a compiler toolchain, or minutes of compilation, before its first call.
+    # Just-in-time compilation that takes seconds during the warm-up does not count.
     needs_compile: bool = False
-    # No measurement covers it yet, even if a ranking names the backend: `auto` does not choose it.
+    # `auto` does not choose it, even if a ranking lists its backend, because no measurement covers it yet.
     needs_name: bool = False
     # This is the op's reference, the last candidate of all. `load` must be the contract's `reference`.
     reference: bool = False

@@ -32,8 +32,8 @@ class ModelInfo:
     """The properties of a checkpoint that the core needs.
 
     `num_parameters` counts all weights (tied ones once); `cache_groups` are the caches of each sequence. If it
-    `is_bidirectional`, a prompt's tokens see later ones in some layers. A prompt is then computed in one step, and
-    shares no cache entries.
+    `is_bidirectional`, tokens of a prompt attend to later ones in some layers. A prompt is then computed in one step,
+    and shares no cache entries.
     """
 
     architecture: str
@@ -111,7 +111,10 @@ class LoadFormat:
 
 @dataclass(frozen=True, slots=True)
 class KVScale:
-    """The divisors of a layer's keys and values in the KV cache. A latent cache (MLA) uses the divisor of the keys."""
+    """The per-tensor scales of a layer's FP8 KV cache, which stores keys and values divided by them.
+
+    A latent cache (MLA) uses the scale of the keys.
+    """
 
     key: float = 1.0
     value: float = 1.0
@@ -192,8 +195,8 @@ class BuildContext(Protocol):
     """The context of a model's constructor: its device and dtype, its quantization, and access to kernels.
 
     `max_model_len` is the engine's longest sequence, in tokens. With an `expert_balance`, layers let the engine move
-    their experts. If it `routes_tokens`, shared experts of processes with their own tokens get only the tokens that are
-    routed to them, with `exchange_tokens`. Otherwise they get all tokens, and `token_counts` says which are padding.
+    their experts. If it `routes_tokens`, data-parallel processes send each token only to the processes of its experts
+    (`exchange_tokens`). Otherwise every process gets all tokens, and `token_counts` says which are padding.
     """
 
     dtype: torch.dtype

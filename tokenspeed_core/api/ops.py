@@ -1,6 +1,6 @@
-"""Op contracts, including those of the ops that the worker calls. Plugins provide the ops of models.
+"""Op contracts: the class that defines an op, and the ops that the worker calls. Plugins define the ops of models.
 
-No tensor library is imported.
+Imports no tensor library.
 
 An op is selected by name and *problem*: the axes that its contract lists, and `dtype`. The kernel is then called with
 the tensors of its signature. Inputs are not changed unless `mutates` lists them, and results are new tensors. Tensors
@@ -128,10 +128,10 @@ _CONTRACTS = (
             "num_heads": "query heads H",
             "scale": "factor of the scores",
             "window": "number of visible positions, including the query's own; None: all",
-            "is_chunked": "whether the window is a chunk of positions from a multiple of its length on",
+            "is_chunked": "whether the window is the length of chunks, which begin at its multiples",
             "soft_cap": "bound c of scores, which become c * tanh(score / c); None: no bound",
             "has_sinks": "whether each query head has a learned score without a value",
-            "is_bidirectional": "whether all tokens of a prompt see each other, within the window on both sides",
+            "is_bidirectional": "whether tokens of a prompt attend to later ones too, within the window on both sides",
         },
         "",
         "",
@@ -140,7 +140,7 @@ _CONTRACTS = (
     OpContract(
         "greedy",
         "sampling",
-        "(logits [S, V]) -> ids int64 [S]: the largest, the lowest id among equals",
+        "(logits [S, V]) -> ids int64 [S]: the argmax; the lowest id among equals",
         _SAMPLING,
         "",
         "",

@@ -1,4 +1,4 @@
-"""How the processes of one engine share a model. Imports no tensor library."""
+"""Process groups and collectives: how the processes of an engine share a model. Imports no tensor library."""
 
 from __future__ import annotations
 
@@ -151,16 +151,16 @@ class Collective:
     group: str  # name of the process group
     size: int  # values of a token in the result
     dtype: str
-    source: str
-    target: str
-    reason: str
+    source: str  # module that computes the activation
+    target: str  # module that takes it
+    reason: str  # why the collective is needed, for display
     share: float = 1.0  # of the other processes that get a token
     max_fused_tokens: int = 0  # steps of at most this many run `fused_op` instead, 0: none
     fused_op: str = FUSED_OP
 
 
 class Overlap(Protocol):
-    """Sends summands to the other processes while later ones are computed, instead of afterwards.
+    """Sends partial sums (summands) to the other processes while later ones are computed.
 
     Calls of `send` and `receive` alternate, in the same order in all processes.
     """
@@ -168,18 +168,18 @@ class Overlap(Protocol):
     min_num_tokens: int
 
     def send(self, compute: Callable[[Any], Any], x: Any) -> SentSummands:
-        """Compute summands [T, N] of x, a tensor [T, ...] or a tuple of them, in parts, and send each one at once.
+        """Compute partial sums [T, N] of x, a tensor [T, ...] or a tuple of them, in parts. Send each part at once.
 
         `compute` takes and returns rows. T is at least `min_num_tokens`.
         """
 
     def receive(self, sent: SentSummands, residual: Any, weight: Any, eps: float) -> Any:
-        """Return the result of the fused kernel for these summands."""
+        """Return the result of the fused kernel for these partial sums."""
 
 
 @dataclass(frozen=True, slots=True)
 class SentSummands:
-    """Summands of this process, as consecutive parts [rows, N], which are on their way to the other processes."""
+    """Partial sums of this process, as consecutive parts [rows, N], which are being sent to the other processes."""
 
     parts: tuple[Any, ...]
 

@@ -1,4 +1,4 @@
-"""Parsers that find reasoning and tool calls in a model's reply.
+"""The contract of parsers, which find reasoning and tool calls in a model's reply.
 
 A reply comes in deltas; a complete one is a single delta. The joined events do not depend on how the text
 is cut into deltas. Text that a parser does not recognize stays content.

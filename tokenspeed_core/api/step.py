@@ -1,4 +1,4 @@
-"""The step contract between the scheduler and the runner.
+"""Step plans and results: the contract between the scheduler, which plans steps, and the runner, which executes them.
 
 The runner never sees a request. The host plans with upper bounds; exact lengths and the numbers of accepted draft
 tokens are known on the device and come back in the result. Every record here can be serialized

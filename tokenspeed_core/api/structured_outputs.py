@@ -1,4 +1,4 @@
-"""The form that an output must have, as users give it."""
+"""Structured outputs: the JSON schema, regex, choice or grammar that a request sets for its output."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class StructuredOutputs(BaseModel):
         return self
 
     def kind_and_text(self) -> tuple[GrammarKind, str]:
-        """Return the grammar."""
+        """Return the kind and the text of the grammar, for a `GrammarCompiler`."""
         if self.regex is not None:
             return "regex", self.regex
         if self.choice is not None:
