@@ -1,1 +1,1 @@
-"""The engine: the step loop, the process around it, and `LLM`, which runs it in the caller's process."""
+"""The engine: the step loop, the process around it, and the messages between it and its clients."""

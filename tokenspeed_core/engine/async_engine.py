@@ -1,4 +1,4 @@
-"""A model in engine processes, for asyncio programs: what `AsyncLLM` and the API workers of a server are built on."""
+"""The asyncio interface to engine processes, on which `AsyncLLM` and the API workers of a server are built."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tokenspeed_core.engine.messages import Ready, Submit, WorkerReady
 from tokenspeed_core.engine.requests import RequestOptions
 from tokenspeed_core.errors import EngineDeadError, TokenSpeedError
 
-NUM_THREADS = 4  # that parse, render and tokenize
+NUM_THREADS = 4  # for parsing, rendering and tokenizing
 
 T = TypeVar("T")
 
@@ -65,7 +65,7 @@ class AsyncEngine:
 
     @property
     def is_open(self) -> bool:
-        """Whether the tokenizer and the engine became ready."""
+        """Whether the tokenizer and the engine are ready."""
         return self._inputs is not None
 
     @property
@@ -95,7 +95,7 @@ class AsyncEngine:
         return text
 
     def open(self, inputs: InputProcessor) -> None:
-        """Take requests from now on."""
+        """Accept requests from now on."""
         self._inputs = inputs
 
     def request(self, params: SamplingParams, prompt: I32, options: RequestOptions) -> Submit:

@@ -18,7 +18,7 @@ _SETTINGS = {
     "moe_backend": "moe",
     "sampling_backend": "sampling",
 }
-EXCHANGE_OP = "exchange_tokens"  # instead of the others, if the user chose a backend that has it
+EXCHANGE_OP = "exchange_tokens"  # replaces _ALL2ALL_OPS if the chosen backend has it
 _ALL2ALL_OPS = ("all_gather_tokens", "reduce_scatter_tokens")
 _DRAFT_SETTINGS = {"drafter_attention_backend": "attention", "draft_moe_backend": "moe"}
 
@@ -50,7 +50,10 @@ def read_overrides(
 
 
 def _all2all_ops(config: Config, catalog: Catalog) -> tuple[str, ...]:
-    """Return the collectives around experts that engines share, by the first backend that the user named."""
+    """Return the ops that --all2all-backend chooses: they exchange tokens between engines that share experts.
+
+    Raises ConfigError.
+    """
     name = config.all2all_backend[0]
     has_exchange = any(
         each.spec.op == EXCHANGE_OP and each.spec.backend == name

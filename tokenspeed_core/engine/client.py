@@ -30,9 +30,9 @@ from tokenspeed_core.engine.messages import (
 from tokenspeed_core.engine.wire import WireError, pack
 from tokenspeed_core.errors import RequestFailedError
 
-# Heartbeats come every second, so the health of a stuck engine fails within ten.
+# Heartbeats come every second, so a stuck engine is unhealthy within ten seconds.
 STALL_SECONDS = 8.0
-TURN_SECONDS = 0.005  # that messages may take before other events of the loop
+TURN_SECONDS = 0.005  # for messages, before the event loop handles other events
 # A plain integer: operations on zmq's enum take microseconds.
 _POLLIN = int(zmq.POLLIN)
 
@@ -132,7 +132,7 @@ class EngineClient:
         self.send(request)
 
     def replace(self, sequence_id: int, sink: Sink) -> None:
-        """Let another sink have the next tokens of a sequence."""
+        """Deliver the next tokens of a sequence to another sink."""
         self._sinks[sequence_id] = sink
 
     def abort(self, sequence_ids: Iterable[int]) -> None:

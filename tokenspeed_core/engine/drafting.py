@@ -1,4 +1,4 @@
-"""The drafter that a user chose, and the draft tokens of its engine."""
+"""Finds the drafter that the settings name, and connects it to the scheduler."""
 
 from __future__ import annotations
 
@@ -124,10 +124,7 @@ def check_is_alone(choice: DrafterChoice | None, sizes: ParallelSizes) -> None:
 
 
 def use_drafter(scheduler: Scheduler, choice: DrafterChoice, *, with_prompts: bool) -> None:
-    """Make a drafter, and give the scheduler's rows its draft tokens, as `Scheduler.use_drafts` does.
-
-    Raises PluginError.
-    """
+    """Make a drafter and let the scheduler use it (`Scheduler.use_drafts`). Raises PluginError."""
     limits = scheduler.limits
     depth = AdaptiveDepth(limits.max_num_seqs, choice.max_drafts)
     drafts: DraftSource

@@ -84,7 +84,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a sequence is live, waits for its grammar, or a step is in flight."""
+        """Whether a sequence is live or waits for its grammar, or a step is in flight."""
         return self.scheduler.has_work or bool(self._grammars and self._grammars.num_held)
 
     @property
@@ -211,7 +211,7 @@ class Engine:
         self.num_steps += 1
         num_tokens, num_prompt_tokens = plan.num_tokens, len(plan.token_ids)
         seconds = self._prefill_budget.finish_step(num_tokens, num_prompt_tokens)
-        # Its time includes the planning of the next step, which is long if that admits sequences.
+        # The step's time includes the planning of the next one, which takes long if it admits sequences.
         is_overlapped = len(in_flight) > 1 and not len(in_flight[1].plan.token_ids)
         was_overlapped, self._is_overlapped = self._is_overlapped, len(in_flight) > 1
         if self._observe is not None:
@@ -260,7 +260,7 @@ def _log_errors(step_id: int, outputs: Outputs) -> None:
 
 
 def _errors(sequence_ids: list[int]) -> Outputs:
-    """Return the message that sequences ended with an error."""
+    """Return the outputs that end sequences with an error."""
     zeros = np.zeros(len(sequence_ids), np.int32)
     return Outputs(
         np.asarray(sequence_ids, np.int64),

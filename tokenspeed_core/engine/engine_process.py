@@ -21,14 +21,14 @@ from tokenspeed_core.executor.lockstep import connect_peers
 from tokenspeed_core.plugins.catalog import Catalog
 
 ENGINE_MODULE = "tokenspeed_core.engine.process"  # run as `python -m`, this is an engine process
-EXIT_SECONDS = 10.0  # that a drained engine has to exit
+EXIT_SECONDS = 10.0  # for a drained engine to exit
 
 
 def engine_programs(config: Config, catalog: Catalog) -> list[Program]:
     """Return the programs of `--data-parallel-size` engines.
 
-    Their model is a path; they get no settings of the server, such as API keys. Engines that share experts are
-    connected, and all of them must be started.
+    An engine gets no settings of the server, such as API keys. Engines that share experts are connected by sockets, and
+    all of them must be started.
     """
     num_sharing = config.parallel_sizes().num_sharing
     peers = connect_peers(num_sharing) if num_sharing > 1 else [[]] * config.data_parallel_size
@@ -67,12 +67,12 @@ class EngineProcess:
         self._process = await start(self._program, addresses=self.addresses, worker=0)
 
     async def watch(self, client: EngineClient) -> None:
-        """Tell the client when the process ends."""
+        """Wait for the process to end, then mark the engine as dead in the client."""
         assert self._process is not None, "watch follows start"
         client.die(f"its process {await self._process.wait()}")
 
     async def drain(self, client: EngineClient) -> None:
-        """Let the engine finish its requests and exit; return after `EXIT_SECONDS` at the latest."""
+        """Ask the engine to finish its requests and exit. Wait up to `EXIT_SECONDS` for that."""
         assert self._process is not None, "drain follows start"
         client.send(Drain())
         with suppress(TimeoutError):

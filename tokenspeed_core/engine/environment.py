@@ -1,4 +1,4 @@
-"""The processors, devices and libraries of this process, before a model is loaded."""
+"""Sets up the CPU threads, devices and environment variables of this process, before a model is loaded."""
 
 from __future__ import annotations
 

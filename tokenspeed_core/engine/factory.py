@@ -1,4 +1,4 @@
-"""From a configuration to a running engine: plugins, checkpoint, kernels, memory, scheduler."""
+"""Builds an engine from a configuration: plugins, checkpoint, kernels, memory, scheduler."""
 
 from __future__ import annotations
 
@@ -198,13 +198,13 @@ def _start(
         depth = 1 if is_cpu else 2
         _check_warmup(Engine(scheduler, executed, depth=depth, max_failures=0), resolved, runner)
     except BaseException:
-        executed.close()  # frees captured steps, for which the end of NCCL's communication would wait
+        executed.close()  # frees captured graphs, for which the shutdown of NCCL would wait
         raise
     config = resolved.config
     for name, reason in unused_settings(resolved, is_cpu=is_cpu).items():
         log.warning("%s has %s", flag(name), reason)
     if resolved.drafter is not None:
-        # Captured steps hold draft tokens or prompts.
+        # A captured step has draft tokens or prompts, not both.
         is_captured = not (is_cpu or config.enforce_eager)
         use_drafter(scheduler, resolved.drafter, with_prompts=not is_captured)
     grammars = None if backend is None else Grammars(scheduler, backend, mask=runner.mask_buffer())
@@ -252,7 +252,7 @@ def _make_scheduler(resolved: Resolved, runner: LocalRunner, *, is_batch: bool) 
         runner.num_pages,
         blocks_per_page=runner.layout.blocks_per_page,
         max_chunk=resolved.limits.max_chunk,
-        # With later tokens in view, equal prefixes have different cache entries.
+        # With bidirectional attention, equal prefixes have different cache entries.
         prefix_caching=resolved.config.enable_prefix_caching and not resolved.limits.whole_prompts,
     )
     max_model_len = _fit_model_len(resolved, kv.max_sequence_len)

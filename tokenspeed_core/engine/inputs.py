@@ -1,4 +1,4 @@
-"""From prompts, conversations and sampling parameters to requests that fit the engine."""
+"""Encodes prompts and conversations, and turns them and their sampling parameters into checked requests."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ class EncodedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ModelText:
-    """The model's tokenizer, chat template and default sampling. Without a tokenizer, only ids pass."""
+    """The model's tokenizer, chat template and default sampling parameters.
+
+    Without a tokenizer, prompts must be token ids.
+    """
 
     tokenizer: Tokenizer | None
     template: ChatTemplate | None
@@ -87,7 +90,7 @@ class InputProcessor:
         param: str = "prompt",
         salt: str = "",
     ) -> EncodedPrompt:
-        """Encode a prompt, or rendered messages, which `param` names in errors. Their text is without breaks.
+        """Encode a prompt or rendered messages. Errors name the input `param`. Breaks are removed from the text.
 
         Raises BadRequestError for text that cannot fit the context, without tokenizing all of it. Without
         `must_fit`, it refuses only a text that no tokenizer could make short enough. `salt`: see `Tokenizer.encode`.
@@ -116,7 +119,9 @@ class InputProcessor:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """Return the text of messages, for `encode_text`: with breaks, so that control tokens in them are text.
+        """Return the text of messages, for `encode_text`.
+
+        It has breaks inside control tokens of the messages, so that these are encoded as ordinary text.
 
         Raises BadRequestError, TemplateError.
         """

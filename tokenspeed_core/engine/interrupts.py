@@ -1,4 +1,4 @@
-"""Ctrl-C between steps: an interrupted step could never be collected."""
+"""Defers Ctrl-C to the end of a step, since an interrupted step could never be collected."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class Submit(Message, frozen=True, tag="submit"):
 
     @property
     def cache_namespace(self) -> str:
-        """The tenant and its salt. Nothing learned from a request may change one in another namespace."""
+        """The tenant and its salt. A request must not affect requests of another namespace."""
         return f"{self.tenant}\0{self.cache_salt}" if self.tenant else self.cache_salt
 
 
@@ -195,7 +195,7 @@ class Ready(Message, frozen=True, tag="ready"):
     num_kv_tokens: int  # capacity of the KV cache
     vocab_size: int
     report: str  # JSON: model, plugins and kernel plan
-    is_bidirectional: bool = False  # tokens of a prompt see later ones
+    is_bidirectional: bool = False  # tokens of a prompt attend to later ones
 
     @property
     def longest(self) -> int:

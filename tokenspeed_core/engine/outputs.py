@@ -1,4 +1,4 @@
-"""The results of requests, and how the engine's deltas become them."""
+"""The results of requests, assembled from the engine's deltas."""
 
 from __future__ import annotations
 

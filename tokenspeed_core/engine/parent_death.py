@@ -1,4 +1,4 @@
-"""Ending a subprocess when its parent ends for any reason."""
+"""Ends a subprocess when its parent ends for any reason."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(by: Signals) -> None:
-    """Ask the kernel to send this process the signal `by` when its parent dies. Linux only."""
+    """Let Linux send this process the signal `by` when its parent dies. Does nothing on other systems."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
 

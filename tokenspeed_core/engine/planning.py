@@ -1,4 +1,4 @@
-"""The decisions of a start, made without loading weights."""
+"""Plans the start of an engine without loading weights: plugins, settings, kernels and memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StartPlan:
-    """The decisions of a start."""
+    """The plugins, settings, kernels and memory with which an engine would start."""
 
     catalog: Catalog
     resolved: Resolved
@@ -36,7 +36,7 @@ class StartPlan:
 
 
 def plan_start(config: Config) -> StartPlan:
-    """Make the decisions of a start. Raises the errors of a start up to the loading of weights."""
+    """Plan a start. Raises the errors of a start up to the loading of weights."""
     catalog, resolved = _resolve(config)
     from tokenspeed_core.worker.local import plan_only
     from tokenspeed_core.worker.platform import check_num_devices, resolve_device

@@ -41,7 +41,9 @@ from tokenspeed_core.executor.lockstep import LockstepRunner, Peers
 from tokenspeed_core.plugins.hooks import Hooks
 
 HEARTBEAT_SECONDS = 1.0
-MAX_MESSAGES = 128  # of an API worker between two steps; a submitted prompt takes about 50 us
+MAX_MESSAGES = (
+    128  # read from an API worker between two steps; a submitted prompt takes about 50 us
+)
 STUCK_SECONDS = 3.0  # for the main thread to end after a rank failed
 log = logging.getLogger("tokenspeed.engine")
 
@@ -84,7 +86,7 @@ class EngineLoop:
         self._was_working = False
 
     def run(self) -> None:
-        """Serve until drained or until the parent exits. Raises EngineDeadError, or PluginError for a policy."""
+        """Serve until drained or until the parent exits. Raises EngineDeadError, or PluginError if a policy fails."""
         engine = self.engine
         step = engine.step if self._lockstep is None else self._step_together
         while True:

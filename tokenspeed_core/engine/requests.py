@@ -1,4 +1,4 @@
-"""From sampling parameters to an engine request: defaults and bounds."""
+"""The default sampling parameters of a model, and checks of a request's length and token ids."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tokenspeed_core.engine.messages import Grammar, Ready
 from tokenspeed_core.errors import BadRequestError, CheckpointError
 from tokenspeed_core.text import Tokenizer
 
-MAX_CHARS_PER_TOKEN = 256  # vocabularies have no longer tokens: text beyond this cannot fit
+MAX_CHARS_PER_TOKEN = 256  # the longest token of any vocabulary: more text than this cannot fit
 # A longer text is encoded in part before it is encoded as a whole. Few texts have as many characters per token.
 PROBED_CHARS_PER_TOKEN = 8
 
@@ -160,7 +160,7 @@ def check_ids(ids: I32, limits: Ready, param: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """What a request has besides a prompt and sampling parameters."""
+    """The options of a request other than its prompt and sampling parameters."""
 
     priority: int = 0
     cache_salt: str = ""

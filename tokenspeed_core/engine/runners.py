@@ -1,4 +1,4 @@
-"""The runner of an engine: of one process, of several, or of one that shares experts with other engines."""
+"""Builds the runner of an engine: for one process, for several ranks, or for engines that share experts."""
 
 from __future__ import annotations
 

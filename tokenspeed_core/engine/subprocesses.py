@@ -1,4 +1,4 @@
-"""Start and stop child processes, and make the private folder of their sockets."""
+"""Starts and stops child processes, and makes the private folder of their sockets."""
 
 from __future__ import annotations
 

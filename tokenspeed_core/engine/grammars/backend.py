@@ -1,4 +1,4 @@
-"""Which grammar backend runs, and its compiler for the model's vocabulary."""
+"""Chooses the grammar backend, and makes its compiler for the model's vocabulary."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ class _Worker:
         self._jobs.put((rows, mask, groups))
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the end of the job, and return whether it came."""
+        """Wait up to `seconds` for the job to end. Returns whether it ended."""
         try:
             self._done.get(timeout=seconds)
         except Empty:
@@ -148,7 +148,10 @@ class _Worker:
         return True
 
     def end_if_slow(self, max_seconds: float) -> bool:
-        """End the thread if the current request takes too long, without time in which the process did not run."""
+        """End the thread if the current request takes too long. Returns whether it does.
+
+        Time in which the process did not run does not count.
+        """
         with self._lock:
             seconds = min(now - then for now, then in zip(_now(), self._began_at, strict=True))
             self._is_ended = seconds > max_seconds

@@ -44,7 +44,7 @@ class Checker(Protocol):
     """Checks a grammar before it is compiled in this process."""
 
     def check(self, kind: str, text: str) -> None:
-        """Raise GrammarError if it is invalid or takes too much."""
+        """Raise GrammarError if it is invalid, or needs too much time or memory."""
 
     def close(self) -> None:
         """Free its resources."""
@@ -157,7 +157,7 @@ class CompilePool:
             compiled.matcher().fill(np.zeros(-(-self._vocab_size // 32), np.int32))
         except GrammarError as error:
             return Refusal("bad_grammar", f"invalid grammar ({key.kind}): {error}")
-        except Exception as error:  # of a plugin, or the subprocess cannot start
+        except Exception as error:  # a plugin may raise anything, and the subprocess may not start
             log.exception("cannot compile a grammar: %s", error)
             return Refusal("internal", "the grammar could not be compiled; see the server log")
         return compiled

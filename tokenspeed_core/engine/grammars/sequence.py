@@ -1,4 +1,4 @@
-"""The grammar of a sequence: whether it has begun, and its matcher."""
+"""Follows the grammar of one sequence, which begins after the reasoning, and fills its masks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The subprocess for trial compilations of grammars. The kernel ends it if one takes too long or too much memory.
+"""The subprocess for trial compilations of grammars. It ends if one takes too long or too much memory.
 
 It reads lines of JSON: its settings, then one grammar per line. Each is answered with a line: null, or the error.
 """
