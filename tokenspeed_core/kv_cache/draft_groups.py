@@ -1,4 +1,4 @@
-"""The cache groups of a target model and a draft model together."""
+"""Joins the cache groups of a target model and a draft model."""
 
 from __future__ import annotations
 

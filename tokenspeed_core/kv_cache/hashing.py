@@ -1,4 +1,4 @@
-"""Hash chains identify the content of blocks."""
+"""Hash chains: digests of token prefixes, which identify the content of KV blocks."""
 
 from __future__ import annotations
 

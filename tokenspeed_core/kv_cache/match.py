@@ -1,4 +1,4 @@
-"""Entries of block tables, and prefix hits."""
+"""The data of prefix hits: the tokens and block table entries that a sequence can reuse."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from tokenspeed_core.scheduler.views import candidate_of, num_promised_pages
 from tokenspeed_core.scheduler.waiting_queue import QueueEntry, WaitingQueue
 
 MAX_HIT_BLOCKS = 16_384
-"""Blocks of prefix hits that a step admits. Each takes about a microsecond, so that the sequences of a long prompt do not
-delay the others."""
+"""Blocks of prefix hits that a step admits. A block takes about a microsecond, so without a limit, sequences with long
+cached prompts would delay the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Admission:
         self._queue.push(sequence)
 
     def find_victim(self) -> int | None:
-        """Return the slot to preempt so that tenants get equal shares of the slots, None if they have.
+        """Return the slot to preempt so that tenants get equal shares of the slots, None if no tenant has too many.
 
         A waiting tenant takes a slot from the one with the most, if that has at least two more. The victim is
         the last sequence of that tenant in the policy's order, unless it ranks before the waiting one.

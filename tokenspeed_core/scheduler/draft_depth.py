@@ -37,10 +37,10 @@ _PLAIN_INTERVAL = 256  # drafted steps after which plain steps are measured agai
 _NUM_PLAIN_AGAIN = 2
 _PRIOR_ACCEPTANCE = 0.6  # of a token without a drafter's estimate; more if other rows accept more
 _PRIOR_WEIGHT = 3.0  # draft tokens that a prior counts for
-_MAX_RATIO = 1.25  # of a row's acceptance and the drafter's estimates
+_MAX_RATIO = 1.25  # of a row's acceptance to the drafter's estimates
 _MAX_ESTIMATE = 0.99
 _LONG_PROMPT = 512  # prompt tokens; from here on a draft model adds little to a step's time
-_MAX_FOLLOWED = 16  # steps with prompts that a draft model follows before its time is charged
+_MAX_FOLLOWED = 16  # steps with prompts after which a draft model runs before its time is charged
 _MAX_PROMPT_COST = 4.0  # largest cost of a draft model in a step with prompts, in plain steps
 _FORGET = 0.95  # factor of a row's observations in each of its steps with draft tokens
 _FADE = 0.98  # the same whenever none of its draft tokens are chosen, so that it is tried again
@@ -139,7 +139,7 @@ class AdaptiveDepth:
         self._was_drafting = False  # the drafter was called for the step before that
         self._prompts = PromptCost()
         self._owed = 0.0  # seconds that a draft model added to steps with prompts, not yet charged
-        self._num_followed = 0  # steps with prompts that a draft model followed
+        self._num_followed = 0  # steps with prompts after which a draft model ran
         self._last_pass = 0  # tokens of the draft model's pass after the last step, if any
         self._plain = 0.0  # seconds of the plain steps that were measured last
 
@@ -149,10 +149,10 @@ class AdaptiveDepth:
         return self.account.pause > 0
 
     def follows_prompts(self, num_tokens: int) -> bool:
-        """Return whether a draft model follows a step with prompts, of which the longest has this many tokens.
+        """Return whether a draft model runs after a step with prompts, of which the longest has this many tokens.
 
-        In the first pause it follows a few steps with long prompts, because many later ones may start like them. The
-        same holds later, until a plain step was measured: before, nothing can be charged.
+        In the first pause, it runs after a few steps with long prompts, because later prompts may begin with the same
+        tokens. The same holds after that pause until a plain step is measured: before, its time cannot be charged.
         """
         account = self.account
         if not self._plain or (account.is_first_pause and account.pause):
@@ -314,7 +314,7 @@ class AdaptiveDepth:
             self._since_plain += 1
             if self._since_plain >= _PLAIN_INTERVAL:
                 self._since_plain, self._num_plain_wanted = 0, _NUM_PLAIN_AGAIN
-        # Without plain steps of about as many rows, others must do: these rows may never have any.
+        # Without a plain step of about as many rows, use the last one measured: such a step may never come.
         plain = self._plain = cost.plain or self._plain
         if not plain:
             return

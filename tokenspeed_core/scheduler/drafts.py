@@ -107,9 +107,9 @@ class DraftDepth(Protocol):
         """Whether no step gets draft tokens for now, however many rows it has."""
 
     def follows_prompts(self, num_tokens: int) -> bool:
-        """Return whether a draft model follows a step with prompts.
+        """Return whether a draft model runs after a step with prompts.
 
-        The longest of them has this many tokens in all its chunks.
+        The longest of these has `num_tokens` tokens in all its chunks.
         """
 
     def max_drafts(self, num_rows: int) -> int:
@@ -156,8 +156,8 @@ class DraftDepth(Protocol):
 class DraftSource(ABC):
     """Gives decode rows draft tokens. The depth decides how many.
 
-    `has_model` says whether a draft model may follow steps: otherwise `next_drafts` is not called. Nor is it called for
-    steps without prompts while the source `is_idle`.
+    `has_model` says whether a draft model may run after steps. If not, `next_drafts` is not called. While the source
+    `is_idle`, it is called for steps with prompts only.
     """
 
     has_model = False
@@ -197,8 +197,8 @@ class DraftSource(ABC):
     ) -> NextDraftCount | None:
         """Return how many draft tokens the device makes after a step for each row that samples, which are `slots`.
 
-        The step computes prompt tokens of `chunk_slots`. Draft tokens that are not useful would probably not be verified.
-        None: no draft model follows the step.
+        The step computes prompt tokens of `chunk_slots`. Unless `is_useful`, the next step would probably not verify draft
+        tokens. None: no draft model runs after the step.
         """
         return None
 

@@ -1,4 +1,4 @@
-"""The scheduler's limits."""
+"""The scheduler's limits: sequences, tokens of a step, and the length of the queue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draft tokens that a model makes on the device, after the step before."""
+"""Draft tokens that a model makes on the device after one step, for the next one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ModelDrafts(DraftSource):
         return self._depth.is_paused and not self._has_made
 
     def wants_results(self) -> bool:
-        """Return whether a row has draft tokens: its depth follows the newest acceptance."""
+        """Return whether a row has draft tokens. The newest acceptance decides how many are verified."""
         slots = self._columns.decoding()
         return bool(self._num_made[slots].any() and self._columns.may_draft[slots].any())
 

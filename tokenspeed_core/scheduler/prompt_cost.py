@@ -1,4 +1,4 @@
-"""The time that a draft model adds to steps with prompt tokens."""
+"""Estimates the time that a draft model adds to steps with prompt tokens."""
 
 from __future__ import annotations
 

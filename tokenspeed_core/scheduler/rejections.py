@@ -1,4 +1,4 @@
-"""Why a request cannot be queued."""
+"""Checks whether a request can be queued."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class RowPlanner:
     def plan_next_drafts(
         self, builder: StepPlanBuilder, drafts: DraftSource, *, with_prompts: bool
     ) -> None:
-        """Let a draft model follow the step, if it does.
+        """Ask `drafts` whether a draft model runs after the step, and plan its draft tokens.
 
         Unless `with_prompts`, steps that compute prompts verify no draft tokens. A step with prompts and decodes is probably
         followed by another one, so no draft tokens are made there.

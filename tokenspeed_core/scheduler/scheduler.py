@@ -40,8 +40,8 @@ from tokenspeed_core.scheduler.sequence_table import SequenceTable
 from tokenspeed_core.scheduler.step_plan_builder import StepPlanBuilder
 from tokenspeed_core.scheduler.views import view_of_running
 
-# Blocks of ended sequences that a step releases. Each takes about a microsecond, so that the sequences of a long prompt
-# do not delay the others.
+# Blocks of ended sequences that a step releases. A block takes about a microsecond, so without a limit, the end of
+# sequences with long prompts would delay the others.
 MAX_RELEASED_BLOCKS = 16_384
 
 
@@ -110,7 +110,7 @@ class Scheduler:
     def submit(
         self, request: Submit, make_grammar: Callable[[], object] | None = None
     ) -> Rejected | None:
-        """Queue the sequences of a request, or return why not. `InputProcessor` has checked its values.
+        """Queue the sequences of a request, or return why it is rejected. `InputProcessor` has checked its values.
 
         `make_grammar` returns what the late source keeps for each sequence; see `Sequence.grammar`.
         """

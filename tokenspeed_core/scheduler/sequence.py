@@ -1,4 +1,4 @@
-"""One output of a request."""
+"""A sequence: one of the `n` outputs of a request, as the scheduler keeps it."""
 
 from __future__ import annotations
 

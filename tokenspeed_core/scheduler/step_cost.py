@@ -1,4 +1,4 @@
-"""The measured times of decode steps, by their rows and draft tokens."""
+"""Keeps the measured times of decode steps by their numbers of rows and draft tokens."""
 
 from __future__ import annotations
 

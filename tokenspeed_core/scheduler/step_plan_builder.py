@@ -109,7 +109,7 @@ class StepPlanBuilder:
         self._draft_token_ids = token_ids
 
     def set_next_drafts(self, num_drafts: int, *, returns_ids: bool) -> None:
-        """Let a draft model follow the step, and draft tokens for each row that samples."""
+        """Let a draft model run after the step and make `num_drafts` tokens for each row that samples."""
         self._num_next_drafts = num_drafts
         self._returns_draft_ids = returns_ids
 

@@ -32,8 +32,7 @@ class WaitingQueue:
 
     The first part of a policy's key is a rank. Among the tenants whose first entry has the lowest rank,
     the one with the fewest running sequences, then the fewest admissions, is next, so a tenant with many
-    requests does not delay the others.
-    With one tenant, the order is the policy's.
+    requests does not delay the others. With one tenant, the order is the policy's.
     """
 
     def __init__(
