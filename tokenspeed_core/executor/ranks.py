@@ -26,7 +26,7 @@ from tokenspeed_core.executor.nodes import NodesExecutor
 from tokenspeed_core.plugins.catalog import Catalog, make
 from tokenspeed_core.resolved import Resolved
 
-CLOSE_SECONDS = 5.0  # that the ranks have to exit
+CLOSE_SECONDS = 5.0  # for the ranks to exit
 log = logging.getLogger("tokenspeed.executor")
 
 

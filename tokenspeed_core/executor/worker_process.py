@@ -1,4 +1,4 @@
-"""A worker process on this machine, its log, and its end."""
+"""Starts a worker process on this machine, copies its log, and reports its end."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class WorkerProcess:
             self._thread.join()
 
     def _run(self) -> None:
-        # The kernel signals the death of a parent when the thread that started the child ends. This thread outlives
-        # the child.
+        # Linux signals the death of a parent when the thread that started the child ends. This thread outlives the
+        # child.
         rank = int(self._settings["rank"])
         with self._lock:
             if self._is_closed:

@@ -110,9 +110,9 @@ class Biases:
 
 
 class EndIds:
-    """The tokens that may not end each slot's sequence yet, and for how many tokens.
+    """The stop tokens that each slot's sequence may not choose yet, and for how many more tokens (`min_tokens`).
 
-    The tokens are int64 [slots, W], allocated on first use.
+    The ids are int64 [slots, W], allocated on first use.
     """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
@@ -146,7 +146,7 @@ class EndIds:
         slots: torch.Tensor,
         num_before: torch.Tensor | None,
     ) -> None:
-        """Set these logits of rows of [R, V] to -inf in place; rows, slots int64 [P].
+        """Set the logits of these tokens to -inf, in place, in rows of logits [R, V]; rows, slots int64 [P].
 
         `num_before` int64 [P] is the number of draft tokens before each row's new token; None: none.
         """

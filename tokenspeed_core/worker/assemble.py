@@ -1,4 +1,4 @@
-"""From a configuration to a model with its kernels, on a device or as a plan only."""
+"""Builds the model of a configuration and selects its kernels, on a device or as a plan only."""
 
 from __future__ import annotations
 
@@ -93,9 +93,9 @@ def assemble(
 ) -> Assembly:
     """Select kernels for `device` and construct the model there (on the meta device with `only_plan`).
 
-    A plan may be for another `platform` of the device's kind. `handles` are the torch.distributed groups by name, of
-    those with several processes. Raises CheckpointError for a configuration that the family refuses, and SelectionError
-    if an op has no kernel.
+    A plan may be for another `platform` of the device's kind. `handles` are the torch.distributed handles of the groups
+    with several processes, by name. Raises CheckpointError for a configuration that the family does not support, and
+    SelectionError if an op has no kernel.
     """
     config, checkpoint = resolved.config, resolved.checkpoint
     kernels = installed_kernels(catalog, resolved.overrides)
@@ -163,7 +163,7 @@ def assemble(
 def _draft_model(
     resolved: Resolved, build: ModelBuild, target: Model
 ) -> DraftModel | BlockDraftModel | None:
-    """Build the drafter's model, if it is one. Raises CheckpointError if it does not fit the target."""
+    """Build the draft model, if the drafter is one. Raises CheckpointError if it does not fit the target."""
     choice, info = resolved.drafter, resolved.draft_model
     if choice is None or info is None:
         return None

@@ -101,7 +101,8 @@ class AttentionGroup:
 class AttentionLayer:
     """One layer's attention, as the model calls it. Bound once all layers are known and memory is sized.
 
-    The cache holds keys and values divided by `kv_scale`; queries and results are multiplied by its two numbers.
+    The cache holds keys and values divided by `kv_scale`; queries are multiplied by its `key`, and results by its
+    `value`.
     """
 
     group: AttentionGroup

@@ -1,4 +1,4 @@
-"""The block size of the KV cache: the one at which layers and phases get the best-placed kernels."""
+"""Chooses the block size of the KV cache: the one at which layers and phases get the best-ranked kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BLOCK_SIZES = (16, 32, 64, 128, 256)
 
 
 def solve_block_size(build: ModelBuild, wanted: int | None, scratch: Callable[[], Selector]) -> int:
-    """Return the block size at which layers and phases get the best-placed backends.
+    """Return the block size at which layers and phases get the best-ranked backends.
 
     Among equals, the smallest of 16, 32, …, since prefixes are shared in whole blocks. A `wanted` size is returned
     unchanged. `scratch` makes a selector for trials; its decisions are discarded. Raises SelectionError if no size
@@ -52,7 +52,7 @@ def solve_block_size(build: ModelBuild, wanted: int | None, scratch: Callable[[]
 
 
 def _rank(plan: KernelPlan) -> int:
-    """Return how many better-placed candidates a plan rejects only because of their block size."""
+    """Return how many better-ranked candidates a plan rejects only because of the block size."""
     return sum(
         bool(verdict.reasons) and all("block_size" in reason.what for reason in verdict.reasons)
         for planned in plan.ops

@@ -23,7 +23,7 @@ _SMALLEST_CHUNK, _CHUNK_STEP = 32, 64
 # A bucket has one chunk row for this many tokens. Unused rows cost kernel time too.
 _TOKENS_PER_CHUNK = 16
 _FEW_CHUNKS = 16
-# Chunk tokens of buckets that a draft model can follow.
+# Chunk tokens of the buckets that have a graph of the draft model.
 _FOLLOWED_CHUNKS = (32, 64, 128, 256, 512)
 # Decodes of the largest bucket with draft tokens. Larger steps verify drafts eagerly.
 _MAX_DRAFTING = 64
@@ -130,7 +130,7 @@ def followed_sizes(sizes: Sequence[BucketSize]) -> tuple[BucketSize, ...]:
 
 
 def captured_sizes(sizes: Sequence[BucketSize], *, has_draft_model: bool) -> tuple[BucketSize, ...]:
-    """Return the sizes with the variants that a draft model follows, each once."""
+    """Return the sizes and their variants with graphs of the draft model, each once."""
     followed = followed_sizes(sizes) if has_draft_model else ()
     return tuple(dict.fromkeys((*sizes, *followed)))
 

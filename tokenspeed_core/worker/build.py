@@ -49,8 +49,8 @@ from tokenspeed_core.worker.distributed import on_abort
 from tokenspeed_core.worker.latent import FIND_SHARED, OPS, LatentKernels, LatentLayer
 from tokenspeed_core.worker.platform import have_peer_access
 
-# Most activations of a fused step with more than two processes. A fused all-reduce sends all summands to all processes.
-# If they are large, sending each part once or twice is faster. With two processes, both send the same number of bytes.
+# Maximum bytes of activations for a fused all-reduce among more than two processes. It sends all partial sums to all
+# processes; if they are large, it is faster to send each part once or twice. Between two processes, both send the same.
 _MAX_FUSED_BYTES = 512 << 10
 
 
@@ -70,7 +70,7 @@ class ModelBuild:
     ) -> None:
         """Start without layers. On the meta device, kernels are planned and not loaded.
 
-        `handles` are the torch.distributed groups by name, of those with several processes.
+        `handles` are the torch.distributed handles of the groups with several processes, by name.
         """
         self.dtype: torch.dtype = getattr(torch, resolved.config.dtype)
         self.kv_dtype: torch.dtype = getattr(torch, resolved.kv_dtype)
@@ -297,7 +297,7 @@ class ModelBuild:
         return call
 
     def _kv_scale(self, layer: int) -> KVScale:
-        """Return a layer's divisors in the cache. Checkpoints have none for layers of draft models."""
+        """Return the scales of a layer's cache. Checkpoints have none for layers of draft models."""
         return self._kv_scales[layer] if layer < len(self._kv_scales) else UNSCALED
 
     def _num_layers(self, group: str) -> int:

@@ -78,7 +78,7 @@ class StepStages:
         bucket.kept_logits.copy_(logits)
 
     def draw(self, bucket: Bucket) -> None:
-        """Replace the tokens by those that the parameters of the slots give, from the kept logits."""
+        """Replace the greedy tokens by tokens sampled from the kept logits with the parameters of the slots."""
         context, logits = self._context, bucket.kept_logits
         new_positions = bucket.buffers.new_positions
         chosen = draw(context.state, context.kernels.sample, logits, bucket.slots, new_positions)

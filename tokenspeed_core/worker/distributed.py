@@ -1,4 +1,4 @@
-"""The communication of the processes of one engine: torch.distributed and its groups."""
+"""Connects the processes of an engine through torch.distributed and its groups."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def free_address(address: str) -> str:
 
 
 def init(layout: ParallelLayout, address: str, device: torch.device) -> Mapping[str, CommGroup]:
-    """Meet the other ranks; return the handles of the groups with more than one member, by name.
+    """Connect to the other ranks. Returns the handles of the groups with more than one member, by name.
 
     `address` is `file://PATH` on one machine, else `tcp://HOST:PORT`. Raises ConfigError if this process uses
     torch.distributed already.

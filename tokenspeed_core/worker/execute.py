@@ -139,7 +139,7 @@ class LocalRunner:
             try:
                 graphs.capture(progress)
             except BaseException:
-                graphs.release()  # the traceback may keep them, and the communication ends before
+                graphs.release()  # else the traceback may keep them beyond the end of the communication
                 raise
         self._graphs = graphs
 
@@ -343,7 +343,7 @@ class LocalRunner:
         return hidden, TargetStep(plan, plan.next_drafts, inputs, states)
 
     def _follow(self, step: LaunchedStep, ids: torch.Tensor | None) -> torch.Tensor | None:
-        """Run the draft model after a step, if it does. Returns the draft tokens if the host needs them."""
+        """Run the draft model after a step, if there is one. Returns the draft tokens if the host needs them."""
         graph, target, step.target = step.graph, step.target, None
         if graph is not None and graph.follow is not None:
             return graph.follow(ids, step.num_new)

@@ -1,8 +1,8 @@
 """Moves experts between processes, so that all have about the same load (EPLB).
 
 All processes execute the same steps. Every `--eplb-interval` steps they add up how often each expert was chosen, plan a
-placement from that sum, and then move the experts of one layer before each of the next steps. No step waits for others
-than the moves of its layer.
+placement from that sum, and then move the experts of one layer before each of the next steps. So no step waits for the
+moves of more than one layer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Recording work on a device as CUDA graphs."""
+"""Records work on a device as CUDA graphs."""
 
 from __future__ import annotations
 

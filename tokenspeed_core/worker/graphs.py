@@ -4,7 +4,7 @@ Launching a forward kernel by kernel takes the host longer than the device needs
 Each bucket therefore has one graph, or two if attention backends prepare between them (outside graphs, with the step's
 lengths on the device); one graph that keeps the logits for draws; and, for each number of rows, one that draws. Buckets
 of many decodes have a variant for short rows that share no prefix, for which attention prepares on the host. Buckets
-with draft tokens also verify them, after greedy tokens and again after draws, and a draft model may follow them.
+with draft tokens also verify them, after greedy tokens and again after draws. A draft model may run after a step.
 Engines that share experts run the same bucket in a step, so that collectives always have their captured size.
 """
 

@@ -1,4 +1,4 @@
-"""From a plan and the slots' state to the inputs of a forward.
+"""Computes the inputs of a forward from a plan and the slots' state.
 
 There is one path: `StagedLayout.fill` writes a plan into a host buffer, one copy moves it to the device, and
 `begin_step` updates the slots' state there and derives positions, block tables and KV slots. A captured step uses the

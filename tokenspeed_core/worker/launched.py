@@ -1,4 +1,4 @@
-"""A step between its forward and its collection."""
+"""A launched step, from its forward until its result is collected."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LaunchedStep:
     fetch: Fetch | None = None
     num_new: torch.Tensor | None = None  # with drafts, the new tokens of each row that samples
     verified: torch.Tensor | None = None  # starts with `num_new` and ends with the chosen tokens
-    target: TargetStep | None = None  # the draft model follows the step
+    target: TargetStep | None = None  # set if a draft model runs after the step
     drafts: Fetch | None = None  # its draft tokens for the next step
     logprobs: RawLogprobs | None = None
     prompt: RawPromptLogprobs | None = None

@@ -1,4 +1,4 @@
-"""Building the local runner: weights, memory measurement, the arena, warm-up and graph capture."""
+"""Builds the local runner: weights, memory measurement, the arena, warm-up and graph capture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Uploads of the masks of a step: which tokens each row may choose.
+"""Uploads the masks of a step, which say which tokens each row may choose.
 
 The host fills a mask while the forward of its step runs. On CUDA, the mask is copied on a separate stream, so that the
 copy also overlaps with the forward, and sampling finds the mask on the device.
@@ -61,7 +61,7 @@ class CudaMasks:
         return array
 
     def upload(self, places: I64, words: I32) -> tuple[torch.Tensor, torch.Tensor]:
-        """Start to copy places [R] and words [R, W]. Returns the device's, valid until `release`.
+        """Start to copy places [R] and words [R, W]. Returns the device's copies, valid until `release`.
 
         `words` are the first rows of `buffer`, or any other array, which is copied to pinned memory first.
         """

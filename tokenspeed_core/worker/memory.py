@@ -1,4 +1,4 @@
-"""The size of the KV arena."""
+"""Computes the size of the KV arena from the memory that is left."""
 
 from __future__ import annotations
 

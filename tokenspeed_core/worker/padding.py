@@ -1,4 +1,4 @@
-"""The padding in captured steps that several engines execute together."""
+"""Finds the padding tokens of captured steps that several engines execute together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The device of `--device`."""
+"""Resolves `--device`, and restricts processes to their devices."""
 
 from __future__ import annotations
 

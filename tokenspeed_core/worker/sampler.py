@@ -1,4 +1,4 @@
-"""From logits to tokens: adjustments, the selected kernel, log-probabilities, and the slots' next state."""
+"""Chooses tokens from logits: adjustments, the selected kernel, log-probabilities, and the slots' next state."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class SamplingRows:
     `device_slots` and `new_positions` are int64 [R] on the device. `last` int64 [R] are the places of the rows' last
     tokens among the step's `token_ids` int64 [T]; None if they are the first R.
 
-    With `drafts`, a plan row occurs once for each query token after which a token is chosen, and `last` are these.
+    With `drafts`, a plan row occurs once for each query token after which a token is chosen, and `last` are the places
+    of these query tokens.
     """
 
     plan_rows: I32

@@ -172,7 +172,8 @@ class SlotState:
 SHARED_PREFIX = 256  # tokens; reading a shorter shared prefix is faster than searching for it
 SHORT = 4096  # maximum number of tokens of a sequence in a step without shared-prefix attention
 DRAWS, SPECIAL = 1, 2
-"""Bits of a slot's sampling: a random draw; anything that changes single rows."""
+"""Bits of a slot's sampling. DRAWS: its tokens are drawn at random. SPECIAL: it has penalties, biases, processors,
+log-probabilities or `min_tokens`."""
 
 
 class SlotFlags:

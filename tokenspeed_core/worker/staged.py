@@ -71,7 +71,7 @@ class StagedLayout:
     `token_words` [tokens of decodes], where the state has the token; `until_end` [tokens of decodes], by which the
     position precedes the row's new length; and `offsets` [sampled] in the row. int32: `decode_start` [decodes + 1].
 
-    If a draft model may follow, int64: `capacity` [rows], that of `NextDrafts`, 0 for rows that do not sample; and with
+    If a draft model may run after the step, int64: `capacity` [rows], that of `NextDrafts`, 0 for rows that do not sample; and with
     chunks `follows` [tokens], the token after each, or -1 - row for the token that is chosen for a row.
 
     If several engines execute the step together, int32: `counts` [2 x engines], the tokens of each one's decodes and

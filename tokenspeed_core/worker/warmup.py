@@ -69,7 +69,7 @@ def warmup_steps(limits: SchedulerLimits, num_groups: int) -> Iterator[WarmupSte
 
 
 def with_next_drafts(plan: StepPlan, num_drafts: int) -> StepPlan:
-    """Return a warm-up plan that a draft model follows. Its entries after the step go to the padding page."""
+    """Return a warm-up plan after which a draft model runs. Its entries after the step go to the padding page."""
     no_chunks = np.zeros(plan.num_rows - plan.num_decodes, np.int32)
     following = NextDrafts(num_drafts, no_chunks, np.zeros(plan.num_rows, np.int32))
     return replace(plan, next_drafts=following)
