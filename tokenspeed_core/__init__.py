@@ -1,4 +1,4 @@
-"""TokenSpeed's core: requests, KV blocks and which kernel to call; no model, no vendor."""
+"""TokenSpeed's core: engine, scheduler, KV cache, plugins and kernel selection, without models and kernels."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class CheckpointError(TokenSpeedError):
 
 
 class SelectionError(TokenSpeedError):
-    """No allowed kernel supports an op; the message lists the reasons."""
+    """No allowed kernel supports an op, or the user's choice of backends or options is invalid. The message says why."""
 
 
 class CapacityError(TokenSpeedError):

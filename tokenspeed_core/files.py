@@ -1,4 +1,4 @@
-"""Reading the text files of a checkpoint directory, with errors that name the file."""
+"""Reads the text files of a checkpoint directory, with errors that name the file."""
 
 from __future__ import annotations
 

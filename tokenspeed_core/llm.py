@@ -48,7 +48,8 @@ class LLM(AbstractContextManager["LLM"]):
     def __init__(self, model: str | None = None, **settings: Unpack[EngineKeywords]) -> None:
         """Load a model: a path, a hub id, or by default the bundled demo.
 
-        Raises ConfigError, CheckpointError, PluginError, SelectionError or CapacityError.
+        Raises ConfigError, CheckpointError, PluginError, SelectionError or CapacityError, and EngineDeadError if the warm-up
+        or a rank fails.
         """
         given = read_keywords(model, settings)
         catalog = discover(given)

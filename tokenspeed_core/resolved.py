@@ -1,4 +1,4 @@
-"""The decisions made before anything is loaded; the worker is built from them. Imports no tensor library."""
+"""The decisions of a start that are made before weights are loaded. Imports no tensor library."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tokenspeed_core.scheduler.limits import SchedulerLimits
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """Everything about a start except what depends on the device: its memory and the block size."""
+    """All decisions of a start except those that depend on the device, such as memory and block size."""
 
     config: Config  # `dtype` and `max_model_len` are no longer "auto"
     checkpoint: ResolvedCheckpoint

@@ -1,4 +1,4 @@
-"""Messages for the rules that a value breaks, from the errors of pydantic."""
+"""Turns errors of pydantic into messages about the rule that a value breaks."""
 
 from __future__ import annotations
 

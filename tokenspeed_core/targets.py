@@ -1,4 +1,4 @@
-"""Targets: the names of objects in modules that are imported when they are needed."""
+"""Loads targets: objects named by "module:attribute", which are imported only when they are needed."""
 
 from __future__ import annotations
 

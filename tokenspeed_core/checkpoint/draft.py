@@ -1,4 +1,4 @@
-"""The checkpoint of a draft model. Imports no tensor library."""
+"""Finds the checkpoint of a draft model. Imports no tensor library."""
 
 from __future__ import annotations
 

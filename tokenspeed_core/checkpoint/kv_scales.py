@@ -1,4 +1,4 @@
-"""The scales of an FP8 KV cache: those of --quantization-param-path, else those of the checkpoint, else 1."""
+"""Finds the scales of an FP8 KV cache: those of --quantization-param-path, else those of the checkpoint, else 1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a model's name to its directory, configuration and family. Imports no tensor library."""
+"""Finds the directory, configuration and family of a model by its name. Imports no tensor library."""
 
 from __future__ import annotations
 

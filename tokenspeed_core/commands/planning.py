@@ -1,4 +1,4 @@
-"""For commands that show the decisions of a start; imports all that starts an engine."""
+"""Functions for commands that plan a start without loading weights. Importing it imports most of the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""For commands that take the flags of all settings; imports the configuration."""
+"""Functions for commands that take the flags of all settings. Importing it imports the configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""For executors: the worker process that they start on each node."""
+"""The worker process that executors start on each node."""
 
 from __future__ import annotations
 

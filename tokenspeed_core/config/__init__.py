@@ -1,4 +1,4 @@
-"""One frozen configuration, and the places that its values come from."""
+"""The frozen configuration, and its sources: flags, environment variables, YAML files and Python keywords."""
 
 from tokenspeed_core.config.schema import C, Config
 

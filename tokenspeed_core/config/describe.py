@@ -1,4 +1,4 @@
-"""Bounds and values of settings as text."""
+"""Formats the bounds and values of settings for help and messages."""
 
 from __future__ import annotations
 

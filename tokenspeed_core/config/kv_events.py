@@ -1,4 +1,4 @@
-"""The setting `--kv-events-config`."""
+"""The value of `--kv-events-config`: where changes of the prefix cache are published."""
 
 from __future__ import annotations
 

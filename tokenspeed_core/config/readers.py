@@ -1,4 +1,4 @@
-"""How the values of settings are read, also as other engines spell them."""
+"""Reads the values of settings, including the spellings of other engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sources of values. Flags win over the environment, which wins over a YAML file."""
+"""Reads settings from flags, environment variables and a YAML file; the first of these with a value wins."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def from_environment(kind: type[Config], environ: Mapping[str, str]) -> Values:
 
     An empty variable counts as unset, except for a secret. An unknown one is ignored with a warning,
     since other programs may use the prefix too. Raises ConfigError for an empty or misspelled secret,
-    since the server would then need none.
+    since the server would otherwise run without it.
     """
     secrets = [
         PREFIX + name.upper() for name in kind.model_fields if kind.metadata(name)["is_secret"]

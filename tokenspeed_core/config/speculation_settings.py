@@ -34,9 +34,9 @@ _KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """The drafter that the settings name. `max_drafts` is None if no setting says it.
+    """The drafter that the settings name. `max_drafts` is None if no setting limits it.
 
-    `flag` is the flag that names it. `options_flag` is the one that gives its options, and `model_flag` its model.
+    Messages name the flags: `flag` chose the drafter, `options_flag` its options, and `model_flag` its model.
     """
 
     drafter: str

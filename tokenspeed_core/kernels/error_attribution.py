@@ -1,4 +1,4 @@
-"""Which kernel raised an exception, and the flag that selects another one."""
+"""Finds the kernel that raised an exception, and the flag that selects another one."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def describe_kernel(planned: PlannedOp) -> str:
 def attribute_error(error: BaseException, bound: Bound) -> str:
     """Return a description of the kernel that raised an exception, "" if no kernel did.
 
-    The innermost frame of the traceback that runs a kernel's function, or a method of its object, decides. Nothing
-    is recorded while steps run.
+    It is the kernel of the innermost frame in the traceback that runs a kernel's function or a method of its object.
+    Nothing is recorded while steps run.
     """
     kernels = list(bound)
     by_object = {id(kernel): planned for kernel, planned in kernels}

@@ -297,7 +297,7 @@ class Selector:
         return {backend: figure for ranking in found for backend, figure in ranking.figures}
 
     def _unranked(self, judged: Judged, figures: Mapping[str, str]) -> str:
-        """Return why a backend has no figure; empty where there is nothing to rank."""
+        """Return why a backend has no measurement, "" if there is nothing to rank."""
         capability = self.platform.compute_capability
         num_fitting = sum(not reasons for _, reasons in judged)
         if capability is None or num_fitting < 2:

@@ -1,4 +1,4 @@
-"""The user's selection of plugins."""
+"""The user's selection of plugins, from TOKENSPEED_PLUGINS and the plugin flags."""
 
 from __future__ import annotations
 

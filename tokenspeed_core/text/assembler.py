@@ -1,4 +1,4 @@
-"""From the tokens of a sequence to its text, cut at stop strings."""
+"""Turns the tokens of a sequence into text, and cuts it at stop strings."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from tokenspeed_core.errors import BadRequestError
 from tokenspeed_core.text.patterns import any_of
 
 MAX_BREAKS = 20_000
-BREAK = "\ufdd0\ufdd1\ufdd0"  # of noncharacters, which texts do not contain
+BREAK = "\ufdd0\ufdd1\ufdd0"  # noncharacters, which texts do not contain
 _ESCAPED = "".join(f"\\u{ord(character):04x}" for character in BREAK)  # by a template's tojson
 _CUT = re.compile(f"{BREAK}|{re.escape(_ESCAPED)}")
 
@@ -43,7 +43,7 @@ class UserTextGuard:
     def protect(self, value: Any) -> Any:
         """Return strings, lists and dictionaries with breaks; `value` itself if none is needed.
 
-        Raises BadRequestError beyond `MAX_BREAKS`, since each takes time in which others wait.
+        Raises BadRequestError beyond `MAX_BREAKS`, since each break delays other requests.
         """
         return _Protection(self).apply(value)
 
@@ -64,7 +64,7 @@ class UserTextGuard:
                     yield len(stripped) - len(end) + at + 1
 
     def normalized(self, text: str) -> str:
-        """Return a text as the tokenizer sees it, if it has control tokens only then."""
+        """Return the text as the tokenizer normalizes it if that contains a control token, else the text itself."""
         if self._normalize is None or self._token is None:
             return text
         normal = self._normalize(text)
