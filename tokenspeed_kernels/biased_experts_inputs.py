@@ -40,7 +40,7 @@ def moe_biased_experts(
 def moe_biased_experts_mxfp4(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """Like `moe_biased_experts`, with random codes and scales. Raises ValueError for sizes with a part of a group."""
+    """Like `moe_biased_experts`, with random codes and scales. Raises ValueError for sizes that are not multiples of GROUP."""
     for axis in ("hidden_size", "intermediate_size"):
         if problem[axis] % GROUP:
             raise ValueError(f"{axis} {problem[axis]} is not a multiple of {GROUP}")

@@ -24,7 +24,7 @@ def _kernel(op: str, backend: str, platform: str) -> KernelSpec:
 _OPS = tuple(contract.name for contract in COMM if contract.name != "exchange_tokens")
 TORCH_COMM = tuple(_kernel(op, "torch", "cpu") for op in _OPS)
 NCCL_COMM = tuple(_kernel(op, "nccl", "cuda") for op in _OPS if op not in FUSED_OPS)
-# Not graph_safe: the host needs the numbers of tokens in each layer.
+# Not graph_safe: the host reads the numbers of tokens in each layer.
 ALLTOALL_COMM = KernelSpec(
     op="exchange_tokens",
     backend="alltoall",
@@ -67,7 +67,7 @@ def _fused(op: str, min_compute_capability: tuple[int, int], size: AxisLimit) ->
     )
 
 
-# Linear layers in FP8 take multiples of 16 features. Codes equal those of separate kernels for these sizes.
+# FP8 linear layers take multiples of 16 features. For these sizes, the codes equal those of separate kernels.
 _FP8_SIZES = AxisLimit("size", 16, 16384, multiple_of=16)
 TRITON_COMM = (
     _fused(FUSED_OPS[0], (8, 0), AxisLimit("size", 1, 16384)),

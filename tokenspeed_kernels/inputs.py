@@ -159,7 +159,7 @@ def note_tokens(
 def mask_logits(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """Make logits [S, V], some of their rows in any order, and random bits for them."""
+    """Make logits [S, V], indices of two thirds of their rows in random order, and random mask bits for these."""
     size = problem["vocab_size"]
     rows = torch.randperm(num, generator=seed)[: -(-num * 2 // 3)]
     low, high = -(2**31), 2**31

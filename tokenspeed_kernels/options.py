@@ -8,18 +8,18 @@ MAX_SPLITS = 64  # 8 * 8: parts are merged in two rounds, 8 at once
 
 
 class SharedPrefixOptions(BaseModel):
-    """Options of the Triton search for a shared prefix, for comparing runs and finding faults."""
+    """Options of the Triton search for a shared prefix, for comparisons and debugging."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     shared_prefix: bool = Field(
         True,
-        description="Read keys that all decode rows share once for all of them (cascade attention).",
+        description="Cascade attention: read keys that all decode rows share once instead of once per row.",
     )
 
 
 class AttentionOptions(SharedPrefixOptions):
-    """Options of the Triton attention backend, for comparing runs and finding faults."""
+    """Options of the Triton attention backend, for comparisons and debugging."""
 
     max_splits: int = Field(
         MAX_SPLITS,

@@ -21,7 +21,9 @@ from tokenspeed_kernels.reference import comm
 MAX_ONE_SHOT_BYTES = 64 << 10
 MAX_TWO_SHOT_BYTES = 16 << 20
 _SUM = "sum"
-_INSTEAD = "NCCL needs none: use --no-enable-allreduce-fusion, and --kernel-backend without symm"
+_INSTEAD = (
+    "Use NCCL instead: add --no-enable-allreduce-fusion, and remove symm from --kernel-backend."
+)
 
 
 def all_reduce(problem: Problem, group: CommGroup) -> Callable[[Tensor], Tensor]:
@@ -58,7 +60,7 @@ def all_reduce(problem: Problem, group: CommGroup) -> Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class SymmetricBuffer:
-    """A buffer of each process of a group: this process's own, and those of all, as this process sees them."""
+    """One buffer per process of a group: this process's own, and all of them, as this process addresses them."""
 
     own: Tensor
     all: tuple[Tensor, ...]
@@ -80,24 +82,24 @@ def allocate(group: CommGroup, num_values: int, dtype: torch.dtype) -> Symmetric
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         raise RuntimeError(
-            f"torch cannot share memory of the GPUs: {reason}. {_INSTEAD}"
+            f"torch cannot share memory between the GPUs: {reason}. {_INSTEAD}"
         ) from error
     buffers = (handle.get_buffer(rank, (num_values,), dtype) for rank in range(group.group.size))
     return SymmetricBuffer(own, tuple(buffers), tuple(handle.buffer_ptrs))
 
 
 class AbortFlag:
-    """A number on this process's GPU that kernels poll while they wait for another process: 1 ends the waiting."""
+    """A number on this process's GPU that kernels poll while they wait for another process; 1 makes them stop."""
 
     def __init__(self, group: CommGroup) -> None:
-        """Set the number to 0, and to 1 when a process died."""
+        """Start with 0, and set it to 1 when the group is aborted because a process died."""
         self.value = torch.zeros(1, dtype=torch.int32, device="cuda")
         self._one = torch.ones(1, dtype=torch.int32).pin_memory()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         group.on_abort(self.set)
 
     def set(self) -> None:
-        """Copy 1 to the GPU while kernels run there. Called from any thread."""
+        """Copy 1 to the GPU while kernels run there. May be called from any thread."""
         with torch.cuda.stream(self._stream):
             self.value.copy_(self._one, non_blocking=True)
 
@@ -105,12 +107,12 @@ class AbortFlag:
 def check_peers(places: list[tuple[str, int]], can_access: Callable[[int, int], bool]) -> None:
     """Raise RuntimeError if two processes, each on a GPU of a node, cannot address each other's memory.
 
-    Processes that see one GPU each have equal indices, which say nothing; torch then raises RuntimeError itself.
+    If each process sees one GPU only, all indices are equal, and torch raises RuntimeError itself.
     """
     nodes = sorted({node for node, _ in places})
     if len(nodes) > 1:
         raise RuntimeError(
-            f"symmetric memory needs one node, and the group has processes on {', '.join(nodes)}. {_INSTEAD}"
+            f"symmetric memory needs all processes on one node, found {', '.join(nodes)}. {_INSTEAD}"
         )
     for first, second in permutations(sorted({index for _, index in places}), 2):
         if not can_access(first, second):

@@ -21,7 +21,7 @@ _SUMS = (
 _COPIES = tuple(
     Tolerance(each.dtype, 0.0, 0.0, "the values are copied, not computed") for each in _SUMS
 )
-_AXES = {"num_processes": "processes P of the group", "size": "values N of a row of the result"}
+_AXES = {"num_processes": "processes P of the group", "size": "values N per row of the result"}
 _FUSED_AXES = {**_AXES, **NORM_AXES, "max_num_tokens": "largest T"}
 
 
@@ -43,7 +43,7 @@ def _contract(
         tolerances,
         mutates=mutates,
         parts=parts,
-        errors="an exception of torch.distributed if another process ended",
+        errors="an exception of torch.distributed if another process has ended",
     )
 
 
@@ -51,7 +51,7 @@ COMM = (
     _contract("all_reduce", "(x [T, N]) -> x: the sum of the x of all processes", _SUMS, ("x",)),
     _contract(
         "all_gather",
-        "(x [T, N / P]) -> [T, N]: the rows of all processes one after another, in their order",
+        "(x [T, N / P]) -> [T, N]: each row joins the parts of all processes, in rank order",
         _COPIES,
         (),
     ),
@@ -64,16 +64,17 @@ COMM = (
     ),
     _contract(
         "reduce_scatter_tokens",
-        "(x [T of all processes, N]) -> [T of this process, N]: the rows of this process's tokens in the sum of the x "
-        "of all processes, in the order of all_gather_tokens; the numbers of tokens are equal in captured CUDA graphs",
+        "(x [T of all processes, N]) -> [T of this process, N]: the sum of the x of all processes, of which each process "
+        "gets the rows of its tokens; x is in the order of all_gather_tokens; the numbers of tokens are equal in "
+        "captured CUDA graphs",
         _SUMS,
         (),
     ),
     _contract(
         "exchange_tokens",
         "(x [T of this process, N], weights float32 [T, k], ids int32 [T, k], owners int32 [E], compute) -> [T, N]: for "
-        "each token, the sum of compute(x, weights, ids) of the processes that own one of its experts; ids may be any "
-        "from 0 to E - 1, and each process computes the rows that it got from all others in one call, or none",
+        "each token, the sum of compute(x, weights, ids) of the processes that own one of its experts; ids are from 0 to "
+        "E - 1; each process makes at most one call, with the rows that it received from all processes",
         _SUMS,
         (),
     ),

@@ -47,7 +47,7 @@ W4A16 = (
         "linear",
         "(x [T, I], weight uint8 [O, I / 2], scale [O, I / G], zero uint8 [O, I / G] | None, order int32 [I] | None, "
         "bias [O] | None) -> y [T, O]: x @ value.T + bias, where value = (code - zero) * scale for groups of G columns, "
-        "and zero is 8 if there is none. Codes are 0 to 15: byte 16 r + j of a row holds column 32 r + j in its low bits "
+        "and zero is 8 without zero points. Codes are 0 to 15: byte 16 r + j of a row holds column 32 r + j in its low bits "
         "and column 32 r + 16 + j in its high bits. With `order`, column j of the weight multiplies column order[j] of x",
         {
             "in_size": "input features I, a multiple of G",

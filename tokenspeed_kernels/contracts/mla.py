@@ -97,9 +97,9 @@ MLA = (
         "cache",
         "(block_table int32 [S, M], seq_lens int32 [S]) -> shared int32 [2]: the number of tokens in the leading blocks "
         "that all rows of nonzero length share, and the index of the first such row. At least one token of each row is "
-        "not counted. Both are 0 if reading these tokens once does not pay: if fewer than 9 rows have a length, if they "
-        "share fewer than 256 tokens, or if tokens times rows is less than 262,144. None if the shape of the table allows "
-        "nothing else. Table entries past a row's length may hold anything",
+        "not counted. Both are 0 if reading these tokens once does not pay: for fewer than 9 rows of nonzero length, "
+        "fewer than 256 shared tokens, or fewer than 262,144 tokens times rows. The result is None if no table of this "
+        "shape can reach these minimums. Table entries past a row's length may hold anything",
         _SHARED,
         f"{REFERENCE}.cache:find_shared_prefix",
         f"{_INPUTS}:find_shared_prefix",

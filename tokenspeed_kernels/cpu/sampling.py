@@ -50,7 +50,7 @@ def _from_heads(
     seeds: Tensor,
     positions: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return ids and whether each is certain. Probabilities are relative to the most probable token."""
+    """Return the ids, and whether each needs only its row's head. Probabilities are relative to the most probable token."""
     values, ids = _sorted_heads(logits)
     is_greedy = temperature == 0
     scale = torch.where(is_greedy, 1.0, temperature).unsqueeze(1)

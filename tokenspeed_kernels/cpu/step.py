@@ -1,4 +1,7 @@
-"""The bookkeeping of a step on CPUs in NumPy, which handles a few integers in less time than a torch call takes."""
+"""The ops `advance_rows`, `map_tokens` and `gather_tokens` on CPUs: the bookkeeping of a step.
+
+NumPy updates a few integers in less time than one torch call takes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gated activations: silu(gate) * up (SwiGLU) and gelu(gate) * up (GeGLU, the tanh approximation)."""
+"""Gated activations: silu(gate) * up (SwiGLU) and gelu(gate) * up (GeGLU, the tanh approximation), arXiv:2002.05202."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Paged attention in plain torch: gather the blocks of each layer, then call scaled_dot_product_attention.
 
-It has no soft cap and no sinks, so such layers compute their softmax here.
+That function supports neither soft caps nor sinks, so layers with them compute the softmax here.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class TorchAttention:
     def _row(self, table: Tensor, start: int, num_queries: int, length: int) -> list[_Batch]:
         """Plan one row. Its queries are chunked if a mask or scores are stored."""
         size, window = self._problem.block_size, self._problem.window
-        num_later = 0  # keys after its own that a query sees
+        num_later = 0  # number of keys after its own position that a query sees
         if self._problem.is_bidirectional and num_queries == length:
             num_later = length if window is None else window - 1
         needs_mask = window is not None or num_queries not in (1, length) or not self._is_plain

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tokenspeed_core.api import Problem
 
-# With up to 8 rows, the L2 cache saves as much as the extra launch of shared-prefix attention costs.
+# With up to 8 rows, the L2 cache already saves as much time as the extra launch of shared-prefix attention costs.
 MIN_SHARING_ROWS = 9
 # At least the number from which `AttentionStep.shares_prefix` is set.
 MIN_SHARED_TOKENS = 256

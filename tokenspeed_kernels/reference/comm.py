@@ -13,7 +13,7 @@ from tokenspeed_kernels.reference.fp8 import AddNorm, Quantize, quantize_fp8
 from tokenspeed_kernels.reference.fp8_block import quantize_fp8_groups
 from tokenspeed_kernels.reference.norm import add_rms_norm
 
-# Collectives of equal parts. torch 2.13 renamed them.
+# Collectives with parts of equal size. torch 2.13 renamed them.
 _equal: Any = distributed
 _gather_equal = getattr(_equal, "all_gather_single", None) or _equal.all_gather_into_tensor
 _scatter_equal = getattr(_equal, "reduce_scatter_single", None) or _equal.reduce_scatter_tensor
@@ -74,7 +74,7 @@ def _quantizing(
 
 
 def all_gather(problem: Problem, group: CommGroup) -> Callable[[Tensor], Tensor]:
-    """Return `gather(x [T, N / P]) -> [T, N]`, which joins the rows of all processes."""
+    """Return `gather(x [T, N / P]) -> [T, N]`, which joins the parts of each row, in rank order."""
     handle, num_processes = group.handle, problem["num_processes"]
 
     def gather(x: Tensor) -> Tensor:
@@ -129,8 +129,8 @@ def reduce_scatter_tokens(problem: Problem, group: CommGroup) -> Callable[[Tenso
 def exchange_tokens(problem: Problem, group: CommGroup) -> Callable[..., Tensor]:
     """Return `exchange(x [T, N], weights [T, k], ids [T, k], owners [E], compute) -> [T, N]`.
 
-    A token is sent once to each process that owns one of its experts, by all-to-all. The host learns the numbers of
-    tokens.
+    An all-to-all sends each token once to every process that owns one of its experts. Synchronizes with the device,
+    because the host needs the numbers of tokens.
     """
     handle, num_processes = group.handle, problem["num_processes"]
 

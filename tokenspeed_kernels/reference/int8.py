@@ -11,7 +11,7 @@ from torch.nn import functional
 from tokenspeed_core.api import Problem
 from tokenspeed_kernels.reference.fp8 import MIN_AMAX, Quantize, QuantizeStatic
 
-INT8_MAX = 127.0  # -128 is not used, so that the range is symmetric
+INT8_MAX = 127.0  # dynamic scales map the largest magnitude to it; only static ones use -128
 
 LinearInt8 = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 

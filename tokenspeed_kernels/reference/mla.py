@@ -1,4 +1,4 @@
-"""Multi-head latent attention (MLA) over a paged cache in plain torch, from DeepSeek-V2 (arXiv:2405.04434, section 2.1).
+"""Multi-head latent attention (MLA, DeepSeek-V2, arXiv:2405.04434, section 2.1) over a paged cache in plain torch.
 
 Decodes absorb the expansion of keys into the queries, and that of values into the next projection, so that all heads
 share one key per token, of which the first part is also the value. Prefills expand keys and values for each head.

@@ -1,4 +1,4 @@
-"""RMS norm: normalize in float32, round to the dtype, then multiply by the weight."""
+"""RMS norm (arXiv:1910.07467): normalize in float32, round to the dtype, then multiply by the weight."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokenspeed_core.api import Problem
 def rms_norm(problem: Problem) -> Callable[[Tensor, Tensor, float], Tensor]:
     """Return `norm(x [..., N], weight [N], eps) -> y` for the problem's dtype.
 
-    In float32 this rounds like torch.rms_norm, which is used then.
+    For float32 it calls torch.rms_norm, which rounds in the same way.
     """
     return _norm_float32 if problem["dtype"] == "float32" else _norm_rounded
 

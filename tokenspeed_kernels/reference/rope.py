@@ -1,4 +1,4 @@
-"""Rotary position embedding in place, alone or after an RMS norm of each head."""
+"""Rotary position embedding (RoPE, arXiv:2104.09864) in place, alone or after an RMS norm of each head."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Bookkeeping of steps with draft tokens: read the query tokens before the forward, verify them after it.
+"""The ops `gather_tokens` and `verify_drafts`: bookkeeping of steps with draft tokens, before and after the forward.
 
-Each op is one small kernel. Torch would launch five and fourteen.
+Each op is one small kernel. Torch would launch five and fourteen kernels.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Bookkeeping around a step: update the slots' device state before the forward, record sampled tokens after it.
+"""The ops `advance_rows`, `map_tokens` and `note_tokens`: bookkeeping around a step.
 
-Each op is one small kernel. Torch would launch three to eight, and each launch adds latency to a captured step.
+The first two run before the forward: they update the slots' device state and fill the step's inputs. The last one
+records sampled tokens after it. Each op is one small kernel. Torch would launch three to eight kernels, and each launch
+adds latency to a captured step.
 """
 
 from __future__ import annotations

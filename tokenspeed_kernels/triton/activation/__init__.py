@@ -1,1 +1,1 @@
-"""Activations."""
+"""Gated activations."""

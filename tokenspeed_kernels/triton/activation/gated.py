@@ -1,4 +1,7 @@
-"""Gated activations: silu(gate) * up (SwiGLU) and gelu(gate) * up (GeGLU, the tanh approximation)."""
+"""The ops `silu_mul` and `gelu_tanh_mul`: SwiGLU and GeGLU (Shazeer, 2020, arXiv:2002.05202).
+
+A row of x [T, 2N] is the gate, then up; y is [T, N]. GELU is the tanh approximation.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,10 @@
 """The paged attention kernel: tiles of queries against blocks of keys, with split keys merged if needed.
 
+Layout: q [T, H, D], out [T, H, V], k_cache [B, block_size, K, D], v_cache [B, block_size, K, V], block table [S, M].
 The query heads that share a KV head form the rows of one tile, so each key is loaded once for all of them. The program
 that finishes last merges the partial results of split keys.
+
+Sources: PagedAttention (Kwon et al., 2023), FlashAttention-2 (Dao, 2023) and FlashDecoding (Dao et al., 2023).
 """
 
 from __future__ import annotations
@@ -131,7 +134,7 @@ def attend(
     seq_len = tl.load(seq_lens_ptr + row)
     first_query = tile * TOKENS
     stop = seq_len - num_queries + tl.minimum(first_query + TOKENS, num_queries)
-    num_later = 0  # keys after its own that a query sees
+    num_later = 0  # number of keys after its own position that a query sees
     if IS_BIDIRECTIONAL:
         if HAS_WINDOW:
             num_later = tl.where(seq_len == num_queries, window - 1, 0)

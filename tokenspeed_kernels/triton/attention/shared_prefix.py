@@ -1,4 +1,7 @@
-"""The search for a prefix that all rows share: the op `find_shared_prefix`, and its kernel for attention backends."""
+"""The search for a prefix that all rows share: the op `find_shared_prefix`, and its kernel for attention backends.
+
+It compares the rows of the block table, int32 [S, M]; equal leading entries are shared blocks.
+"""
 
 from __future__ import annotations
 

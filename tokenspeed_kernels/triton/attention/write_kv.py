@@ -1,4 +1,7 @@
-"""Write keys and values into the paged KV cache."""
+"""The op `write_kv`: write keys and values into the paged KV cache (PagedAttention, Kwon et al., 2023).
+
+KV slot s of a cache [B, block_size, K, D] is entry s % block_size of block s // block_size.
+"""
 
 from __future__ import annotations
 

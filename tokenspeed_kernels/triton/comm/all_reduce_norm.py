@@ -1,9 +1,9 @@
-"""All-reduce, residual addition, RMS norm and FP8 quantization in one kernel.
+"""All-reduce, residual addition, RMS norm and FP8 quantization of rows x [T, N] in one kernel.
 
 Each process writes its rows to the memory of the others. Every process has one inbox for each other process. The values
 are their own flags: a negative zero means empty. Inboxes are empty at first, and senders replace negative zeros by
-zeros. The receiver polls a value until it is not empty, and then empties it; one thread does both. A row therefore arrives after one transfer,
-without a fence or a separate flag.
+zeros. The receiver polls a value until it is not empty, and then empties it; one thread does both. A row therefore
+arrives after one transfer, without a fence or a separate flag.
 
 Two inboxes take turns. A sender reuses an inbox two calls later. By then it has received a row of the call in between,
 which the other process sends only after it has emptied the first inbox. Programs count their calls on the device, so
@@ -35,7 +35,7 @@ from tokenspeed_kernels.triton.pdl import supports_pdl
 from tokenspeed_kernels.triton.quantize.fp8_per_group import GROUP
 from tokenspeed_kernels.triton.quantize.fp8_per_token import normalized
 
-# Two per multiprocessor of an H100. Programs start in order, and wait only for programs of the same index.
+# At most two per multiprocessor of an H100. Programs start in order, and wait only for programs of the same index.
 NUM_PROGRAMS = 256
 NUM_AHEAD = 4  # rows that a program sends before it receives the first
 

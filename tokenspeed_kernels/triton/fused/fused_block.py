@@ -1,4 +1,4 @@
-"""The fused decoder block for up to 64 rows, as one persistent kernel (a "layer megakernel").
+"""The op `fused_block` for up to 64 rows, as one persistent kernel (a "layer megakernel").
 
 It computes everything between the attention of two layers: output projection, residual add and norm, MLP, residual
 add and norm, and the QKV projection of the next layer. Launched separately, these four GEMMs and two norms spend most

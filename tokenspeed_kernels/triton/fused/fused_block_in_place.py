@@ -1,4 +1,4 @@
-"""The fused decoder block for many rows: the GEMMs add to the residual stream in place.
+"""The op `fused_block_in_place`, for many rows: the GEMMs add to the residual stream in place.
 
 A norm with a residual add reads two tensors and writes two. After a GEMM that has already added its result (addmm),
 the norm reads one and writes one. With many rows the GEMMs are bound by the tensor cores and their power, so less

@@ -1,1 +1,1 @@
-"""Linear layers: GEMV for one token, GEMM for more, in 16 bits and in FP8."""
+"""Linear layers: GEMV for one token, GEMM for more, unquantized and with FP8, INT8 or 4-bit weights."""

@@ -1,8 +1,9 @@
-"""FP8 (e4m3) linear layers with per-token activation scales and per-channel weight scales.
+"""FP8 (e4m3) linear layers with per-token activation scales and per-channel weight scales: the op `linear_fp8`.
 
-With few rows, as in a decode step, the GEMM is bound by reading the weight once: programs stream it through shared
-memory into the tensor cores, with the few tokens as the narrow side of the tile. More rows go to torch._scaled_mm
-(cuBLAS). The kernel for few rows also serves block-wise scales (`gemm_fp8_block`).
+x is [T, I] and the weight [O, I], both row-major with I contiguous. With few rows, as in a decode step, the GEMM is
+bound by reading the weight once: programs stream it through shared memory into the tensor cores, with the few tokens as
+the narrow side of the tile. More rows go to torch._scaled_mm (cuBLAS). The kernel for few rows also serves block-wise
+scales (`gemm_fp8_block`).
 """
 
 from __future__ import annotations

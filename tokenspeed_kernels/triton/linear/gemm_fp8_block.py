@@ -1,8 +1,8 @@
-"""FP8 (e4m3) linear layers with block-wise scales: 1 x 128 for activations, 128 x 128 for weights.
+"""FP8 (e4m3) linear layers with block-wise scales, 1 x 128 for activations, 128 x 128 for weights (arXiv:2412.19437).
 
-The tensor cores multiply 128 features at a time; each partial result is scaled before it is added in float32. Few
-rows go to the streaming kernel of `gemm_fp8`. More rows go to torch._scaled_mm (cuBLAS) where it supports these
-scales, otherwise to a tiled GEMM here.
+x is [T, I] and the weight [O, I]. The tensor cores multiply 128 features at a time; each partial result is scaled
+before it is added in float32. Few rows go to the streaming kernel of `gemm_fp8`. More rows go to torch._scaled_mm
+(cuBLAS) where it supports these scales, otherwise to a tiled GEMM here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""INT8 linear layers (W8A8) with per-token activation scales and per-channel weight scales.
+"""INT8 linear layers (W8A8) with per-token activation scales and per-channel weight scales: the op `linear_int8`.
 
-One kernel for any number of rows: with few, the weight is streamed by many programs that split the features; with many,
-tiles are large. Sums of products are exact integers, so that every tiling gives the same result.
+x is [T, I] and the weight [O, I]. One kernel serves any number of rows: with few, the weight is streamed by many
+programs that split the features; with many, tiles are large. Sums of products are exact integers, so that every tiling
+gives the same result.
 """
 
 from __future__ import annotations

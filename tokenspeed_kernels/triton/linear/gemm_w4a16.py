@@ -2,7 +2,8 @@
 
 Up to MAX_ROWS rows, one kernel streams the packed weight through shared memory, converts it in registers and multiplies
 it on the tensor cores, so that it reads a quarter of the bytes of a 16-bit weight. More rows are bound by the tensor
-cores: the weight is converted once, and cuBLAS multiplies.
+cores: the weight is converted once, and cuBLAS multiplies. The layout of packed weights [O, I / 2] is that of
+`reference.w4a16`.
 """
 
 from __future__ import annotations

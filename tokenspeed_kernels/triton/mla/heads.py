@@ -1,6 +1,7 @@
-"""The GEMMs of each head around absorbed attention, for few tokens. More tokens take torch's batched GEMM.
+"""The ops `mla_absorb` and `mla_project`: a GEMM per head before and after absorbed attention.
 
-Weights are loaded before the wait for the previous kernel (see `pdl`).
+These kernels are for few tokens. More tokens use torch's batched GEMM. Weights are loaded before the wait for the
+previous kernel (see `pdl`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Rotate queries and write the entries of a latent cache, in one launch."""
+"""The op `mla_write`: rotate queries and write the entries of a latent cache, in one launch.
+
+A cache is [B, block_size, L + R]; an entry is the normalized latent (L values), then the rotated key part (R values).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Mixture of experts: routing in one launch, and grouped GEMMs over tokens sorted by expert."""
+"""The ops `moe_route` and `moe_experts`: routing in one launch, and grouped GEMMs over tokens sorted by expert.
+
+The kernels are in `kernel` and `gemm_kernel`, those for few tokens in `few_tokens`.
+"""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ def gate_up(
 ):
     """hidden [pairs, N] = silu(x @ gate) * (x @ up), in sorted order. Grid (tiles of N, tiles of pairs).
 
-    WEIGHTS_FIRST: the weights are the left operand, whose tile has to have 64 rows for the fast instruction.
+    WEIGHTS_FIRST: the weights are the left operand, whose tile needs 64 rows for Hopper's wide instructions.
     JOINED: rows of gate and up alternate in one right operand, which is twice as wide.
     A large tile that is at most half full is computed as one of half the size.
     PDL: the next kernel may read what the one before this has written, because it starts after this one's wait.

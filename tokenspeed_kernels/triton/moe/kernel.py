@@ -1,6 +1,6 @@
 """Kernels for mixture of experts. A *pair* is a token and one of its experts, with index token * k + j.
 
-A pair of the expert E, which does not exist, is not computed.
+A pair with the expert id E has no expert and is skipped.
 """
 
 from __future__ import annotations

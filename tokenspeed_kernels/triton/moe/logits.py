@@ -1,4 +1,4 @@
-"""Router logits in float32.
+"""The op `moe_logits`: router logits y [T, E] = x [T, N] @ weight [E, N].T in float32.
 
 For few tokens a program multiplies the weight row of an expert on the CUDA cores. For many, bfloat16 tokens are
 multiplied on the matrix units with the weight as a sum of three bfloat16 terms, which hold its 24 bits, so that every

@@ -1,4 +1,7 @@
-"""RMS norm, alone or fused with a residual add: each tensor is read and written once."""
+"""The ops `rms_norm` and `add_rms_norm` (arXiv:1910.07467): each tensor is read and written once.
+
+The norm is over the last axis of x [T, N] or [T, H, N], which must be contiguous.
+"""
 
 from __future__ import annotations
 

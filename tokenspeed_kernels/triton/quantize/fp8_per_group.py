@@ -1,6 +1,7 @@
 """Quantize rows to FP8 (e4m3) with one scale per 128 elements: alone, after an RMS norm, or after SwiGLU.
 
-Values are rounded to the dtype before they are quantized, so a fused kernel gives the same result as separate ones.
+x is [T, N], or [T, 2N] before SwiGLU; codes are [T, N] and scales [T, ceil(N / 128)]. Values are rounded to the dtype
+before they are quantized, so a fused kernel gives the same result as separate ones.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Quantize rows to FP8 (e4m3) with one scale per row (per token): alone, after an RMS norm, or after SwiGLU.
 
-A program holds a whole row, because the scale depends on all of it. Values are rounded to the dtype before they are
+x is [T, N], or [T, 2N] before SwiGLU; codes are [T, N] and scales [T, 1]. A program holds a whole row, because the
+scale depends on all of it. Values are rounded to the dtype before they are
 quantized, so a fused kernel gives the same result as separate ones.
 """
 

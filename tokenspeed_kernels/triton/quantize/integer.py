@@ -1,4 +1,4 @@
-"""Quantize rows to INT8 with one scale per row, and to INT8 or FP8 (e4m3) with a given scale."""
+"""Quantize rows x [T, N] to INT8 with one scale per row, and to INT8 or FP8 (e4m3) with a given scale."""
 
 from __future__ import annotations
 

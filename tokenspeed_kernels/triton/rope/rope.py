@@ -1,4 +1,7 @@
-"""Rotary position embedding of q and k in one launch, optionally after an RMS norm of each head."""
+"""The ops `rope` and `qk_norm_rope`: rotary position embedding (RoPE, arXiv:2104.09864) of q and k in one launch.
+
+q is [T, H, D] and k [T, K, D]. `qk_norm_rope` applies an RMS norm to each head first.
+"""
 
 from __future__ import annotations
 

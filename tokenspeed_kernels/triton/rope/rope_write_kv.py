@@ -1,4 +1,8 @@
-"""Rotary position embedding fused with the KV cache write in one launch, optionally after an RMS norm of each head."""
+"""The ops `rope_write_kv` and `qk_norm_rope_write_kv`: RoPE and the KV cache write in one launch.
+
+q is [T, H, D], k and v [T, K, D], and a cache [B, block_size, K, D]. The second op applies an RMS norm to each head of
+q and k first.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Sampling kernels without sorting: cutoffs are found by eight-way search over the logits' values.
+"""The kernels of `sample` and `greedy`. Sampling sorts nothing: an eight-way search over the logits finds the cutoffs.
 
-First, many programs per row find the highest logit, count the tokens above eight depths below it, and copy the tokens
-that matter, the row's *head*. Then one program per row searches the head, or the whole row if the head is too small.
+Logits are [S, V]. First, many programs per row find the highest logit, count the tokens above eight depths below it,
+and copy the tokens that matter, the row's *head*. Then one program per row searches the head, or the whole row if the
+head is too small.
 
 A float32 logit maps to a *key*, an int32 with the same order. A cutoff in the sorted distribution is a key, plus how
 many of the tokens with exactly that key are kept (lowest ids first). The number and the probability of tokens above a

@@ -1,4 +1,7 @@
-"""Grammar masks on logits: one pass that writes only the logits of forbidden tokens."""
+"""The op `mask_logits`: set the logits of tokens that a grammar forbids to -inf, in one pass that writes only these.
+
+Bit t % 32 of word t // 32 is 1 if token t is allowed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Greedy and random sampling without sorting the vocabulary."""
+"""The ops `greedy` and `sample`, without sorting the vocabulary."""
 
 from __future__ import annotations
 
