@@ -6,13 +6,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class FlashInferOptions(BaseModel):
-    """Options of the FlashInfer attention backend, for comparing runs and finding faults."""
+    """Options of the FlashInfer attention backend, for comparisons and debugging."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     shared_prefix: bool = Field(
         True,
-        description="Read keys that all decode rows share once for all of them (cascade attention).",
+        description="Cascade attention: read keys that all decode rows share once instead of once per row.",
     )
 
 

@@ -1,5 +1,5 @@
 # mypy: allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators, allow-untyped-defs, no-warn-return-any
-"""The Triton kernel of `gather`."""
+"""The Triton kernel of `gather`: copies rows of paged caches [B, block_size, K, D] to contiguous [tokens, K, D]."""
 
 from __future__ import annotations
 

@@ -1,5 +1,9 @@
 # mypy: allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators, allow-untyped-defs, no-warn-return-any
-"""The block-scaled GEMM kernel. The tensor cores of compute capability 10.0 apply the scales themselves."""
+"""The block-scaled GEMM kernel of `linear_mxfp8` and `linear_nvfp4`: y [T, N] = x [T, K] @ w [N, K].T.
+
+Scales are row-major, one per group of a row: [T, K / GROUP] and [N, K / GROUP]. The tensor cores of compute capability
+10.0 apply them (`tl.dot_scaled`).
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # mypy: allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators, allow-untyped-defs, no-warn-return-any
-"""Kernels that quantize rows in groups, bit by bit like the reference."""
+"""Kernels that quantize rows x [T, N] to MXFP8 and NVFP4 in groups, with bitwise the same results as `reference`."""
 
 from __future__ import annotations
 

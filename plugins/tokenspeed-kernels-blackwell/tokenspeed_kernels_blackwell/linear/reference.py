@@ -74,7 +74,7 @@ def nvfp4_values(codes: Tensor, scale: Tensor) -> Tensor:
 
 def quantize_mxfp8(problem: Problem) -> Callable[[Tensor], Quantized]:
     """Return `quantize(x [T, N]) -> (y float8_e4m3fn [T, N], scale uint8 [T, N / 32])`."""
-    del problem  # the rows tell their size
+    del problem  # the size is that of the rows
     return mxfp8_rows
 
 

@@ -1,4 +1,4 @@
-"""MLA decode with the TensorRT-LLM kernels in FlashInfer (Ye et al., 2025, arXiv:2501.01005)."""
+"""The op `mla_decode` with the TensorRT-LLM kernels in FlashInfer (Ye et al., 2025, arXiv:2501.01005)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class FlashInferMlaDecode:
             qk_nope_head_dim=NOPE_SIZE,
             kv_lora_rank=self._latent_size,
             qk_rope_head_dim=self._rope_size,
-            block_tables=block_table.contiguous(),  # the library assumes so
+            block_tables=block_table.contiguous(),  # the library assumes this
             seq_lens=seq_lens,
             max_seq_len=max(max_seq_len, 1),
             bmm1_scale=scale,

@@ -1,4 +1,4 @@
-"""MLA decode with the CuTe DSL kernels of the library `tokenspeed-mla`, which is another project's."""
+"""The op `mla_decode` with the CuTe DSL kernels of the third-party library `tokenspeed-mla`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TokenspeedMlaDecode:
             workspace_buffer=self._workspace,
             kv_lora_rank=self._latent_size,
             qk_rope_head_dim=self._rope_size,
-            block_tables=block_table.contiguous(),  # the library assumes so
+            block_tables=block_table.contiguous(),  # the library assumes this
             seq_lens=seq_lens,
             max_seq_len=max(max_seq_len, 1),
             softmax_scale=scale,
