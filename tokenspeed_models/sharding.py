@@ -58,7 +58,8 @@ class ShardingSpec:
     `size` counts the output's values of a token on all processes. `bind` receives the kernel of the collective that the
     output needs, if it needs one. `dtype` is that of the output, None for the model's. A module that
     `takes_all_tokens` shares its weights with processes that have other tokens, and computes the tokens of all. One with
-    a `routed_share` gets and returns the tokens that are routed to its weights: those of this share of the others.
+    a `routed_share` receives only the tokens that are routed to its weights, and returns their results; each token goes
+    to this share of the processes on average.
 
     An output that `is_added` is added to the residual stream, before anything else reads it. `fuse` receives the
     kernels that add up such outputs of all processes, for a norm that can use them; it replaces `bind` of the module

@@ -169,9 +169,9 @@ class WeightSlot:
 
     `shard` is None if every process holds the whole tensor. `kind` is "matrix", "bias", "norm", or "quantized" and
     "scale" for a weight that the checkpoint must hold quantized. A slot that `replaces` others holds the same weights
-    in another form: a checkpoint has either that slot or the others. `on_load` takes the tensor instead of a copy to
-    the target. `on_complete` is called after all tensors were read. A checkpoint may lack an `is_optional` tensor.
-    `make_dummy` makes contents of a shape for benchmarks without a checkpoint. All processes make the same.
+    in another form: a checkpoint has either that slot or the others. `on_load` receives the tensor, which is then
+    not copied to the target. `on_complete` is called after all tensors were read. A checkpoint may lack an `is_optional`
+    tensor. `make_dummy` generates a tensor of a shape for benchmarks without a checkpoint, the same on all processes.
     """
 
     name: str

@@ -16,7 +16,7 @@ from tokenspeed_models.drafters.target import hidden_size
 
 ARCHITECTURE = "DFlashDraftModel"
 _NESTED = "dflash_config"
-# They change the arithmetic of a drafter: each with the value that does not.
+# Keys that change a drafter's arithmetic, each with the only value that is supported: the one that changes nothing.
 _UNSUPPORTED: Mapping[str, Any] = {
     "quantization_config": None,
     "is_causal": False,
@@ -51,7 +51,7 @@ class DFlashConfig:
 def check(options: Mapping[str, Any]) -> None:
     """Raise ValueError if any option is given: the drafter has none."""
     for name in options:
-        raise ValueError(f"{name} is not an option of dflash; it has none")
+        raise ValueError(f"dflash has no option {name}. It takes no options.")
 
 
 def plan(request: DraftRequest) -> DraftModelInfo:

@@ -18,7 +18,7 @@ from tokenspeed_models.drafters.target import hidden_size
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator")
 LAYERS_OPTION = "layers_to_capture"
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-# They change the arithmetic of the head.
+# Keys that change the head's arithmetic.
 _UNSUPPORTED = ("fc_norm", "norm_output", "norm_before_fc", "bias", "tie_word_embeddings")
 
 
@@ -40,7 +40,7 @@ def check(options: Mapping[str, Any]) -> None:
     """Raise ValueError for options that are not the drafter's."""
     for name in options:
         if name != LAYERS_OPTION:
-            raise ValueError(f"{name} is not an option of eagle3; it has {LAYERS_OPTION}")
+            raise ValueError(f"eagle3 has no option {name}. Available: {LAYERS_OPTION}.")
     layers = options.get(LAYERS_OPTION)
     if layers is None:
         return

@@ -30,11 +30,12 @@ class Layer(Protocol):
         positions: torch.Tensor,
         wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the last block's output [R, hidden] and the residual stream [R, hidden] that it is yet to be added to.
+        """Return the last block's output [R, hidden], and the residual stream [R, hidden] before it is added.
 
-        x [T, hidden] is the previous layer's output, to be added to the residual [T, hidden] likewise; for the first
-        layer x is the stream and the residual is None. positions is int64 [T]. Only rows in `wanted` (int64 [R]; None:
-        all) are computed after attention, which needs the keys and values of all. The residual may be overwritten.
+        Likewise, x [T, hidden] is the previous layer's output, which was not added to the residual [T, hidden] yet. For
+        the first layer, x is the stream and the residual is None. positions is int64 [T]. Only rows in `wanted`
+        (int64 [R]; None: all) are computed after attention, which needs the keys and values of all. The residual may be
+        overwritten.
         """
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
@@ -76,7 +77,7 @@ class FollowedNorm:
 
 
 class Blocks:
-    """The two blocks of a decoder layer as it calls them: followed by a collective if their output needs one."""
+    """The two blocks of a decoder layer, each followed by a collective if its output needs one."""
 
     def __init__(
         self,

@@ -58,7 +58,7 @@ class MatchIndex:
     def __init__(self, max_tokens: int) -> None:
         """Start without tokens. Memory grows with them."""
         if max_tokens < _MIN_CAPACITY or max_tokens & (max_tokens - 1):
-            raise ValueError(f"max_tokens is {max_tokens}; it must be a power of two, at least 256")
+            raise ValueError(f"max_tokens is {max_tokens}, expected a power of two of at least 256")
         self._max_tokens = max_tokens
         self.clear()
 

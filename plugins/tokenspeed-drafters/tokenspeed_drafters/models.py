@@ -11,13 +11,13 @@ from tokenspeed_core.api import DraftModelInfo, DraftRequest, HiddenStates
 def check(options: Mapping[str, Any]) -> None:
     """Raise ValueError if any option is given: these drafters have none."""
     for name in options:
-        raise ValueError(f"{name} is not an option; this drafter has none")
+        raise ValueError(f"this drafter has no option {name}. It takes no options.")
 
 
 def plan_mtp(request: DraftRequest) -> DraftModelInfo:
     """Return the target's layers for multi-token prediction. Raises ValueError if it has none."""
     target = request.target
-    assert target.spec is not None, "a target has a family"
+    assert target.spec is not None, "a resolved target has a family"
     return target.spec.plan_mtp(target.config, target.path)
 
 

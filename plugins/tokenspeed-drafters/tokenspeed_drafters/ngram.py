@@ -23,7 +23,7 @@ def read_options(options: Mapping[str, Any]) -> tuple[int, int]:
         shortest = min(shortest, longest)
     if shortest > longest:
         raise ValueError(
-            f"prompt_lookup_min is {shortest}; it must be at most prompt_lookup_max, which is {longest}"
+            f"prompt_lookup_min is {shortest}, expected at most prompt_lookup_max ({longest})"
         )
     return longest, shortest
 

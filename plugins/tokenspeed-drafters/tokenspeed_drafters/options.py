@@ -12,7 +12,9 @@ def take_integers(
     """Return the options with defaults for missing ones. Raises ValueError, with the name and the rule."""
     for name, value in options.items():
         if name not in defaults:
-            raise ValueError(f"{name} is not an option; available: {', '.join(defaults)}")
+            raise ValueError(
+                f"this drafter has no option {name}. Available: {', '.join(defaults)}."
+            )
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise ValueError(f"{name} is {value!r}; it must be an integer from {low} to {high}")
+            raise ValueError(f"{name} is {value!r}, expected an integer from {low} to {high}")
     return {**defaults, **options}

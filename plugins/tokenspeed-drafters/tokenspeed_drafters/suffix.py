@@ -40,14 +40,14 @@ _EXACT_LENGTH = 8  # a match of this length is followed without new searches
 
 
 def read_options(options: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the maximum tokens of earlier answers, per tenant and in all. Raises ValueError."""
+    """Return the maximum tokens of earlier answers, per tenant and in total. Raises ValueError."""
     found = take_integers(options, _DEFAULTS, _MIN_ANSWERS, _MAX_ANSWERS)
     per_key, in_all = found["suffix_answers_per_key"], found["suffix_answers"]
     if "suffix_answers_per_key" not in options:
         per_key = min(per_key, in_all)
     if per_key > in_all:
         raise ValueError(
-            f"suffix_answers_per_key is {per_key}; it must be at most suffix_answers, which is {in_all}"
+            f"suffix_answers_per_key is {per_key}, expected at most suffix_answers ({in_all})"
         )
     return per_key, in_all
 
@@ -81,7 +81,7 @@ class Tenants:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the indexes."""
+        """Memory of the indexes, in bytes."""
         return BYTES_PER_TOKEN * self._capacity
 
     @property
@@ -118,7 +118,7 @@ class Deviation(NamedTuple):
 class FollowedMatches:
     """Occurrences in an index that a sequence has matched so far.
 
-    They are as they were found, `num_followed` tokens before the sequence's end.
+    Their positions are those at which they were found, `num_followed` tokens before the sequence's end.
     """
 
     index: MatchIndex
@@ -169,7 +169,7 @@ class Draft:
     token_ids: list[int]
     probabilities: list[float]
     cells: list[int]
-    num_expected: float  # right tokens
+    num_expected: float  # right tokens, on average
 
 
 _NO_DRAFT = Draft([], [], [], 0.0)

@@ -52,14 +52,14 @@ class PagedAttention:
         mask: object,
         arguments: dict[str, Any],
     ) -> None:
-        """Raise RuntimeError if the model calls its attention in another way than in the recording."""
+        """Raise RuntimeError if the model calls its attention differently from the recording."""
         recorded = self.recorded
         if mask is None:
             mask = Mask(recorded.window, recorded.is_bidirectional)
         seen = observe(recorded.module, module, q, k, v, mask, arguments)
         if seen != self.recorded:
             raise RuntimeError(
-                f"{self.recorded.module} calls its attention with {seen}; the recorded call was {self.recorded}"
+                f"{self.recorded.module} called its attention with {seen}. The recorded call was {self.recorded}."
             )
         self._is_checked = True
 

@@ -44,7 +44,7 @@ def check_against_transformers(
     keeps_layers: bool,
     is_quantized: bool,
 ) -> None:
-    """Raise ValueError if a decoder that is on its device and has its weights computes something else.
+    """Raise ValueError if a loaded decoder computes something else than transformers.
 
     `attention` are all of its layers' calls, `sinks` the float32 sinks by the paths of their parameters. Layers of
     TokenSpeed that replace quantized ones, or experts that processes share, stay in place; `keeps_layers` says whether

@@ -132,8 +132,8 @@ def _check_heads(
     group = build.group("attn")
     if left and group.size > 1:
         raise ValueError(
-            f"{left[0]} does not compute attention as most models do, so that {group.size} processes cannot share its "
-            "heads. Use --attn-tp-size 1"
+            f"the heads of {left[0]} cannot be divided between {group.size} processes, because its attention has an unknown "
+            "form. Use --attn-tp-size 1."
         )
 
 
@@ -144,7 +144,7 @@ def _check_shared(specs: Sequence[ShardingSpec], build: BuildContext) -> None:
     ]
     if build.group("world").size > 1 and all(build.group(name).size == 1 for name in groups):
         raise ValueError(
-            "the model has no attention, gated MLP or experts that these sizes can divide. Use other sizes, or one process"
+            "the model has no attention, gated MLP or experts that these sizes can divide. Use other sizes, or one process."
         )
 
 
