@@ -64,7 +64,7 @@ async def _read_checked(request: Request, service: Service) -> bytes:
 def is_long(data: bytes) -> bool:
     """Return whether a body is parsed in a thread, so that other streams continue.
 
-    A chat is, whatever its length: a template renders it, which may be slow.
+    Chats of any length are parsed in a thread too, because rendering their template may be slow.
     """
     return len(data) > MAX_INLINE_BYTES or b'"messages"' in data or b'"input"' in data
 

@@ -208,7 +208,7 @@ def main() -> None:
             _read(reading).decode("utf-8", "surrogatepass")
         )
         text, error = "", ""
-        # The default action of its signal ends the process, even if no process reads its output any more.
+        # The default action of this signal ends the process, even if nothing reads its output any more.
         signal.setitimer(signal.ITIMER_REAL, max_seconds)
         try:
             template = template or ChatTemplate(**setup)

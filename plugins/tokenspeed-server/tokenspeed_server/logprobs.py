@@ -22,8 +22,8 @@ MIN_LOGPROB = -9999.0  # OpenAI's value for minus infinity, which JSON lacks
 class AnswerLogprobs:
     """The log-probabilities of an answer's tokens, as columns, with any number of alternatives for each token.
 
-    An answer of any length is a few objects. The garbage collector stops all threads while it visits objects, and to
-    free as many as there are alternatives takes as long.
+    An answer of any length is a few objects. With one object per alternative, the garbage collector would stop all
+    threads for a long time while it visits or frees them.
     """
 
     __slots__ = ("_ends", "_top_ids", "_top_values", "offsets", "token_ids", "values")

@@ -1,4 +1,4 @@
-"""The routes with numbers of the server and its engine: for Prometheus, and for a dashboard."""
+"""The routes with metrics: `/metrics` for Prometheus, and `/v1/stats` for a dashboard."""
 
 from __future__ import annotations
 

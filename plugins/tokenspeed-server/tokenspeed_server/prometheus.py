@@ -101,9 +101,11 @@ class _Writer:
     def of_engine(self, last: Sample) -> Iterator[Family]:
         """Yield the metrics of an engine."""
         stats = last.stats
-        yield self.gauge("num_requests_running", "Sequences that run.", last.num_running)
-        yield self.gauge("num_requests_waiting", "Sequences that wait.", last.num_waiting)
-        yield self.gauge("kv_cache_usage_perc", "Used KV pages, from 0 to 1.", stats.kv_usage)
+        yield self.gauge("num_requests_running", "Running sequences.", last.num_running)
+        yield self.gauge("num_requests_waiting", "Waiting sequences.", last.num_waiting)
+        yield self.gauge(
+            "kv_cache_usage_perc", "Fraction of KV pages in use, from 0 to 1.", stats.kv_usage
+        )
         pages = GaugeMetricFamily(
             "tokenspeed:kv_cache_pages", "KV pages by state.", labels=[*self._labels, "state"]
         )
@@ -123,7 +125,7 @@ class _Writer:
             ("spec_decode_num_draft_tokens", "Draft tokens.", stats.num_draft_tokens),
             (
                 "spec_decode_num_accepted_tokens",
-                "Accepted draft tokens: decodes that were saved.",
+                "Accepted draft tokens, each of which saves a decode.",
                 stats.num_saved_steps,
             ),
         ):
@@ -137,10 +139,20 @@ class _Writer:
             {str(position): count for position, count in enumerate(stats.num_accepted)},
         )
         for name, text, bounds, counts in (
-            ("request_queue_time", "From arrival to admission.", REQUEST_BOUNDS, stats.queue),
-            ("request_prefill_time", "To the first token.", REQUEST_BOUNDS, stats.prefill),
+            ("request_queue_time", "Time from arrival to admission.", REQUEST_BOUNDS, stats.queue),
+            (
+                "request_prefill_time",
+                "Time from admission to the first token.",
+                REQUEST_BOUNDS,
+                stats.prefill,
+            ),
             ("step_time", "Duration of a step.", STEP_BOUNDS, stats.step),
-            ("step_host_time", "Planning and bookkeeping of a step.", HOST_BOUNDS, stats.host),
+            (
+                "step_host_time",
+                "Time of a step's planning and bookkeeping on the host.",
+                HOST_BOUNDS,
+                stats.host,
+            ),
         ):
             yield self.histogram(f"{name}_seconds", text, bounds, counts)
 

@@ -60,10 +60,7 @@ def check_unknown(found: Iterable[Extra], policy: Policy) -> list[str]:
 
 
 def extra_fields(value: BaseModel, place: Place = None) -> Iterator[Extra]:
-    """Yield the fields that a validated model and the models in it have no place for.
-
-    Their models allow extra fields.
-    """
+    """Yield the unknown fields of a validated model and of the models in it, all of which allow extra fields."""
     for name in value.__pydantic_extra__ or ():
         yield place, name, type(value).model_fields
     for name, part in vars(value).items():

@@ -169,7 +169,7 @@ class MessagesRequest(CountTokensRequest):
     """The body of /v1/messages."""
 
     max_tokens: int = Field(
-        ge=1, le=2**31 - 1, description="most tokens of the answer, thinking included"
+        ge=1, le=2**31 - 1, description="maximum number of generated tokens, thinking included"
     )
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
