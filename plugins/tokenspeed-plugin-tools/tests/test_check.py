@@ -73,7 +73,7 @@ def test_bad_import_is_found(checked: Any, source: str, expected: str) -> None:
     [
         ({"value": "acme:run"}, "[api1]"),
         ({"value": "acme:run [api7]"}, "needs api 7"),
-        pytest.param({"requires": ""}, "says no range", marks=pytest.mark.release),
+        pytest.param({"requires": ""}, "declares no range", marks=pytest.mark.release),
         pytest.param(
             {"requires": "tokenspeed-core>=99"},
             "needs tokenspeed-core >=99",

@@ -118,8 +118,7 @@ def attention_problems(spec: KernelSpec) -> Iterator[AttentionProblem]:
 def check_attention(
     spec: KernelSpec, device: torch.device, *, cases: Iterable[AttentionProblem] | None = None
 ) -> int:
-    """Run a backend on steps of every kind and return their number. Raises AssertionError naming
-    the case.
+    """Run a backend on steps of every kind and return their number. Raises AssertionError naming the case.
 
     On a GPU, CUDA graph replays run too if the backend declares graph_safe; they are not counted.
     """
@@ -185,8 +184,7 @@ def attends(
 def serves_layers_and_steps(
     factory: AttentionFactory, problem: AttentionProblem, device: torch.device
 ) -> None:
-    """Run several steps of two layers each on one backend, and compare with a new backend per
-    layer.
+    """Run several steps of two layers each on one backend, and compare with a new backend per layer.
 
     The second layer has the first layer's queries and sinks in reverse order.
     """
@@ -242,7 +240,9 @@ def ignores_other_rows(
     step = fixture.step
     kernel = factory(problem, limits_of(fixture), device)
     together, again = attend(kernel, fixture), attend(kernel, fixture)
-    assert torch.equal(together, again), f"{problem}: the same step gave other bits the second time"
+    assert torch.equal(together, again), (
+        f"{problem}: a second run of the same step gave different bits"
+    )
     edges = tuple(pairwise(step.host_query_start or ()))
     for row in (0, 1, len(edges) - 1):
         first, last = edges[row]

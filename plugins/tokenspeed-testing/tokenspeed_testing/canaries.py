@@ -15,9 +15,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Canary:
-    """Memory that holds some arguments: its bits, their former values, and the elements of each
-    argument.
-    """
+    """Memory that holds some arguments: its bits, their former values, and the elements of each argument."""
 
     memory: Tensor  # integers [elements]
     before: Tensor

@@ -42,7 +42,7 @@ class NotRun(SkipTest):
 
     def __init__(self, num_cases: int, needs: str) -> None:
         """Store both."""
-        super().__init__(f"{num_cases} cells need {needs}")
+        super().__init__(f"{num_cases} cases need {needs}")
         self.num_cases, self.needs = num_cases, needs
 
 
@@ -92,8 +92,8 @@ def beyond(spec: KernelSpec, contract: OpContract) -> Iterator[tuple[str, Proble
     capability = spec.capability
     for limit in capability.limits:
         assert limit.axis in contract.axes, (
-            f"{spec.backend} bounds the axis {limit.axis!r}, which op {spec.op!r} has not; "
-            f"it has {', '.join(sorted(contract.axes))}"
+            f"{spec.backend} bounds the axis {limit.axis!r}, which op {spec.op!r} does not have. "
+            f"Its axes: {', '.join(sorted(contract.axes))}."
         )
         for value in outside(limit):
             yield f"{limit.axis} {value}", {**inside, limit.axis: value}

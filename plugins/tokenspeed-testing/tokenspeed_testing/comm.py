@@ -185,7 +185,7 @@ def _check_overlap(kernel: Any, rank: int, dtype: str, device: torch.device) -> 
         for _ in range(3):
             *values, residual = kernel(torch.neg(x), residual, weight, 1e-6)
         for value, wanted in zip(found, (*values, residual), strict=True):
-            assert torch.equal(value, wanted), "rows that are sent in parts give other bits"
+            assert torch.equal(value, wanted), "rows that are sent in parts have different bits"
 
     check(run(x, given.clone()), x)
     stream, residual = given.clone(), given.clone()

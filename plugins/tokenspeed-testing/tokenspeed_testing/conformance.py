@@ -222,9 +222,7 @@ def replays(
     rows: int,
     device: torch.device,
 ) -> None:
-    """Capture a call in a CUDA graph, replay it with other inputs, and compare bits with a plain
-    call.
-    """
+    """Capture a call in a CUDA graph, replay it with other inputs, and compare bits with a plain call."""
     first, second, plain = (
         make_inputs(contract, problem, rows, device, strided=False, seed=seed) for seed in (0, 1, 1)
     )

@@ -41,7 +41,7 @@ class DistributionConformance:
         for entry in entries_of(self.distribution):
             assert entry.status is Status.OK, f"{entry.kind} {entry.name}: {entry.reason}"
             assert entry.requires_core, (
-                f"{entry.distribution} says no range of tokenspeed-core; write {core_range()!r} in its dependencies"
+                f"{entry.distribution} declares no range of tokenspeed-core. Add {core_range()!r} to its dependencies."
             )
 
     def test_installed_once_with_its_version(self) -> None:
@@ -54,7 +54,7 @@ class DistributionConformance:
         for package in packages(entries_of(self.distribution)):
             declared = literal(package / "__init__.py", "__version__")
             assert declared in (None, version), (
-                f"{package.name}.__version__ is {declared}, and its metadata says {version}"
+                f"{package.name}.__version__ is {declared}, but the metadata has version {version}"
             )
 
     def test_entry_modules_import_fast(self) -> None:
@@ -73,16 +73,14 @@ class DistributionConformance:
             seconds, loaded = json.loads(done.stdout.splitlines()[-1])
             heavy = sorted(set(HEAVY) & set(loaded))
             assert not heavy, (
-                f"importing {module} loads {', '.join(heavy)}; move the descriptor to another module than `load`"
+                f"importing {module} loads {', '.join(heavy)}. Put the descriptor and the code that it loads in separate modules."
             )
             assert seconds < MAX_SECONDS, (
                 f"importing {module} takes {seconds:.2f} s; at most {MAX_SECONDS} s"
             )
 
     def test_imports_only_public_api(self) -> None:
-        """The distribution imports only `tokenspeed_core.api`, `.commands` and the exports of
-        `tokenspeed_core`.
-        """
+        """The distribution imports only `tokenspeed_core.api`, `.commands` and the exports of `tokenspeed_core`."""
         private = [
             f"{path.name}:{line}: {name}"
             for path, line, name in internal_imports(self.distribution)
@@ -105,9 +103,7 @@ class DistributionConformance:
 
 
 def core_range(version: str = tokenspeed_core.__version__) -> str:
-    """Return the range of tokenspeed-core that a new plugin declares: this minor version and the
-    next.
-    """
+    """Return the range of tokenspeed-core that a new plugin declares: this minor version and the next."""
     major, minor = version.split(".")[:2]
     return f"tokenspeed-core>={major}.{minor},<{major}.{int(minor) + 2}"
 

@@ -10,7 +10,7 @@ from tokenspeed_core.kernels.plan import KernelPlan, PlannedOp
 def explain(plan: KernelPlan, op: str, layer: int | None = None) -> str:
     """Return every candidate for an op or family with its reasons and hints, one per line.
 
-    Raises ValueError naming the ops of the plan if there is none of that name.
+    Raises ValueError, which names the ops of the plan, if none of them matches.
     """
     found = plan.find(op, layer)
     if not found:

@@ -232,7 +232,7 @@ class FakeRunner:
         """Write all query tokens, then keep draft tokens while they are those that the model chooses."""
         position, token = int(self.length[slot]) - 1, int(self.last[slot])
         assert position <= plan.num_computed_tokens[row], "the plan's length is not an upper bound"
-        assert len(masks) in (0, 1 + len(draft)), "a mask for each query token"
+        assert len(masks) in (0, 1 + len(draft)), "the masks do not match the query tokens"
         for i, query in enumerate((token, *draft)):
             self._write(slot, position + i, query)
         sampled: list[int] = []

@@ -49,7 +49,7 @@ def without_host_syncs(case: str) -> Iterator[None]:
         yield
     assert not watch.seen, (
         f"{case}: the kernel declares graph_safe, but reads device values on the host: "
-        f"{', '.join(dict.fromkeys(watch.seen))}. Waiting for the device ends a capture. Keep the values on the device. "
+        f"{', '.join(dict.fromkeys(watch.seen))}. Waiting for the device is not allowed during a capture. Keep the values on the device. "
         "If only the CPU needs them, write a separate spec for cpu."
     )
 

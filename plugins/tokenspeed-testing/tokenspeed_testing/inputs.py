@@ -17,9 +17,7 @@ from tokenspeed_core.api.ops import Problem
 def write_kv(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """Make k [T, K, D] and v [T, K, V], caches of one of two layers, and distinct KV slots; every fifth is
-    -1.
-    """
+    """Make k [T, K, D] and v [T, K, V], caches of one of two layers, and distinct KV slots; every fifth is -1."""
     heads, size, block = problem["num_kv_heads"], problem["head_size"], problem["block_size"]
     value_head_size = problem.get("value_head_size") or size  # fused ops have no such axis
     num_blocks = num // block + 3
@@ -47,9 +45,7 @@ def write_kv(
 def split_blocks(
     blocks: Tensor, block_size: int, num_heads: int, head_size: int, value_head_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the keys [B, block_size, K, D] and values [B, block_size, K, V] in one layer's blocks
-    [B, values].
-    """
+    """Return the keys [B, block_size, K, D] and values [B, block_size, K, V] in one layer's blocks [B, values]."""
     num_keys = block_size * num_heads * head_size
     return (
         blocks[:, :num_keys].view(-1, block_size, num_heads, head_size),

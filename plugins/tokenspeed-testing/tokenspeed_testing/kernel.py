@@ -98,8 +98,7 @@ class KernelConformance:
             raise NotRun(num_cases, " and ".join(lacks))
 
     def test_values_beyond_limits_are_refused(self) -> None:
-        """Selection refuses the nearest undeclared problems, hardware and features, and names the
-        limit.
+        """Selection refuses the nearest undeclared problems, hardware and features, and names the limit.
 
         It accepts everything that is declared.
         """

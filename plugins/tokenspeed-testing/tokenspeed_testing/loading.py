@@ -39,8 +39,7 @@ _CALLED = ("commands", "policies", "preflight")
 
 
 def try_load(entry: Entry, entries: Sequence[Entry]) -> Entry:
-    """Load an entry, and return it with status `failed` and the reason if a start would leave it
-    out.
+    """Load an entry, and return it with status `failed` and the reason if a start would leave it out.
 
     `entries` are all installed entries, in the catalog's order.
     """
@@ -87,7 +86,7 @@ def _load_on_demand(entry: Entry, catalog: Catalog) -> None:
     value = catalog.load(alone, _DESCRIPTORS.get(entry.kind, object))
     if entry.kind in _CALLED and value is not None and not callable(value):
         found = f"{value!r:.60} (of type {type(value).__name__})"
-        catalog.reject(alone, f"{entry.value} is {found}, and must be something that is called")
+        catalog.reject(alone, f"{entry.value} is {found}, expected a callable")
 
 
 def _may_run_here(capability: Capability) -> bool:

@@ -83,7 +83,7 @@ class LogitsProcessorConformance:
         assert torch.equal(used, expected), "the slot's earlier sequence changes the logits"
 
     def test_preempted_sequence_continues(self) -> None:
-        """Beginning with tokens that were generated before equals never having been preempted."""
+        """A sequence that begins with generated tokens gets the same logits as one that was never preempted."""
         prompt, output = _tokens(4), _tokens(NUM_STEPS, 1)
         going = self._make()
         going.begin(0, self.spec.example, prompt, len(prompt))

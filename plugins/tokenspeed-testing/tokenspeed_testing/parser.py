@@ -109,7 +109,7 @@ class ParserConformance:
         assert not missing, f"no example has {', '.join(missing)}"
 
     def test_examples_are_parsed(self) -> None:
-        """Each example has the content, the reasoning and all calls that it says."""
+        """Each example is parsed to the content, reasoning and calls that it declares."""
         for example in self._examples():
             parts = found(read(self.spec, [example.reply], _context(example)))
             calls = tuple((name, _json(arguments)) for name, arguments in parts.calls)
@@ -126,9 +126,7 @@ class ParserConformance:
             assert self._read(*deltas, context=context) == whole, f"{deltas} differ from one delta"
 
     def test_events_are_ordered_and_not_empty(self) -> None:
-        """Arguments follow a call. Only tool parsers emit calls, only reasoning parsers emit
-        reasoning.
-        """
+        """Arguments follow a call. Only tool parsers emit calls, only reasoning parsers emit reasoning."""
         is_tool = self.kind == "tool_parsers"
         known = {"content", "call", "arguments"} if is_tool else {"content", "reasoning"}
         for context, text, deltas in self._texts():
@@ -149,7 +147,9 @@ class ParserConformance:
             parts = found(events)
             if self.kind == "tool_parsers" and not parts.calls:
                 assert parts.content == text
-            assert is_within(parts.content, text), f"{parts.content!r} is not all in {text!r}"
+            assert is_within(parts.content, text), (
+                f"{parts.content!r} is not a subsequence of {text!r}"
+            )
             said = "".join(event.text for event in events)
             for symbol in SYMBOLS:
                 num = said.count(symbol) + said.count(json.dumps(symbol)[1:-1])
@@ -274,7 +274,7 @@ def variations(example: str, num: int) -> Iterator[tuple[str, list[str]]]:
     ]
     for number in range(num):
         text = "".join(chance.choices(words, k=chance.randint(1, 30)))
-        if number % 3 == 0:  # a reply as it should be, and what should not follow
+        if number % 3 == 0:  # a valid reply, followed by text that does not belong there
             text = example + text
         elif number % 3 == 1:
             at = chance.randint(0, len(example))

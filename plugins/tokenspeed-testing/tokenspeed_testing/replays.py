@@ -88,8 +88,7 @@ def replays(
     device: torch.device,
     wanted: Iterable[Replay] | None = None,
 ) -> None:
-    """Capture the steps that a kernel serves, and replay them as `wanted`. Raises AssertionError
-    naming the case.
+    """Capture the steps that a kernel serves, and replay them as `wanted`. Raises AssertionError naming the case.
 
     A decode problem runs in decode steps. A prefill problem also runs in mixed steps, with the same
     backend for decodes if it declares them.

@@ -37,8 +37,7 @@ def common_contracts() -> tuple[OpContract, ...]:
 
 
 def problems(spec: KernelSpec, contract: OpContract | None = None) -> Iterator[Problem]:
-    """Yield the declared problems of a spec's op: every shape in some dtype, every dtype in some
-    shape.
+    """Yield the declared problems of a spec's op: every shape in some dtype, every dtype in some shape.
 
     A plugin's op declares its shapes in its contract. Raises KeyError if the op is not installed.
     """

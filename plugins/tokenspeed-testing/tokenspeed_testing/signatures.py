@@ -31,9 +31,7 @@ def kept(path: Path) -> Mapping[str, Mapping[str, str]]:
 
 
 def restricted_to(function: Callable[..., Any], *signatures: str) -> Callable[..., Any]:
-    """Return a function that raises TypeError for arguments that a recorded signature does not
-    take.
-    """
+    """Return a function that raises TypeError for arguments that a recorded signature does not take."""
     taken = [parsed(each) for each in signatures]
 
     @wraps(function)
@@ -72,9 +70,7 @@ def parsed(signature: str) -> inspect.Signature:
 
 
 def read(wheel: Path, name: str) -> str:
-    """Return the signature of "path:function", "path:Class.method" or an op in a wheel. Raises
-    LookupError.
-    """
+    """Return the signature of "path:function", "path:Class.method" or an op in a wheel. Raises LookupError."""
     path, _, wanted = name.partition(":")
     with zipfile.ZipFile(wheel) as archive:
         try:
@@ -130,9 +126,7 @@ def _in_code(content: bytes, wanted: str) -> str:
 
 
 def renew(path: Path, wheels: Iterable[Path]) -> None:
-    """Rewrite a file with the signatures in each wheel that its "read" entry lists. Raises
-    LookupError.
-    """
+    """Rewrite a file with the signatures in each wheel that its "read" entry lists. Raises LookupError."""
     names = json.loads(path.read_text(encoding="utf-8"))["read"]
     libraries = {library_of(wheel): {name: read(wheel, name) for name in names} for wheel in wheels}
     command = f"{MADE_BY} {path.name} WHEEL ..., of {', '.join(libraries)}"
