@@ -1,3 +1,1 @@
-"""The command `tokenspeed bench`: seeded traffic in process or over HTTP, and comparison of
-results.
-"""
+"""The command `tokenspeed bench`: seeded traffic in process or over HTTP, and comparison of results."""

@@ -21,9 +21,7 @@ START = {"name": "start"}
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of the tables. `metric` names a figure of a run; for rates more is better, for times
-    less.
-    """
+    """A row of the tables. `metric` names a figure of a run; for rates more is better, for times less."""
 
     group: str
     kind: str
@@ -50,9 +48,7 @@ class Row:
         return f"{self.shape}{form}{who}{what}"
 
     def ratio(self, value: float) -> float | None:
-        """Return the value as a multiple of the lower bound (1 is optimal), or None without a
-        bound.
-        """
+        """Return the value as a multiple of the lower bound (1 is optimal), or None without a bound."""
         if self.floor is None or value <= 0:
             return None
         return round(self.floor / value if self.is_rate() else value / self.floor, 3)

@@ -240,9 +240,7 @@ def _profile(
 
 
 def _chosen_model(given: Any, flag: str | None) -> str | None:
-    """Return the model given as argument or by --model. Raises BenchError if both or a shape are
-    given.
-    """
+    """Return the model given as argument or by --model. Raises BenchError if both or a shape are given."""
     if flag is not None and (given.model or given.shape):
         raise BenchError(
             f"--model {flag}: the model is also given as {given.model or given.shape}. Give only one."

@@ -27,9 +27,7 @@ class Console:
         self.is_lost = False
 
     def say(self, text: str) -> None:
-        """Print a text. Raises BenchError or BrokenPipeError if that fails and no file takes the
-        result.
-        """
+        """Print a text. Raises BenchError or BrokenPipeError if that fails and no file takes the result."""
         if self.is_lost:
             return
         try:

@@ -117,7 +117,5 @@ def _target(path: str) -> Path:
 
 
 def _is_special(target: Path) -> bool:
-    """Return whether the path is something other than a file, such as a pipe, which is never
-    replaced.
-    """
+    """Return whether the path is something other than a file, such as a pipe, which is never replaced."""
     return target.exists() and not target.is_file()

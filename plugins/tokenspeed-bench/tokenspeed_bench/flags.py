@@ -16,9 +16,8 @@ REPEATED = {"kernel_backend", "backend_option"}  # flags of pairs, which one tex
 def keywords(words: Sequence[str]) -> dict[str, Any]:
     """Return keywords for flags: `--max-num-seqs 8` becomes `max_num_seqs="8"`.
 
-    A flag without a value is true, `--no-enable-x` is `enable_x=False`, and `--attention-
-    backend.decode a` adds to a mapping. Raises BenchError for a stray word and for a flag given
-    twice.
+    A flag without a value is true, `--no-enable-x` is `enable_x=False`, and `--attention-backend.decode a` adds to a
+    mapping. Raises BenchError for a stray word and for a flag given twice.
     """
     found: dict[str, Any] = {}
     at = 0

@@ -14,8 +14,7 @@ GOALS = ("ttft", "itl", "tpot", "e2e")
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One answered request. Times are seconds of one clock; `events` are arrival times of text
-    events.
+    """One answered request. Times are seconds of one clock; `events` are arrival times of text events.
 
     `num_prompt` and `num_cached` come from the server, or are None. `turn` is the position in the
     session.
@@ -39,9 +38,7 @@ class Record:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Return a percentile of sorted values by linear interpolation. Raises ValueError without
-    values.
-    """
+    """Return a percentile of sorted values by linear interpolation. Raises ValueError without values."""
     if not ordered:
         raise ValueError("no values to take a percentile of")
     at = (len(ordered) - 1) * percent / 100

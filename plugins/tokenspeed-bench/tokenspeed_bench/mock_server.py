@@ -47,7 +47,7 @@ def ending(num_tokens: int) -> bytes:
 
 
 class Connection(asyncio.Protocol):
-    """A client's connection. It is in `live` while it has a request."""
+    """A client's connection, which is in `live` while it has a request."""
 
     def __init__(self, live: set[Connection]) -> None:
         self.live = live

@@ -74,7 +74,7 @@ def measure(
                 _repeat(engine, fitting, plan.repeats, result, report)
             except BadRequestError as error:
                 refused.append(
-                    f"{traffic.name} was left out: {error}; --input-len and its like make it shorter"
+                    f"{traffic.name} was left out: {error}. Shorten it with options such as --input-len."
                 )
             else:
                 if trace is not None and not result["is_interrupted"]:
@@ -163,8 +163,7 @@ def once(engine: Engine, traffic: Traffic) -> dict[str, Any]:
 
 
 def first_tokens(engine: Engine) -> tuple[int, dict[str, float]]:
-    """Time the first request after construction and several after it. Also return the end of the
-    usable ids.
+    """Time the first request after construction and several after it. Also return the end of the usable ids.
 
     Raises BenchError if the vocabulary is too small.
     """

@@ -39,8 +39,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Online:
-    """What to measure. `goals` are milliseconds by name. `measures_client` also measures the
-    client.
+    """What to measure. `goals` are milliseconds by name. `measures_client` also measures the client.
 
     With `salts`, every load has a different cache salt, so it starts with an empty prefix cache.
     """
@@ -54,8 +53,7 @@ class Online:
 def measure(
     target: Target, plan: Online, result: dict[str, Any], report_run: Callable[[Run], None]
 ) -> None:
-    """Run every load and add it to `result`; `report_run` is called with each run. Ctrl-C keeps the runs
-    so far.
+    """Run every load and add it to `result`; `report_run` is called with each run. Ctrl-C keeps the runs so far.
 
     Raises BenchError if no request was answered.
     """
@@ -130,8 +128,7 @@ def _send(
 
 
 def first_tokens(target: Target) -> tuple[int, dict[str, float]]:
-    """Time the first request of a server and several after it. Also return the end of the usable
-    ids.
+    """Time the first request of a server and several after it. Also return the end of the usable ids.
 
     Raises BenchError if it answers none. Ctrl-C raises KeyboardInterrupt.
     """

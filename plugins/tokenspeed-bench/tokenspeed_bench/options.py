@@ -197,9 +197,7 @@ def _add_serving(parser: Parser) -> None:
 
 
 def parse(verb: str, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return a subcommand's options, including the model, and the flags of serve. Raises
-    BenchError.
-    """
+    """Return a subcommand's options, including the model, and the flags of serve. Raises BenchError."""
     parser = parser_of(verb)
     given = list(words)
     model = given.pop(0) if given and not given[0].startswith("-") else None

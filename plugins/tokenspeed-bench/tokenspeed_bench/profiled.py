@@ -79,8 +79,7 @@ def check_recorder(plugins: object) -> None:
 def take(
     arguments: Sequence[str], key: str | None, profile: Profile, report: ReportProfile
 ) -> list[str]:
-    """Start a server, send each load and write its trace; return messages for loads without a
-    trace.
+    """Start a server, send each load and write its trace; return messages for loads without a trace.
 
     `report` is called with the name, file and timeline of each. Ctrl-C raises KeyboardInterrupt.
     """
@@ -108,9 +107,7 @@ def take(
 
 
 def _record(target: Target, load: Load, name: str, path: str, folder: Path) -> Timeline:
-    """Send a load until its trace is recorded, and write the trace. Raises BenchError if there is
-    none.
-    """
+    """Send a load until its trace is recorded, and write the trace. Raises BenchError if there is none."""
     order = Order(Path(path).name, *window(load))
     try:
         order.put(folder)

@@ -24,9 +24,7 @@ WARM_UP = 4  # steps that torch's profiler discards, because its start makes the
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A request to skip `wait` steps (at least 1), record `steps` steps, and export the trace as
-    `name`.
-    """
+    """A request to skip `wait` steps (at least 1), record `steps` steps, and export the trace as `name`."""
 
     name: str
     wait: int

@@ -105,8 +105,7 @@ class Api:
 def started(
     arguments: Sequence[str], key: str | None, environ: Mapping[str, str] | None = None
 ) -> Iterator[tuple[Api, float]]:
-    """Start `tokenspeed serve` on a free port; yield it and the seconds until `/ready`; stop it at
-    the end.
+    """Start `tokenspeed serve` on a free port; yield it and the seconds until `/ready`; stop it at the end.
 
     `environ` is added to the environment. Raises BenchError with the server's last lines if it
     exits or does not become healthy in time.

@@ -118,8 +118,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def write(name: str, parent: Path, longest: int | None = None) -> Path:
-    """Write the directory of a shape, including a tokenizer, and return it. Raises KeyError for an
-    unknown name.
+    """Write the directory of a shape, including a tokenizer, and return it. Raises KeyError for an unknown name.
 
     `longest` raises the maximum sequence length in tokens; the weights do not depend on it.
     """

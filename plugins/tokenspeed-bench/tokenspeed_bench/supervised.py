@@ -1,5 +1,4 @@
-"""Runs a `tokenspeed` command that ends with its parent: `python -m tokenspeed_bench.supervised
-WORDS`.
+"""Runs a `tokenspeed` command that ends with its parent: `python -m tokenspeed_bench.supervised WORDS`.
 
 Its stdin is a pipe that closes when the parent ends. The command then gets SIGTERM, and SIGKILL
 later.

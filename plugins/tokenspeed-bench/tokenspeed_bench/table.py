@@ -27,7 +27,7 @@ def of_run(run: Run) -> str:
             lines.append(f"  ready after {figures['s']:.2f} s")
         if "first_request_ms" in figures:
             lines.append(
-                f"  first request's token after {figures['first_request_ms']:.1f} ms, median of the next "
+                f"  first request: first token after {figures['first_request_ms']:.1f} ms, median of the next "
                 f"{figures['ttft_p50_ms']:.1f} ms: {figures['first_over_median']:.2f} times"
             )
     else:
@@ -112,7 +112,7 @@ def _served(run: Run) -> list[str]:
     if "client" in run:
         client = run["client"]
         lines.append(
-            f"  the client alone, {format_users(client['users'])} on a beat of {client['beat_ms']:g} ms: "
+            f"  the client alone, {format_users(client['users'])} with an event every {client['beat_ms']:g} ms: "
             f"{client['events_per_s']:,.0f} events/s, gap p99 {client['itl_p99_ms']:.2f} ms"
         )
     return lines + [

@@ -95,9 +95,7 @@ def measure(words: Sequence[str]) -> int:
 def measure_group(
     group: str, repeats: int, profiles: str | None, others: Sequence[str], console: Console
 ) -> tuple[dict[str, Any] | None, int]:
-    """Run the command of a group in a process with empty caches; return its result, if any, and
-    status.
-    """
+    """Run the command of a group in a process with empty caches; return its result, if any, and status."""
     command = [*COMMANDS[group], *others]
     if command[0] != "serve":
         command += ["--repeats", str(repeats)]

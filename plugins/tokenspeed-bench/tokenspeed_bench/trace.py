@@ -79,9 +79,7 @@ def _middle(gaps: Sequence[float]) -> str:
 
 
 def named(path: str, name: str) -> str:
-    """Return a path with a name before its suffix: `trace.json` and "latency" give `trace-
-    latency.json`.
-    """
+    """Return a path with a name before its suffix: `trace.json` and "latency" give `trace-latency.json`."""
     return str(Path(path).with_stem(f"{Path(path).stem}-{name}"))
 
 
@@ -121,7 +119,7 @@ def finished(exported: Path, path: str) -> Timeline:
     """
     try:
         data = json.loads(exported.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # torch says of a full disk nothing that can be caught
+    except (OSError, ValueError) as error:  # torch raises nothing when the disk is full
         raise BenchError(
             f"{path}: torch could not write its trace; check the free disk space"
         ) from error

@@ -23,9 +23,7 @@ SEED_OF_AGENTS = 6
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request: the prompt is the session's first `end` ids, sent `pause` seconds after the last
-    answer.
-    """
+    """One request: the prompt is the session's first `end` ids, sent `pause` seconds after the last answer."""
 
     end: int
     out_len: int
@@ -53,9 +51,7 @@ class Traffic:
         return {"name": self.name, **self.parameters}
 
     def waves(self) -> Workload:
-        """Return the turns as waves without pauses: all first turns, then all second turns, and so
-        on.
-        """
+        """Return the turns as waves without pauses: all first turns, then all second turns, and so on."""
         most = max(len(session.turns) for session in self.sessions)
         return [
             [
