@@ -1,4 +1,4 @@
-"""The op `exchange_tokens` by DeepEP: tokens go to the processes of their experts, and the sums come back.
+"""The op `exchange_tokens` with DeepEP: sends tokens to the processes of their experts, and adds up the results.
 
 The library counts the tokens on the device. The result has room for the tokens of all processes, so that the host does
 not wait; rows beyond the received tokens have no expert of this process.
@@ -30,14 +30,14 @@ def exchange_tokens(problem: Problem, group: CommGroup, *, options: DeepEPOption
         kinds = import_module("deep_ep").Buffer
     except ImportError as error:
         raise ImportError(
-            f"DeepEP does not load: {error}. If it misses a symbol of NCCL, it needs a newer NCCL than this torch has; "
-            "use another --all2all-backend"
+            f"DeepEP does not load: {error}. If a symbol of NCCL is missing, DeepEP needs a newer NCCL than this torch has. "
+            "Use another --all2all-backend."
         ) from error
     try:
         configs = kinds.get_dispatch_config(num_processes), kinds.get_combine_config(num_processes)
     except AssertionError as error:
         raise ValueError(
-            f"DeepEP has no settings for {num_processes} processes; use 2, 4 or 8"
+            f"DeepEP has no settings for {num_processes} processes. Use 2, 4 or 8."
         ) from error
     row = problem["size"] * getattr(torch, problem["dtype"]).itemsize
     num_bytes = max(each.get_nvl_buffer_size_hint(row, num_processes) for each in configs)
@@ -69,7 +69,7 @@ class Exchange:
             topk_weights=weights,
             num_worst_tokens=sum(self._tokens.of(len(x))),
         )
-        # It counts the received ones from this process's first one. Those of other processes are -1.
+        # `local_ids` counts experts from this process's first one. Experts of other processes are -1.
         first = self._rank * num_local
         elsewhere = (self._rank + 1) % self._num_processes * num_local
         their_ids = by_owner[torch.where(local_ids < 0, elsewhere, local_ids + first)].int()

@@ -13,7 +13,8 @@ class DeepEPOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     mode: Literal["auto", "normal", "low_latency"] = Field(
-        "auto", description="Kernels of DeepEP: normal, which auto chooses; as --deepep-mode."
+        "auto",
+        description="DeepEP's kernels: auto or normal, which are the same; set by --deepep-mode.",
     )
 
     @field_validator("mode")
@@ -22,6 +23,6 @@ class DeepEPOptions(BaseModel):
         """Refuse the kernels that need more than the memory of GPUs in one node."""
         if mode == "low_latency":
             raise ValueError(
-                "low_latency sends through network cards (IBGDA), which this plugin does not support; use normal"
+                "low_latency sends through network cards (IBGDA), which this plugin does not support. Use normal."
             )
         return mode

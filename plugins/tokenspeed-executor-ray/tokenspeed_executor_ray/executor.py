@@ -35,7 +35,7 @@ class Worker:
         return end.reason, end.last_lines
 
     def close(self, seconds: float) -> None:
-        """Wait that long for the end of the process, then kill it."""
+        """Wait at most `seconds` for the end of the process, then kill it."""
         self._process.close(seconds)
 
 
@@ -124,7 +124,7 @@ class RayExecutor:
         )
 
     def _watch(self, on_exit: Callable[[WorkerExit], None]) -> None:
-        """Report the first end. Then the engine ends all ranks."""
+        """Report each rank that has ended. After the first one, the engine ends all others."""
         ranks = {worker.wait.remote(): rank for rank, worker in self._workers.items()}
         while not self._is_closing.is_set():
             ended, _ = ray.wait(list(ranks), num_returns=1, timeout=TICK_SECONDS)
