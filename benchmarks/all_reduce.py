@@ -5,8 +5,9 @@
 
 Each kernel runs 20 times in a CUDA graph, as in decode steps. Prints one JSON line per size with µs per call on the
 slowest process: the median of 9 measurements of 10 replays. All results are first compared with sums of the gathered
-inputs. In the measured graphs the sums overflow, which does not change the times.
-`fused` is the op `all_reduce_add_rms_norm`; `norm` is the addition and the norm alone.
+inputs. In the measured graphs the sums overflow, which does not change the times. `nccl` and `symm` are the all-reduce
+through NCCL and through symmetric memory, `norm` is the addition and the norm alone, and `fused` is the op
+`all_reduce_add_rms_norm`.
 """
 
 from __future__ import annotations
@@ -147,11 +148,17 @@ def run(rank: int, arguments: argparse.Namespace, store: str) -> None:
 
 def main() -> None:
     """Parse, and start the processes."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--size", type=int, default=4096, help="values of a row")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--processes", type=int, default=2, help="number of GPUs")
+    parser.add_argument("--size", type=int, default=4096, help="values per row")
     parser.add_argument(
-        "--kilobytes", type=int, nargs="+", default=[8, 16, 64, 256, 1024, 4096, 16384, 65536]
+        "--kilobytes",
+        type=int,
+        nargs="+",
+        default=[8, 16, 64, 256, 1024, 4096, 16384, 65536],
+        help="sizes of the input",
     )
     arguments = parser.parse_args()
     if torch.cuda.device_count() < arguments.processes:

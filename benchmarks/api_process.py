@@ -1,6 +1,7 @@
-"""CPU time of API workers per streamed token, with an engine that only hands out tokens.
+"""Measure the CPU time of API workers per streamed token, with an engine that only hands out tokens.
 
-Prints the figures of the load and the CPU time of the workers. Example with 256 users:
+Prints the metrics of the load and the CPU time of the workers. Example with 256 users, who send 512 requests of 64
+prompt tokens and get 200 tokens each:
 
     python benchmarks/api_process.py 256 512 64 200
 """
@@ -183,15 +184,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for name in ("users", "requests", "in_len", "out_len"):
-        parser.add_argument(name, type=int)
+    parser.add_argument("users", type=int, help="number of concurrent users")
+    parser.add_argument("requests", type=int, help="number of requests of all users")
+    parser.add_argument("in_len", type=int, help="mean prompt tokens per request")
+    parser.add_argument("out_len", type=int, help="mean output tokens per request")
     parser.add_argument(
-        "--procs", type=int, default=max(1, (os.cpu_count() or 2) // 4), help="client processes"
+        "--procs",
+        type=int,
+        default=max(1, (os.cpu_count() or 2) // 4),
+        help="number of client processes",
     )
     parser.add_argument(
-        "--step-ms", type=float, default=6.0, help="milliseconds between steps of the engine"
+        "--step-ms", type=float, default=6.0, help="milliseconds between engine steps"
     )
-    parser.add_argument("--api-workers", type=int, default=1)
+    parser.add_argument("--api-workers", type=int, default=1, help="number of API workers")
     given = parser.parse_args()
     traffic = load(given.requests, given.in_len, given.out_len, is_fixed=False)
     pace = LoadOptions(given.users, None, given.procs)

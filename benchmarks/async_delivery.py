@@ -1,4 +1,4 @@
-"""CPU time per token of `AsyncLLM`'s iterators and of an API worker's sinks, without HTTP.
+"""Measure the CPU time per token of `AsyncLLM`'s iterators and of an API worker's sinks, without HTTP.
 
 Both get tokens from an engine that only hands them out, and write the events of a stream. One task per request waits
 for them. Example with 256 requests of 200 tokens:
@@ -103,10 +103,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("requests", type=int)
-    parser.add_argument("tokens", type=int)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--step-ms", type=float, default=6.0, help="between steps of the engine")
+    parser.add_argument("requests", type=int, help="number of concurrent requests")
+    parser.add_argument("tokens", type=int, help="tokens per request")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each path")
+    parser.add_argument(
+        "--step-ms", type=float, default=6.0, help="milliseconds between engine steps"
+    )
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = write("qwen3-0.6b", Path(folder))

@@ -2,8 +2,8 @@
 
     python benchmarks/attention_tilings.py [--cases drafts decode prefill] [--match "1 x 1024"]
 
-"drafts" are decode rows that verify draft tokens, in steps like captured ones. Needs a CUDA device. Prints the
-tilings of each case from fastest to slowest.
+Prints the tilings of each case from fastest to slowest. Rows in "drafts" verify draft tokens, in steps that look like
+captured ones. Needs a CUDA device.
 """
 
 from __future__ import annotations
@@ -59,8 +59,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
-    parser.add_argument("--match", default="", help="part of the names of cases to time")
+    parser.add_argument(
+        "--cases", nargs="+", default=list(CASES), choices=CASES, help="groups of cases to time"
+    )
+    parser.add_argument("--match", default="", help="time only cases with this text in their name")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device, and torch finds none")

@@ -1,4 +1,4 @@
-"""Time that an API worker spends on an agent's next turn: JSON, the chat template and the tokenizer.
+"""Time what an API worker does for an agent's next turn: JSON parsing, the chat template and the tokenizer.
 
 Every request holds the whole conversation. `kept_ms` is with a tokenizer that has encoded the earlier turns, `new_ms`
 with a new one, and `floor_ms` with a new one that encodes the new turn alone. The tokenizer and the template are the
@@ -66,8 +66,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", nargs="?", type=Path, default=Path(CHECKPOINT))
-    parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=Path(CHECKPOINT), help="default: the demo"
+    )
+    parser.add_argument("--turns", type=int, default=12, help="number of turns")
     parser.add_argument(
         "--first-chars", type=int, default=200_000, help="characters before the first turn"
     )

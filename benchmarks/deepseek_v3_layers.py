@@ -137,7 +137,7 @@ class Work:
 
     @property
     def floor(self) -> float:
-        """The µs that the part takes at least."""
+        """The lower bound of the part's time, in µs."""
         return max(self.num_bytes / BANDWIDTH, self.num_operations / self.peak) * 1e6
 
 
@@ -223,7 +223,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--layers", type=int, default=2, help="layers, of 12 GB of weights each")
+    parser.add_argument(
+        "--layers", type=int, default=2, help="number of layers, of 12 GB of weights each"
+    )
     parser.add_argument(
         "--kernel-backend", nargs="*", default=[], metavar="OP=NAME", help="backends to choose"
     )

@@ -2,9 +2,9 @@
 
     python benchmarks/demo_scores.py [--items 200] [--seconds 110]
 
-A backend that cannot run here is listed with the reason. Reference kernels run in eager steps and loop over rows, so
-these runs, and that of one sequence at a time, get a tenth of the items. No run starts after `--seconds`. The status is 1 if a score is below its required
-share, or if a run was left out.
+Lists backends that cannot run here with the reason. Runs with reference kernels, which use eager steps and loop over
+rows, and the run with one sequence at a time get a tenth of the items. No run starts after `--seconds`. The exit status
+is 1 if a score is below the required share, or if a run failed or was left out.
 """
 
 from __future__ import annotations
@@ -81,10 +81,23 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names = [f"{run.model}: {run.name}" for run in RUNS]
-    parser.add_argument("--runs", nargs="+", choices=names, default=names, metavar="MODEL: NAME")
-    parser.add_argument("--tasks", nargs="+", choices=list(REQUIRED), default=list(REQUIRED))
+    parser.add_argument(
+        "--runs",
+        nargs="+",
+        choices=names,
+        default=names,
+        metavar="MODEL: NAME",
+        help="runs (default: all)",
+    )
+    parser.add_argument(
+        "--tasks",
+        nargs="+",
+        choices=list(REQUIRED),
+        default=list(REQUIRED),
+        help="tasks (default: all)",
+    )
     parser.add_argument("--items", type=int, default=200, help="items of each task")
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", default="cuda", help="device of the models")
     parser.add_argument("--seconds", type=float, default=110, help="start no run after this time")
     options = parser.parse_args()
     begin, num_failed = time.perf_counter(), 0

@@ -1,4 +1,4 @@
-"""The share of a decode step in which the engine's thread works: plan, launches, copies, `prepare`, apply, message.
+"""Measure the share of a decode step in which the engine's thread works: plan, launch, copy, `prepare`, apply, message.
 
     python benchmarks/engine_share.py --shape qwen3-0.6b --rows 1 64 256
 
@@ -88,13 +88,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--shape", choices=sorted(SHAPES), help="dummy weights of a known model; none: the demo"
+        "--shape",
+        choices=sorted(SHAPES),
+        help="use dummy weights of a known model; default: the demo",
     )
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256])
-    parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument(
-        "--flags", type=json.loads, default={}, help="more keywords, as of LLM, as JSON"
+        "--rows", type=int, nargs="+", default=[1, 64, 256], help="numbers of sequences"
+    )
+    parser.add_argument("--context", type=int, default=512, help="prompt tokens per sequence")
+    parser.add_argument("--steps", type=int, default=1000, help="decode steps to measure")
+    parser.add_argument(
+        "--flags", type=json.loads, default={}, help="more keyword arguments of LLM, as JSON"
     )
     arguments = parser.parse_args()
     waits = Waits()

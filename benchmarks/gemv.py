@@ -198,9 +198,13 @@ def measure(shape: str, *, with_tilings: bool) -> None:
 
 def main() -> None:
     """Time the chosen shapes."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("shapes", nargs="*", default=["qwen3-0.6b", "qwen3-8b"])
-    parser.add_argument("--tilings", action="store_true")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "shapes", nargs="*", default=["qwen3-0.6b", "qwen3-8b"], help="shapes of models"
+    )
+    parser.add_argument("--tilings", action="store_true", help="also time other tilings")
     options = parser.parse_args()
     for shape in options.shapes:
         measure(shape, with_tilings=options.tilings)

@@ -1,4 +1,4 @@
-"""The host's time for a decode step: plan, launch, apply and the packed message, with a runner that does nothing.
+"""Measure the host's time for a decode step: plan, launch, apply and the packed message. The runner computes nothing.
 
 Rows cross block boundaries at different steps, as they do when requests arrive at different times. Times are CPU time.
 `floor_us` is the time of packing the message alone, a lower bound for the step; `target_us` is the budget. Example:
@@ -225,14 +225,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256])
-    parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[1, 64, 256], help="numbers of sequences"
+    )
+    parser.add_argument("--context", type=int, default=1024, help="prompt tokens per sequence")
+    parser.add_argument("--steps", type=int, default=2000, help="decode steps to measure")
     parser.add_argument(
         "--drafts", nargs="+", default=["0"], help=f"draft tokens per row, or {PAUSED}"
     )
-    parser.add_argument("--drafter", choices=("suffix", "ngram"), default="suffix")
-    parser.add_argument("--worker", action="store_true", help="add the worker")
+    parser.add_argument(
+        "--drafter", choices=("suffix", "ngram"), default="suffix", help="drafter for --drafts"
+    )
+    parser.add_argument("--worker", action="store_true", help="also run a worker on the CPU")
     parser.add_argument("--profile", action="store_true", help="print where the time goes")
     arguments = parser.parse_args()
     for num_rows in arguments.rows:

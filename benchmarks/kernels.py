@@ -1,6 +1,6 @@
 """Compare every Triton kernel with the torch reference and with the limits of the device.
 
-    python benchmarks/kernels.py [--only OP] [--json FILE] [--sweep]
+    python benchmarks/kernels.py [--only OP] [--json FILE] [--skip-checks]
 
 Needs a CUDA device. A kernel that fails the conformance kit, or differs from the reference in the case itself, gets no
 time. Times are medians over runs of a CUDA graph with a flushed L2 cache. The floor is the larger of bytes over the

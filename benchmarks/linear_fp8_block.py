@@ -127,10 +127,18 @@ def _tiles(x: Tensor, x_scale: Tensor, tiling: ManyTiling, weight: Weight) -> Te
 
 def main() -> None:
     """Time all shapes."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 16, 32, 64])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--many", type=int, nargs="*", default=[65, 128, 256, 512, 1024, 2048, 8192]
+        "--rows", type=int, nargs="*", default=[1, 8, 16, 32, 64], help="few rows: time all tilings"
+    )
+    parser.add_argument(
+        "--many",
+        type=int,
+        nargs="*",
+        default=[65, 128, 256, 512, 1024, 2048, 8192],
+        help="many rows: time the alternatives",
     )
     options = parser.parse_args()
     for name, (out_size, in_size) in SHAPES.items():

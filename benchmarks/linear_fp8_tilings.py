@@ -129,8 +129,10 @@ def many(name: str, weights: Sequence[Weight]) -> None:
 
 def main() -> None:
     """Time all shapes."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 32, 64])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 32, 64], help="rows to time")
     parser.add_argument("--few-only", action="store_true", help="skip the rates for many rows")
     options = parser.parse_args()
     for name, (out_size, in_size) in SHAPES.items():

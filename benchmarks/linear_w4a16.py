@@ -166,9 +166,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256, 4096])
-    parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--int8", action="store_true")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[1, 16, 64, 256, 4096], help="rows to time"
+    )
+    parser.add_argument(
+        "--sweep", action="store_true", help="also print the best tilings for few rows"
+    )
+    parser.add_argument("--int8", action="store_true", help="time linear_int8 instead")
     parser.add_argument("--bandwidth", type=float, default=4.8e12, help="bytes per second")
     options = parser.parse_args()
     versions = f"torch {torch.__version__}, triton {importlib.metadata.version('triton')}"

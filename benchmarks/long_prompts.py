@@ -1,4 +1,4 @@
-"""Gaps of a running stream while another client sends prompts of 256k tokens, or gets long lists of log-probabilities.
+"""Measure the gaps of a stream while another client sends prompts of 256k tokens or gets many log-probabilities.
 
 An API worker serves an engine that hands out a token per step; the tokenizer and the template are the demo's. One
 process reads a stream and notes the time between events; another sends the prompts. Prints a line of JSON per case,
@@ -218,7 +218,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--cases", default=",".join(CASES), help="cases to run")
     parser.add_argument("--events", type=int, default=500, help="events of the stream per case")
     given = parser.parse_args()
     print(json.dumps({"machine": machine(), "file": Path(__file__).name}))

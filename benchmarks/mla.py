@@ -124,16 +124,28 @@ class Layers:
 
 def main() -> None:
     """Check, then time."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--heads", type=int, nargs="+", default=[16, 128])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--heads", type=int, nargs="+", default=[16, 128], help="numbers of query heads"
+    )
     parser.add_argument("--tilings", action="store_true", help="also time other tilings")
     parser.add_argument("--kv-dtype", default="bfloat16", help="bfloat16 or float8_e4m3fn")
-    parser.add_argument("--rows", type=int, nargs="+", default=DECODE_ROWS, help="rows of decodes")
-    parser.add_argument("--context", type=int, default=4096, help="entries of each row of decodes")
-    parser.add_argument("--only-decode", action="store_true", help="time no prefill")
-    parser.add_argument("--only-shared", action="store_true", help="time shared decodes only")
     parser.add_argument(
-        "--own", type=int, nargs=2, default=(1600, 1600), help="least and most own entries"
+        "--rows", type=int, nargs="+", default=DECODE_ROWS, help="numbers of decode rows"
+    )
+    parser.add_argument("--context", type=int, default=4096, help="cache entries per decode row")
+    parser.add_argument("--only-decode", action="store_true", help="skip prefills")
+    parser.add_argument(
+        "--only-shared", action="store_true", help="time only decodes with a shared prefix"
+    )
+    parser.add_argument(
+        "--own",
+        type=int,
+        nargs=2,
+        default=(1600, 1600),
+        help="minimum and maximum of a row's own entries",
     )
     options = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cache {options.kv_dtype}")

@@ -68,7 +68,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", choices=MODELS, default="qwen3-30b-a3b")
+    parser.add_argument(
+        "--model", choices=MODELS, default="qwen3-30b-a3b", help="model of the experts"
+    )
     parser.add_argument("--layers", type=int, default=8, help="layers, each with different weights")
     parser.add_argument("--json", type=Path, help="write all measurements to this file")
     parser.add_argument("--check", action="store_true", help="compare with the reference first")

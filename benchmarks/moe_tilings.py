@@ -525,13 +525,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ops", choices=OPS, nargs="+", default=["bf16"])
-    parser.add_argument("--models", choices=MODELS, nargs="+", help="default: those of each op")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[16, 64, 256, 8192])
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--top", type=int, default=3, help="tilings to print")
-    parser.add_argument("--bandwidth", type=float, default=4.5e12, help="bytes/s")
-    parser.add_argument("--peak", type=float, default=800e12, help="operations/s in bfloat16")
+    parser.add_argument(
+        "--ops", choices=OPS, nargs="+", default=["bf16"], help="data types to time"
+    )
+    parser.add_argument("--models", choices=MODELS, nargs="+", help="models (default: by op)")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[16, 64, 256, 8192], help="tokens per step"
+    )
+    parser.add_argument("--layers", type=int, default=3, help="layers in a CUDA graph")
+    parser.add_argument("--top", type=int, default=3, help="number of tilings to print")
+    parser.add_argument(
+        "--bandwidth", type=float, default=4.5e12, help="bytes per second, for the floor"
+    )
+    parser.add_argument(
+        "--peak", type=float, default=800e12, help="bfloat16 operations per second, for the floor"
+    )
     parser.add_argument("--json", type=Path, help="write all times to this file")
     options = parser.parse_args()
     for op_name, num_tokens in itertools.product(options.ops, options.tokens):

@@ -1,8 +1,8 @@
-"""Run the seeded workloads through `LLM` on dummy weights; print one JSON line for each, for scripts.
+"""Run the seeded workloads through `LLM` on dummy weights, and print one JSON line for each.
 
     python benchmarks/offline.py SHAPE [--workloads latency,throughput,prefill,agentic] [--repeats 3] [--flags JSON]
 
-People use `tokenspeed bench all --shape SHAPE`, which this calls.
+This is for scripts. `tokenspeed bench all --shape SHAPE` runs the same measurement for people.
 """
 
 from __future__ import annotations
@@ -22,13 +22,17 @@ from tokenspeed_core import LLM
 
 
 def main() -> None:
-    """Parse, run, print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("shape")
-    parser.add_argument("--workloads", default=",".join(WORKLOADS))
-    parser.add_argument("--repeats", type=int, default=3)
+    """Run the workloads."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("shape", help="shape of `tokenspeed bench`, such as qwen3-8b")
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="workloads to run")
     parser.add_argument(
-        "--flags", type=json.loads, default={}, help="more keywords for LLM, as JSON"
+        "--repeats", type=int, default=3, help="number of runs; the best one counts"
+    )
+    parser.add_argument(
+        "--flags", type=json.loads, default={}, help="more keyword arguments of LLM, as JSON"
     )
     options = parser.parse_args()
     result = results.new("offline", options.shape, options.shape, options.flags)

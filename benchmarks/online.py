@@ -2,8 +2,8 @@
 
     python benchmarks/online.py SHAPE [--fixed] [--loads 1x16,64x512,256x2048] [--flags="--api-workers 2"]
 
-For scripts; people use `tokenspeed bench serve --shape SHAPE`, which this calls. A load is USERS x REQUESTS; one user
-sends 128 tokens in and out, several send 256 in and 128 out.
+This is for scripts. `tokenspeed bench serve --shape SHAPE` runs the same measurement for people. A load is written as
+USERSxREQUESTS. With one user, prompts and outputs have 128 tokens; with several, prompts have 256 and outputs 128.
 """
 
 from __future__ import annotations
@@ -26,12 +26,18 @@ from tokenspeed_bench.traffic import load
 
 def main() -> None:
     """Serve, load, report, stop."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("shape")
-    parser.add_argument("--loads", default="1x16,64x512,256x2048")
-    parser.add_argument("--fixed", action="store_true", help="all lengths equal")
-    parser.add_argument("--procs", type=int, default=8)
-    parser.add_argument("--flags", default="", help="more flags for serve")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("shape", help="shape of `tokenspeed bench`, such as qwen3-8b")
+    parser.add_argument("--loads", default="1x16,64x512,256x2048", help="loads to send")
+    parser.add_argument(
+        "--fixed",
+        action="store_true",
+        help="use equal lengths; by default they vary by up to 50 %%",
+    )
+    parser.add_argument("--procs", type=int, default=8, help="number of client processes")
+    parser.add_argument("--flags", default="", help="more flags of serve")
     options = parser.parse_args()
     loads = []
     for words in options.loads.split(","):

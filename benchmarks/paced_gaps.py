@@ -1,9 +1,9 @@
-"""Simulates the scheduler and its prefill budget in virtual time; prints token gaps, first tokens and tokens/s.
+"""Simulate the scheduler and its prefill budget in virtual time; print token gaps, first tokens and tokens/s.
 
     python benchmarks/paced_gaps.py --users 64 256 --requests 512 2048 --min-ms 12 9
 
 A step takes `--step-us`, plus `--row-us` for each decode and `--token-us` for each prompt token. The defaults are
-those of qwen3-0.6b on an H200. The time of the API and of clients is not simulated. Lengths vary by half.
+those of qwen3-0.6b on an H200. The time of the API and of clients is not simulated. Lengths vary by up to 50 %.
 """
 
 from __future__ import annotations
@@ -116,20 +116,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--users", type=int, nargs="+", default=[64, 256])
+    parser.add_argument(
+        "--users", type=int, nargs="+", default=[64, 256], help="numbers of concurrent users"
+    )
     parser.add_argument(
         "--requests",
         type=int,
         nargs="+",
         default=[512, 2048],
-        help="one number for each of --users",
+        help="number of requests, one for each of --users",
     )
     parser.add_argument(
-        "--min-ms", type=float, nargs="+", default=[prefill_budget.MIN_SECONDS * 1e3]
+        "--min-ms",
+        type=float,
+        nargs="+",
+        default=[prefill_budget.MIN_SECONDS * 1e3],
+        help="lower bounds of a mixed step",
     )
-    parser.add_argument("--step-us", type=float, default=760)
-    parser.add_argument("--row-us", type=float, default=11)
-    parser.add_argument("--token-us", type=float, default=3.3)
+    parser.add_argument("--step-us", type=float, default=760, help="µs per step")
+    parser.add_argument("--row-us", type=float, default=11, help="µs per decode")
+    parser.add_argument("--token-us", type=float, default=3.3, help="µs per prompt token")
     given = parser.parse_args()
     for users, requests in zip(given.users, given.requests, strict=True):
         for min_ms in given.min_ms:

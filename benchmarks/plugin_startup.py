@@ -1,6 +1,9 @@
-"""How long `--help` and `plugins list` take where many plugins are installed: made ones, a kernel and a command each.
+"""Time `--help` and `plugins list` with many installed plugins.
 
-`python benchmarks/plugin_startup.py --plugins 0 30 100` prints medians of wall-clock seconds, process start included.
+    python benchmarks/plugin_startup.py --plugins 0 30 100
+
+The plugins are generated, each with a kernel and a command. Prints medians of wall-clock seconds, process start
+included.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ def run(words):
 
 
 def install(site: Path, number: int) -> None:
-    """Write a distribution as pip leaves it: a package, its metadata and its RECORD."""
+    """Write a distribution as pip installs it: a package, its metadata and its RECORD."""
     name, module = f"stranger-{number}", f"stranger_{number}"
     (site / module).mkdir(parents=True)
     (site / module / "__init__.py").write_text(DESCRIPTOR.format(name=name, module=module))
@@ -63,10 +66,14 @@ def seconds(site: Path, words: tuple[str, ...]) -> float:
 
 
 def main() -> None:
-    """Measure every command with every number of plugins; the first run of each, which fills caches, is left out."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--plugins", type=int, nargs="+", default=[0, 30])
-    parser.add_argument("--repeats", type=int, default=15)
+    """Measure every command with every number of plugins, without the first run of each, which fills caches."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--plugins", type=int, nargs="+", default=[0, 30], help="numbers of plugins"
+    )
+    parser.add_argument("--repeats", type=int, default=15, help="runs of each command")
     arguments = parser.parse_args()
     for num_plugins in arguments.plugins:
         with tempfile.TemporaryDirectory() as name:

@@ -1,4 +1,4 @@
-"""List the time of prefill by kernel: trace the `prefill` workload through `LLM` with dummy weights.
+"""List the kernels of a prefill with their times: trace the `prefill` workload through `LLM` with dummy weights.
 
     python benchmarks/prefill_kernels.py qwen3-8b
 
@@ -89,8 +89,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("shape", choices=sorted(SHAPES))
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--traced-prompts", type=int, default=12)
+    parser.add_argument(
+        "--prompts", type=int, default=64, help="prompts of the run without the profiler"
+    )
+    parser.add_argument("--traced-prompts", type=int, default=12, help="prompts of the traced run")
     parser.add_argument("--kernels", type=int, default=20, help="number of kernels to list")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -60,7 +60,7 @@ AXES = {"group_size": 128, "alpha": 1.702, "limit": 7.0, "dtype": DTYPE}
 COMMON = ("qwen3-30b-a3b", "deepseek-v2-lite")
 NUM_TOKENS = (1, 16, 128, 256, 8192)
 NUM_DISTINCT = (
-    4  # experts with different weights: random numbers for all experts would take minutes
+    4  # experts with different weights, because random numbers for all experts would take minutes
 )
 MAX_OUTSIDE = 5e-3  # fraction of values that may exceed the contract's tolerance
 NUM_RUNS = 5  # of kernels outside of CUDA graphs
@@ -118,11 +118,13 @@ def main() -> int:
     parser.add_argument(
         "--shapes", nargs="+", choices=SHAPES, help="shapes of models (default: by op)"
     )
-    parser.add_argument("--tokens", type=int, nargs="+", default=NUM_TOKENS)
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=NUM_TOKENS, help="numbers of tokens"
+    )
     parser.add_argument(
         "--backends", nargs="+", metavar="NAME", help="backends to rank (default: all)"
     )
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", default="cuda", help="device to measure")
     parser.add_argument("--out", type=Path, help="update the rankings in this file")
     options = parser.parse_args()
     try:

@@ -1,7 +1,9 @@
-"""Compare ways to choose among replicas on a simulated workload of agents.
+"""Compare ways to choose a replica for a request, on a simulated workload of agents.
 
-Run: `python benchmarks/replicas.py`. It needs no GPU: the choice is the server's own code, and each replica is a
-simulated engine with a prefix cache of bounded size. A time unit is the computation of one prompt token.
+    python benchmarks/replicas.py
+
+It needs no GPU. "prefix and load" is the server's own router; each replica is a simulated engine with a prefix cache of
+bounded size. Times are in units of the computation of one prompt token.
 """
 
 from __future__ import annotations
@@ -135,10 +137,14 @@ def simulate(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--replicas", type=int, default=4)
-    parser.add_argument("--kv-tokens", type=int, default=200_000)
-    parser.add_argument("--seed", type=int, default=0)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--replicas", type=int, default=4, help="number of replicas")
+    parser.add_argument(
+        "--kv-tokens", type=int, default=200_000, help="tokens in each prefix cache"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the workload")
     given = parser.parse_args()
     choices = {
         "round robin": round_robin,

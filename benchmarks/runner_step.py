@@ -1,4 +1,4 @@
-"""Measures decode steps of the runner on dummy weights: step time, the host's part of it, and the device's gaps.
+"""Measure decode steps of the runner on dummy weights: step time, the host's part of it, and the device's gaps.
 
     python benchmarks/runner_step.py qwen3-0.6b --rows 1 64 256 --context 512 --chunk 128 512
     python benchmarks/runner_step.py qwen3-0.6b --rows 1 64 --chunk 8 --prompts 1 16 17 64
@@ -179,25 +179,31 @@ def device_share(
 
 def main() -> None:
     """Measure every number of rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("shape", help=f"one of {', '.join(SHAPES)}, or a config.json")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256])
-    parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0])
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[1, 64, 256], help="numbers of sequences"
+    )
+    parser.add_argument("--context", type=int, default=512, help="tokens per sequence at the start")
+    parser.add_argument("--steps", type=int, default=50, help="decode steps to measure")
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0], help="0: greedy")
     parser.add_argument(
         "--chunk", type=int, nargs="*", default=[], help="also mix in prompts of these lengths"
     )
     parser.add_argument(
         "--prompts", type=int, nargs="+", default=[1], help="number of such prompts in each step"
     )
-    parser.add_argument("--bandwidth", type=float, default=4.5e12, help="bytes per second")
-    parser.add_argument("--block-size", type=int)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype")
-    parser.add_argument("--eager", action="store_true")
     parser.add_argument(
-        "--trace", action="store_true", help="measure the device's idle share, with the profiler"
+        "--bandwidth", type=float, default=4.5e12, help="bytes per second, for the floor"
+    )
+    parser.add_argument("--block-size", type=int, help="as for serve")
+    parser.add_argument("--device", default="auto", help="as for serve")
+    parser.add_argument("--dtype", help="as for serve")
+    parser.add_argument("--eager", action="store_true", help="use no CUDA graphs")
+    parser.add_argument(
+        "--trace", action="store_true", help="also measure the device's idle time with the profiler"
     )
     parser.add_argument(
         "--kernels", type=int, default=0, help="with --trace: how many kernels to list"
@@ -216,7 +222,7 @@ def main() -> None:
         "--start", action="store_true", help="start as `LLM` does, and print the phases"
     )
     parser.add_argument(
-        "--switch-interval", type=float, help="seconds that a thread keeps the interpreter's lock"
+        "--switch-interval", type=float, help="seconds after which a thread must release the GIL"
     )
     arguments = parser.parse_args()
     if arguments.switch_interval is not None:

@@ -2,7 +2,7 @@
 
     python benchmarks/same_experts.py [SHAPE] [--workloads throughput,prefill,agentic] [--repeats 2]
 
-All tokens then choose the same experts, the first ones. `benchmarks/offline.py` runs the same traffic with random
+All tokens then choose the first experts. `benchmarks/offline.py` runs the same traffic with random
 routers, which spread tokens evenly over all experts.
 """
 
@@ -34,11 +34,19 @@ def _fill(slot: WeightSlot, shape: torch.Size, generator: torch.Generator) -> to
 
 
 def main() -> None:
-    """Parse, run, print one JSON line for each workload."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("shape", nargs="?", default="deepseek-v2-lite")
-    parser.add_argument("--workloads", default="throughput,prefill,agentic")
-    parser.add_argument("--repeats", type=int, default=2)
+    """Run the workloads, and print one JSON line for each."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "shape", nargs="?", default="deepseek-v2-lite", help="shape of `tokenspeed bench`"
+    )
+    parser.add_argument(
+        "--workloads", default="throughput,prefill,agentic", help="workloads to run"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=2, help="number of runs; the best one counts"
+    )
     options = parser.parse_args()
     dummy._fill = _fill
     result = results.new("offline", options.shape, options.shape, {})

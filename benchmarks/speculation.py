@@ -1,8 +1,8 @@
-"""Decoding speed of the demo model with and without drafters, on tasks of its score set.
+"""Measure the decoding speed of the demo model with and without drafters, on tasks of its score set.
 
-Each task runs with every number of users in turn, without and with each drafter in alternation, `--repeats` times with
-other items each time, so that no drafter has seen the answers. The engines take turns in being the first. `speedup` is
-the ratio of the seconds, and `cpu_speedup` that of the process's CPU seconds, which depend less on other load. The
+For each number of users and each task, the engines without and with each drafter run in alternation. Each of the
+`--repeats` has new items, so that no drafter has seen the answers, and starts with another engine. `speedup` is the
+ratio of wall-clock times, and `cpu_speedup` that of the process's CPU times, which depend less on other load. The
 drafter `none` in `--drafters` is a control: its ratios show the error. `equal` is the share of answers that equal those
 without drafts: 1 on a CPU in float32; elsewhere rounding may change a choice between almost equal logits. `accepted` is
 the share of draft tokens that the model accepted. Example:
@@ -90,15 +90,17 @@ class Engine:
 
 def main() -> None:
     """Measure, and print a JSON line for each task, drafter and number of users."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--drafters", default="ngram,suffix")
-    parser.add_argument("--tasks", default=TASKS)
-    parser.add_argument("--users", default="1,8")
-    parser.add_argument("--items", type=int, default=24)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--num-draft-tokens", type=int, default=9)
-    parser.add_argument("--dtype", default="float32")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="demo", help="demo model: demo or demo-deepseek")
+    parser.add_argument("--drafters", default="ngram,suffix", help="drafters to compare")
+    parser.add_argument("--tasks", default=TASKS, help="tasks to run")
+    parser.add_argument("--users", default="1,8", help="numbers of concurrent users")
+    parser.add_argument("--items", type=int, default=24, help="items of a task per repeat")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each task")
+    parser.add_argument("--num-draft-tokens", type=int, default=9, help="as for serve")
+    parser.add_argument("--dtype", default="float32", help="as for serve")
     arguments = parser.parse_args()
     print(json.dumps(machine()))
     for num_users in map(int, arguments.users.split(",")):

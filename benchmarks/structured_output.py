@@ -1,4 +1,4 @@
-"""The cost of structured output: on a decode step of the engine, and on the host alone.
+"""Measure the cost of structured output: on a decode step of the engine, and on the host alone.
 
     python benchmarks/structured_output.py --shape qwen3-0.6b --rows 64          # on a GPU, with dummy weights
     python benchmarks/structured_output.py --host --rows 64                      # on any CPU, without a model
@@ -83,7 +83,7 @@ SCHEMAS = {
 
 
 class Unchecked:
-    """Checks no grammar: the benchmark's own is harmless."""
+    """Skips the check of grammars: those of this benchmark are harmless."""
 
     def check(self, kind: str, text: str) -> None:
         """Do nothing."""
@@ -257,19 +257,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-0.6b")
-    parser.add_argument("--backends", nargs="*", default=[], help="default: all that are installed")
-    parser.add_argument("--schemas", nargs="*", choices=sorted(SCHEMAS), default=sorted(SCHEMAS))
-    parser.add_argument("--rows", type=int, nargs="+", default=[64])
-    parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--shape", choices=sorted(SHAPES), default="qwen3-0.6b", help="shape of the dummy weights"
+    )
+    parser.add_argument(
+        "--backends", nargs="*", default=[], help="grammar backends (default: all installed)"
+    )
+    parser.add_argument(
+        "--schemas",
+        nargs="*",
+        choices=sorted(SCHEMAS),
+        default=sorted(SCHEMAS),
+        help="schemas to measure",
+    )
+    parser.add_argument("--rows", type=int, nargs="+", default=[64], help="numbers of sequences")
+    parser.add_argument("--context", type=int, default=256, help="prompt tokens per sequence")
+    parser.add_argument("--steps", type=int, default=300, help="decode steps per run")
+    parser.add_argument("--repeats", type=int, default=3, help="pairs of runs")
     parser.add_argument("--draws", action="store_true", help="sample at temperature 1")
     parser.add_argument(
         "--host", action="store_true", help="measure the host alone, without a model"
     )
     parser.add_argument(
-        "--flags", type=json.loads, default={}, help="more keywords, as of LLM, as JSON"
+        "--flags", type=json.loads, default={}, help="more keyword arguments of LLM, as JSON"
     )
     arguments = parser.parse_args()
     catalog = discover(Config.from_keywords())

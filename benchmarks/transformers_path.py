@@ -1,4 +1,4 @@
-"""Compares a native family with the same model run through transformers, on dummy weights.
+"""Compare a native family with the same model run through transformers, on dummy weights.
 
 Prints a line of JSON for each path and number of rows, then the ratio of the times. Each path runs in a separate
 process. Needs `tokenspeed-models-transformers`. Example:
@@ -78,12 +78,18 @@ def best_seconds(llm: LLM, num_rows: int, num_tokens: int, repeats: int) -> floa
 
 def main() -> None:
     """Measure both paths and print the ratios."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("shape", help="a shape of `tokenspeed bench`, such as qwen3-8b")
-    parser.add_argument("--rows", default="1,64", help="numbers of sequences at once")
+    parser.add_argument("--rows", default="1,64", help="numbers of concurrent sequences")
     parser.add_argument("--num-tokens", type=int, default=256, help="tokens per sequence")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--flags", type=json.loads, default={}, help="keywords for LLM, as JSON")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="runs of a batch; the best one counts"
+    )
+    parser.add_argument(
+        "--flags", type=json.loads, default={}, help="more keyword arguments of LLM, as JSON"
+    )
     parser.add_argument("--path", choices=PATHS, help="measure one path in this process")
     options = parser.parse_args()
     rows = [int(each) for each in options.rows.split(",")]

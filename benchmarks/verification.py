@@ -251,16 +251,30 @@ def serve_one(folder: Path, answers: Path, options: argparse.Namespace) -> None:
 
 def main() -> None:
     """Check, then measure."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", default="qwen3-8b", help=f"small, {', '.join(SHAPES)}")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64])
-    parser.add_argument("--drafts", type=int, nargs="+", default=[1, 3, 4, 7, 8])
-    parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--tokens", type=int, default=512, help="of the user's answer")
-    parser.add_argument("--acceptance", type=float, default=0.7)
-    parser.add_argument("--user-drafts", type=int, default=12, help="maximum of the user's steps")
-    parser.add_argument("--bandwidth", type=float, default=4.5e12, help="bytes per second")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[1, 4, 16, 64], help="numbers of sequences"
+    )
+    parser.add_argument(
+        "--drafts", type=int, nargs="+", default=[1, 3, 4, 7, 8], help="draft tokens per row"
+    )
+    parser.add_argument(
+        "--context", type=int, default=1024, help="tokens per sequence at the start"
+    )
+    parser.add_argument("--steps", type=int, default=30, help="steps per measurement")
+    parser.add_argument("--tokens", type=int, default=512, help="length of the user's answer")
+    parser.add_argument(
+        "--acceptance", type=float, default=0.7, help="probability of a right draft token"
+    )
+    parser.add_argument(
+        "--user-drafts", type=int, default=12, help="maximum draft tokens per step of the user"
+    )
+    parser.add_argument(
+        "--bandwidth", type=float, default=4.5e12, help="bytes per second, for the floor"
+    )
     options = parser.parse_args()
     begin = time.perf_counter()
     SHAPES["small"] = {**SHAPES["qwen3-8b"], **SMALL}

@@ -104,9 +104,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", default="qwen3-8b", help=f"small, {', '.join(SHAPES)}")
-    parser.add_argument("--rows", type=int, default=1)
-    parser.add_argument("--drafts", type=int, nargs="+", default=[0, 4, 8])
-    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--rows", type=int, default=1, help="number of sequences")
+    parser.add_argument(
+        "--drafts", type=int, nargs="+", default=[0, 4, 8], help="draft tokens per row"
+    )
+    parser.add_argument(
+        "--context", type=int, default=1024, help="tokens per sequence at the start"
+    )
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device, and torch finds none")
