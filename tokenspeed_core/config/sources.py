@@ -30,7 +30,7 @@ def load(
     """Build a configuration of that kind from flags, the environment and a YAML file; the first with a value wins.
 
     `flags` are keyed by setting (`port`) or setting and key (`attention_backend.decode`). A setting also
-    overrides the keys of weaker sources. Raises ConfigError with the setting, its value and its origin.
+    replaces its keys from sources of lower precedence. Raises ConfigError with the setting, its value and its origin.
     """
     values = _configured(kind, environ, file)
     for source in (

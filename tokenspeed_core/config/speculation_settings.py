@@ -79,7 +79,7 @@ class SpeculationSettings(Settings):
     speculative_num_draft_tokens: int | None = setting(
         None,
         "speculation",
-        f"Maximum tokens verified per row, last token included; default: {1 + DEFAULT_MAX_DRAFTS} or block size.",
+        f"Maximum draft tokens per row, plus one; default: {1 + DEFAULT_MAX_DRAFTS}, or the drafter's block size.",
         unit="tokens",
         ge=2,
         le=1 + MAX_DRAFTS,
@@ -112,7 +112,7 @@ class SpeculationSettings(Settings):
     ] = setting(
         None,
         "speculation",
-        "Layers (from 0) whose outputs an EAGLE-3 head reads; default: set by the head.",
+        "Layer outputs (from 0) that an EAGLE-3 head reads; default: set by the head.",
         takes="N[,N...]",
         min_length=1,
     )

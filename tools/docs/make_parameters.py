@@ -22,14 +22,14 @@ def page() -> str:
         "",
         "Generated from `Config` and `ServerConfig` by `python tools/docs/make_parameters.py`.",
         "",
-        "Every setting is a flag of `tokenspeed serve`, a variable `TOKENSPEED_<SETTING>`, and a key of the YAML file",
-        "of `--config` (or `TOKENSPEED_CONFIG`). Those of the model and its engine are also keywords of",
-        "`tokenspeed_core.LLM`. Flags win over variables, and variables over the file. Numbers of tokens may be",
-        "written as `32k` (32000) or `32K` (32768).",
+        "Every setting is a flag of `tokenspeed serve`, an environment variable `TOKENSPEED_<SETTING>`, and a key of the",
+        "YAML file that `--config` or `TOKENSPEED_CONFIG` names. Flags take precedence over variables, and variables over",
+        "the file. Settings of the model and the engine are also keywords of `tokenspeed_core.LLM`. Numbers of tokens",
+        "may be written as `32k` (32,000) or `32K` (32,768).",
         "",
-        "Some settings have keys, such as `--attention-backend.decode`. In a variable the key follows two underscores",
-        "(`TOKENSPEED_ATTENTION_BACKEND__DECODE`), in a file it is `attention_backend: {decode: NAME}`. A setting",
-        "also overrides the keys of weaker sources.",
+        "Some settings have keys, such as `--attention-backend.decode`. As a variable this is",
+        "`TOKENSPEED_ATTENTION_BACKEND__DECODE`, in a file `attention_backend: {decode: NAME}`. A setting without a key",
+        "also replaces its keys from sources of lower precedence.",
     ]
     for section, title in ServerConfig.sections.items():
         lines += [

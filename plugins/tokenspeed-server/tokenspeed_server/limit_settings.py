@@ -17,7 +17,7 @@ class LimitSettings(Settings):
     allowed_hosts: Annotated[tuple[Name, ...], BeforeValidator(split_names)] = setting(
         (),
         "limits",
-        "Accepted Host headers, or *; default: all, or on loopback this machine's names.",
+        "Accepted Host headers, or *; default: all; on loopback: names of this machine.",
         takes="NAME[,NAME...]",
     )
     max_connections: int = setting(
