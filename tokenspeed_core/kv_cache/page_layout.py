@@ -19,7 +19,7 @@ MAX_WASTE = 1 / 16
 """A page is enlarged until no group leaves more than this share of it unused. With three or more groups, there may be no
 such page; then the one that wastes least is chosen."""
 _MAX_BLOCKS = 16  # of the group with the largest blocks, in one page
-_MAX_IN_FLIGHT = 16  # tokens of a sequence's decodes in flight, draft tokens included
+_MAX_IN_FLIGHT = 16  # tokens of a sequence's decodes in flight; without pages for more, draft tokens are left out
 UNLIMITED = 2**31 - 1
 
 
