@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 from process_pool import RankBuild
-from test_quantization_parallel import FORMS, scheme_of
+from test_quantization_parallel import FORMS, GPT_OSS, scheme_of
+from tokenspeed_models_gpt_oss.describe import read_gpt_oss
+from tokenspeed_models_gpt_oss.experts import GptOssExperts
 
 from tokenspeed_core.api import ExpertBalance
 from tokenspeed_core.executor.expert_placement import NUM_TURNS
@@ -27,18 +29,48 @@ INTERVAL = 4
 Outputs = list[list[torch.Tensor]]
 
 
-def make_layer(build: RankBuild, form: str | None, generator: torch.Generator) -> Experts:
-    """Return a layer whose weights are this process's part of random ones. Unused slots are not finite."""
-    if form is not None:
+def make_experts(build: RankBuild, form: str | None) -> Experts | GptOssExperts:
+    if form is None:
+        return Experts(build, **SIZES)
+    if form in FORMS:
         build.schemes = scheme_of(FORMS[form][0])
-    layer = Experts(build, **SIZES)
+        return Experts(build, **SIZES)
+    if form == "gpt-oss in MXFP4":
+        build.schemes = scheme_of({"quant_method": "mxfp4"})
+    names = {"num_experts": "num_local_experts", "top_k": "num_experts_per_tok"}
+    config = {names.get(name, name): value for name, value in SIZES.items()}
+    return GptOssExperts(build, read_gpt_oss({**GPT_OSS, **config}))
+
+
+def random_weight(
+    weight: torch.Tensor, generator: torch.Generator, *, is_exponent: bool
+) -> torch.Tensor:
+    """Return the weights of all eight experts, for an operand with those of some."""
+    shape = (8, *weight.shape[1:])
+    if weight.dtype == torch.int32:  # the order of the input features
+        return torch.arange(shape[1]).expand(shape)
+    if weight.dtype == torch.uint8:
+        low, high = (118, 124) if is_exponent else (0, 16)
+        return torch.randint(low, high, shape, generator=generator)
+    values = torch.randn(shape, generator=generator)
+    return values if weight.ndim == 3 else values.abs()
+
+
+def make_layer(
+    build: RankBuild, form: str | None, generator: torch.Generator
+) -> Experts | GptOssExperts:
+    """Return a layer whose weights are this process's part of random ones. Unused slots are not finite."""
+    layer = make_experts(build, form)
     num, rank = layer.local.num, build.group("experts").rank
     for weight in layer._operands:
-        assert weight is not None
-        whole = torch.randn(8, *weight.shape[1:], generator=generator)
+        if weight is None:
+            continue
+        is_exponent = (
+            form in ("gpt-oss in MXFP4", "mxfp8") and weight.shape[-1] == SIZES["hidden_size"] // 32
+        )
+        whole = random_weight(weight, generator, is_exponent=is_exponent)
         weight.copy_(torch.full(weight.shape, float("nan")))
-        part = whole[num * rank : num * (rank + 1)]
-        weight[:num] = part.to(weight.dtype) if weight.ndim == 3 else part.abs()
+        weight[:num] = whole[num * rank : num * (rank + 1)].to(weight.dtype)
     return layer
 
 

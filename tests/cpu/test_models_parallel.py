@@ -82,7 +82,6 @@ def test_several_processes_compute_the_logits_of_one(
 
 FUSED_PER_LAYER = {  # 2 for a family that is not listed
     **dict.fromkeys(("Gemma2", "Gemma3", "Olmo2", "Olmo3"), 0),  # norms follow their blocks
-    "GptOss": 1,  # its experts are not the shared class
 }
 
 
@@ -123,7 +122,7 @@ def test_four_processes_fuse_all_reduces(parallelism: str, pool: ProcessPool) ->
         assert num_fused > 0
 
 
-@pytest.mark.parametrize("family", [family for family in EXPERTS if family != "GptOss"])
+@pytest.mark.parametrize("family", EXPERTS)
 def test_routed_tokens_give_the_logits_of_one_process(family: str, pool: ProcessPool) -> None:
     load = specs()[f"{family}ForCausalLM"].load
     for routed, whole in pool.run(routed_logits, PARALLEL["dp2+ep2"], load, config_of(family)):

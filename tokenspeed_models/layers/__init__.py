@@ -13,9 +13,9 @@ from tokenspeed_models.layers.embedding import Embedding, OutputHead
 from tokenspeed_models.layers.experts import ExpertNames, Experts
 from tokenspeed_models.layers.latent_attention import MultiHeadLatentAttention
 from tokenspeed_models.layers.linear import Linear, Projection, bias_slot
-from tokenspeed_models.layers.local_experts import LocalExperts
+from tokenspeed_models.layers.local_experts import LocalExperts, local_experts
 from tokenspeed_models.layers.mlp import MLP
-from tokenspeed_models.layers.moe import MoE, Router, SharedExperts, expert_sharding
+from tokenspeed_models.layers.moe import MoE, RoutedExperts, Router, SharedExperts
 from tokenspeed_models.layers.multi_token_prediction import MultiTokenPredictor
 from tokenspeed_models.layers.norm import RMSNorm
 from tokenspeed_models.layers.ops import dtype_name
@@ -46,12 +46,13 @@ __all__ = [
     "Projection",
     "RMSNorm",
     "RotaryDecoder",
+    "RoutedExperts",
     "Router",
     "SharedExperts",
     "UnquantizedBuild",
     "bias_slot",
     "dtype_name",
-    "expert_sharding",
+    "local_experts",
     "inverse_frequencies",
     "rotary_table",
     "shared_scheme",

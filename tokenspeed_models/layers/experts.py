@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from tokenspeed_core.api import BuildContext, QuantizationScheme
-from tokenspeed_models.layers.local_experts import BalancedExperts, LocalExperts
+from tokenspeed_models.layers.local_experts import local_experts
 from tokenspeed_models.layers.ops import dtype_name
 from tokenspeed_models.layers.packed_weight import PackedWeight
 from tokenspeed_models.layers.quantized_weight import QuantizedWeight
@@ -47,12 +47,7 @@ class Experts:
     ) -> None:
         self._names = names or ExpertNames()
         self.num_experts, self.hidden_size = num_experts, hidden_size
-        balance = build.expert_balance
-        self.local = (
-            LocalExperts(build, num_experts)
-            if balance is None
-            else BalancedExperts(build, num_experts, balance)
-        )
+        self.local = local_experts(build, num_experts)
         self._columns = Shard(0, "moe")
         self._stacked = StackedShard((2 * ((intermediate_size, self._columns),)), 1)
         intermediate_size = self._columns.local_size("experts", intermediate_size, build.group)
@@ -87,8 +82,8 @@ class Experts:
             self.gate_up, self.down = gate_up.values, down.values
             self._quantized = gate_up, down
             self._operands = (*gate_up.operands, *down.operands)
-        if balance is not None and isinstance(self.local, BalancedExperts):
-            balance.layers.append(self.local.movable(self._movable_weights(scheme)))
+        if build.expert_balance is not None:
+            self.local.let_move(self._movable_weights(scheme))
         self._experts = build.op(
             op,
             num_experts=self.local.num_slots,
@@ -137,15 +132,17 @@ class Experts:
 
     def _movable_weights(self, scheme: QuantizationScheme | None) -> tuple[torch.Tensor, ...]:
         """Return the weights with their scales. Raises ValueError if other tensors depend on which experts are here."""
-        weights = tuple(each for each in self._operands if each is not None)
-        is_movable = scheme is None or (scheme.packing is None and not scheme.has_tensor_scales)
-        if not is_movable:
+        has_shared = scheme is not None and (
+            scheme.has_tensor_scales
+            or (scheme.packing is not None and len(scheme.packing.input_operands) > 0)
+        )
+        if has_shared:
             assert scheme is not None
             raise ValueError(
                 f"--enable-eplb: experts in {scheme.name} cannot be moved, because they share scales. Supported: "
-                "unquantized experts, and FP8 with scales per channel or block."
+                "unquantized experts, FP8 with scales per channel or block, and 4-bit weights with 16-bit activations."
             )
-        return weights
+        return tuple(each for each in self._operands if each is not None)
 
     def _layer_names(self) -> Iterator[str]:
         """Yield the names of the linear layers of all experts: gate, up and down of each."""

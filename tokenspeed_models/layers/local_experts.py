@@ -26,6 +26,9 @@ class LocalExperts:
         self._local_ids = self._first_slots(build, num_experts)
         self._tokens = build.token_counts
 
+    def let_move(self, weights: tuple[torch.Tensor, ...]) -> None:
+        """Do nothing: these experts stay."""
+
     def take(self, layers: list[str]) -> list[str]:
         """Return this process's part of names in the order of the experts."""
         size = len(layers) // self._num_processes
@@ -62,6 +65,7 @@ class BalancedExperts(LocalExperts):
 
     def __init__(self, build: BuildContext, num_experts: int, balance: ExpertBalance) -> None:
         super().__init__(build, num_experts)
+        self._balance = balance
         self.num_slots = self.num + balance.num_redundant // self._num_processes
         self._num_turns = balance.num_turns
         self._loads = torch.zeros(num_experts, dtype=torch.int64, device=build.device)
@@ -83,6 +87,19 @@ class BalancedExperts(LocalExperts):
             self._table.flatten().index_select(0, places.flatten()).view(ids.shape)
         )
 
-    def movable(self, weights: tuple[torch.Tensor, ...]) -> MovableExperts:
-        """Return a view of the experts that the engine can move, with weights [slots, ...]."""
-        return MovableExperts(self.num_slots, self._loads, weights, self._table)
+    def let_move(self, weights: tuple[torch.Tensor, ...]) -> None:
+        """Let the engine move the experts, with weights [slots, ...]."""
+        self._balance.layers.append(
+            MovableExperts(self.num_slots, self._loads, weights, self._table)
+        )
+
+
+def local_experts(build: BuildContext, num_experts: int) -> LocalExperts:
+    """Return the experts of this process, which move if the engine balances their load.
+
+    Raises ValueError as `LocalExperts` does.
+    """
+    balance = build.expert_balance
+    if balance is None:
+        return LocalExperts(build, num_experts)
+    return BalancedExperts(build, num_experts, balance)

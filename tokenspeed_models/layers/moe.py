@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from math import comb
+from typing import Protocol
 
 import torch
 
 from tokenspeed_core.api import FUSED_OP, BuildContext, FusedCollective
 from tokenspeed_models.layers.experts import Experts
 from tokenspeed_models.layers.linear import Activation, Linear, Projection
+from tokenspeed_models.layers.local_experts import LocalExperts
 from tokenspeed_models.layers.norm import RMSNorm
 from tokenspeed_models.layers.ops import dtype_name
 from tokenspeed_models.layers.scheme import ModuleBuild, UnquantizedBuild
@@ -170,13 +172,37 @@ class SharedExperts:
             yield from self.output_gate.slots(prefix)
 
 
-class MoE:
-    """Routes each token to its top-k experts and returns the weighted sum of their gated MLPs.
+class RoutedExperts(Protocol):
+    """The experts of a layer: `Experts`, or those of a family. `local` says which of them this process has."""
 
-    The output of shared experts, if there are any, is added. On a GPU they run on another stream if tokens are few.
+    num_experts: int
+    hidden_size: int
+    local: LocalExperts
+
+    def __call__(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Return the sum [T, hidden] of the experts `ids`, int32 [T, k], times `weights`, float32, for x [T, hidden].
+
+        With several processes it has the terms of this one.
+        """
+
+    def slots(self, prefix: str) -> Iterator[WeightSlot]:
+        """List the weights."""
+
+
+class MoE:
+    """Routes each token to its top-k experts and returns the weighted sum of their outputs.
+
+    The experts are gated MLPs unless others are given. The output of shared experts, if there are any, is added. On a
+    GPU they run on another stream if tokens are few.
     """
 
-    def __init__(self, build: BuildContext, hidden_size: int, config: MoeConfig) -> None:
+    def __init__(
+        self,
+        build: BuildContext,
+        hidden_size: int,
+        config: MoeConfig,
+        experts: RoutedExperts | None = None,
+    ) -> None:
         self.router = Router(
             build,
             hidden_size,
@@ -190,7 +216,7 @@ class MoE:
             else None
         )
         self._side = None if self.shared is None else build.side_stream()
-        self.experts = Experts(
+        self.experts: RoutedExperts = experts or Experts(
             build,
             num_experts=config.routing.num_experts,
             top_k=config.routing.top_k,

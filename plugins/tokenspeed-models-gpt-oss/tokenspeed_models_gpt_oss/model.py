@@ -12,11 +12,12 @@ from tokenspeed_models.layers import (
     DecoderLayer,
     Embedding,
     ModuleBuild,
+    MoE,
     OutputHead,
     RMSNorm,
     rotary_table,
 )
-from tokenspeed_models_gpt_oss.describe import read_gpt_oss
+from tokenspeed_models_gpt_oss.describe import GptOssConfig, read_gpt_oss
 from tokenspeed_models_gpt_oss.experts import GptOssExperts
 
 
@@ -47,7 +48,7 @@ class GptOssForCausalLM(CausalLM):
                     window=d.windows[layer],
                     has_sinks=True,
                 ),
-                GptOssExperts(ModuleBuild(build, f"model.layers.{layer}.mlp"), c),
+                _moe(ModuleBuild(build, f"model.layers.{layer}.mlp"), c),
             )
             for layer in build.each_layer(d.num_layers)
         ]
@@ -61,3 +62,7 @@ class GptOssForCausalLM(CausalLM):
                 build, d.vocab_size, d.hidden_size, embedding if d.tie_embeddings else None
             ),
         )
+
+
+def _moe(build: BuildContext, c: GptOssConfig) -> MoE:
+    return MoE(build, c.decoder.hidden_size, c.moe, GptOssExperts(build, c))
