@@ -26,6 +26,7 @@ from tokenspeed_core.scheduler.scheduler import Scheduler
 
 MAX_DRAFTS = 8
 VOCAB_SIZE = 100
+STOP = 1
 
 
 @dataclass
@@ -59,10 +60,15 @@ class Clock:
 class TimedRunner:
     """Advances the clock like a host and a device that work in parallel.
 
-    A draft token is right with probability `acceptance`.
+    A draft token is right with probability `acceptance`. Each sequence's output has a stop token at the place `stops_at`,
+    if that is not 0.
     """
 
-    def __init__(self, clock: Clock, costs: Costs, acceptance: float, seed: int) -> None:
+    def __init__(
+        self, clock: Clock, costs: Costs, acceptance: float, seed: int, stops_at: int = 0
+    ) -> None:
+        self.stops_at = stops_at
+        self.num_made: dict[int, int] = {}  # tokens of each slot
         self.clock, self.costs, self.acceptance = clock, costs, acceptance
         self.random = np.random.default_rng(seed)
         self.device_end = 0.0
@@ -80,12 +86,22 @@ class TimedRunner:
                 num_new[row] < plan.num_query_tokens[row] and self.random.random() < self.acceptance
             ):
                 num_new[row] += 1
-        tokens = np.zeros(int(num_new.sum()), np.int32)
+        tokens = self.tokens(plan, num_new)
         self.results.append((self.device_end, StepResult(plan.step_id, num_new, tokens, None)))
         if plan.next_drafts is not None:
             self.num_followed += 1
             self.device_end += costs.follow_prompts if len(plan.token_ids) else costs.follow
             self.device_end += costs.draft * max(0, plan.next_drafts.num_drafts - 1)
+
+    def tokens(self, plan: StepPlan, num_new: I32) -> I32:
+        """Return the new tokens of all rows."""
+        if plan.slot_inits is not None:
+            self.num_made |= dict.fromkeys(plan.slot_inits.slots.tolist(), 0)
+        ids: list[int] = []
+        for slot, num in zip(plan.slots.tolist(), num_new.tolist(), strict=True):
+            first, self.num_made[slot] = self.num_made[slot] + 1, self.num_made[slot] + num
+            ids += [STOP * (place == self.stops_at) for place in range(first, first + num)]
+        return np.asarray(ids, np.int32)
 
     def sample(self, step_id: int, late: LateInputs | None) -> None:
         return None
@@ -129,10 +145,11 @@ def seconds_of(
     num_sequences: int = 20,
     num_tokens: int = 60,
     spread: int = 0,
+    stops: bool = False,
 ) -> list[float]:
     """Return the virtual time in which an engine generates some sequences, for each acceptance in turn.
 
-    A sequence has `num_tokens` to `num_tokens + spread` tokens.
+    A sequence has `num_tokens` to `num_tokens + spread` tokens. With `stops`, a stop token ends it.
     """
     clock = Clock()
     monkeypatch.setattr(prefill_budget, "perf_counter", clock)
@@ -151,14 +168,17 @@ def seconds_of(
             drafter = TimedDrafter(clock, costs)
             drafts = HostDrafts(drafter, "timed", depth, limits, columns, sequences)
         scheduler.use_drafts(drafts, with_prompts=False)
-    runner = TimedRunner(clock, costs, 0.0, 0)
+    runner = TimedRunner(clock, costs, 0.0, 0, num_tokens * stops)
     engine, seconds = Engine(scheduler, runner), []
     for acceptance in acceptances:
         runner.acceptance, started_at = acceptance, clock.now
         for i in range(num_sequences):
             number = len(seconds) * num_sequences + i
             length = number * 37 % (spread + 1)
-            engine.submit(request(number, [number % 90 + 1] * 20, max_tokens=num_tokens + length))
+            limit = 400 if stops else num_tokens + length
+            stop = np.asarray([STOP] * stops, np.int32)
+            prompt = [number % 90 + 1] * 20
+            engine.submit(request(number, prompt, max_tokens=limit, stop_token_ids=stop))
         while engine.has_work:
             engine.step()
         seconds.append(clock.now - started_at)
@@ -173,6 +193,7 @@ def speedups(
     num_sequences: int = 20,
     num_tokens: int = 60,
     spread: int = 0,
+    stops: bool = False,
 ) -> list[float]:
     """Return the ratio of the times without and with drafts, for each acceptance."""
     drafting = seconds_of(
@@ -184,9 +205,17 @@ def speedups(
         num_sequences=num_sequences,
         num_tokens=num_tokens,
         spread=spread,
+        stops=stops,
     )
     plain = seconds_without_drafts(
-        costs.host, costs.device, len(acceptances), num_users, num_sequences, num_tokens, spread
+        costs.host,
+        costs.device,
+        len(acceptances),
+        num_users,
+        num_sequences,
+        num_tokens,
+        spread,
+        stops,
     )
     return [a / b for a, b in zip(plain, drafting, strict=True)]
 
@@ -200,6 +229,7 @@ def seconds_without_drafts(
     num_sequences: int,
     num_tokens: int,
     spread: int,
+    stops: bool,
 ) -> list[float]:
     """Return the times without drafts, which depend on no other costs and on no acceptance."""
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -212,6 +242,7 @@ def seconds_without_drafts(
             num_sequences=num_sequences,
             num_tokens=num_tokens,
             spread=spread,
+            stops=stops,
         )
 
 
@@ -303,3 +334,16 @@ def test_cheap_draft_model_keeps_its_gain(
         monkeypatch, costs, [0.9], num_users, 40 * num_users, num_tokens=10, spread=30
     )
     assert found >= expected
+
+
+@pytest.mark.parametrize("is_model", [False, True])
+@pytest.mark.parametrize("num_users", [1, 4])
+@pytest.mark.parametrize("num_tokens", [2, 4, 20])
+def test_tokens_after_a_stop_token_save_nothing(
+    monkeypatch: pytest.MonkeyPatch, is_model: bool, num_users: int, num_tokens: int
+) -> None:
+    costs = Costs(0.3, 1.0, propose=0.4, verify=0.1, follow=0.1, draft=0.1, is_model=is_model)
+    (found,) = speedups(
+        monkeypatch, costs, [0.9], num_users, 200 * num_users, num_tokens, stops=True
+    )
+    assert found >= 0.98
