@@ -17,7 +17,7 @@ from tokenspeed_core import LLM, SamplingParams
 from tokenspeed_core.api import ExpertBalance
 from tokenspeed_core.config.schema import read_keywords
 from tokenspeed_core.errors import ConfigError
-from tokenspeed_core.executor.expert_placement import NUM_TURNS, turn_table
+from tokenspeed_core.executor.expert_placement import NUM_TURNS, place_table, turn_table
 from tokenspeed_core.worker.expert_balancer import ExpertBalancer
 from tokenspeed_models.layers.experts import Experts
 
@@ -64,11 +64,14 @@ def test_sum_of_all_processes_is_the_same_after_moves(
     assert has_replicas == bool(num_redundant)
 
 
-@pytest.mark.parametrize("num_redundant", [0, 4])
+@pytest.mark.parametrize(
+    ("num_redundant", "backend"), [(0, "torch"), (4, "torch"), (0, "alltoall"), (4, "alltoall")]
+)
 def test_engines_generate_the_tokens_of_one_process_while_experts_move(
-    pool: ProcessPool, num_redundant: int
+    pool: ProcessPool, num_redundant: int, backend: str
 ) -> None:
     settings = {
+        "all2all_backend": (backend,),
         "enable_eplb": True,
         "num_redundant_experts": num_redundant,
         "eplb_interval": INTERVAL,
@@ -121,6 +124,24 @@ def test_loads_count_the_chosen_experts() -> None:
     placement = np.asarray([[0, 1, 2, 3, 5], [4, 5, 6, 7, -1]], np.int32)
     movable.table.copy_(torch.from_numpy(turn_table(placement, 1, 8)))
     assert layer.local.choose(ids).tolist() == [[5, 5], [1, 3], [5, 5]]
+
+
+def test_routed_tokens_go_to_the_replicas_in_turn() -> None:
+    build = RankBuild(Sizes(experts=2, data=2).layout(1))
+    build.routes_tokens = True
+    balance = build.expert_balance = ExpertBalance(2, NUM_TURNS)
+    layer = Experts(build, **SIZES)
+    (movable,) = balance.layers
+    ids = torch.tensor([[1, 5], [5, 7], [0, 5]], dtype=torch.int32)
+    # Each process has five places, the last of which is for a replica.
+    assert layer.local.owners().tolist() == [0] * 5 + [1] * 5
+    assert layer.local.places(ids).tolist() == [[1, 6], [6, 8], [0, 6]]
+    assert movable.loads.tolist() == [1, 1, 0, 0, 0, 3, 0, 1]
+    placement = np.asarray([[0, 1, 2, 3, 5], [4, 5, 6, 7, -1]], np.int32)
+    movable.table.copy_(torch.from_numpy(place_table(placement, 8)))
+    assert layer.local.places(ids).tolist() == [[1, 4], [6, 8], [0, 4]]
+    places = torch.tensor([[6, 4], [8, 5]], dtype=torch.int32)
+    assert layer.local.choose(places).tolist() == [[1, 5], [3, 0]]
 
 
 @pytest.mark.parametrize("is_balanced", [False, True])

@@ -193,17 +193,6 @@ def test_graphs_capture_all_collectives_except_the_exchange() -> None:
         plan("alltoall")
 
 
-def test_moving_experts_are_refused_with_routed_tokens() -> None:
-    config = read_keywords("demo-deepseek", {"device": "cpu"}).resolved(
-        data_parallel_size=2,
-        enable_expert_parallel=True,
-        enable_eplb=True,
-        all2all_backend=("alltoall",),
-    )
-    with pytest.raises(ConfigError, match=r"--enable-eplb.*alltoall"):
-        resolve(config, discover(config))
-
-
 def test_draft_models_are_refused() -> None:
     config = read_keywords("demo-deepseek", {"speculative_algorithm": "mtp", "device": "cpu"})
     config = config.resolved(data_parallel_size=2, enable_expert_parallel=True)

@@ -24,7 +24,8 @@ def test_captured_step_counts_experts_and_follows_moves() -> None:
     balance = ExpertBalance(4, NUM_TURNS)
     build = DenseBuild(device="cuda", layout=layouts[1])
     experts = BalancedExperts(build, 16, balance)
-    movable = experts.movable(())
+    experts.let_move(())
+    (movable,) = balance.layers
     ids = torch.zeros(33, 4, dtype=torch.int32, device="cuda")
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -37,15 +38,17 @@ def test_captured_step_counts_experts_and_follows_moves() -> None:
     placement = np.asarray([[*range(8), 9, 15], [*range(8, 16), 0, 15]], np.int32)
     generator = torch.Generator().manual_seed(1)
     on_host = BalancedExperts(DenseBuild(layout=layouts[1]), 16, balance)
+    on_host.let_move(())
+    movable_on_host = balance.layers[1]
     for table in (None, turn_table(placement, 1, 16)):
         given = torch.rand(33, 16, generator=generator).topk(4).indices.to(torch.int32)
         if table is not None:
-            for each in (movable, on_host.movable(())):
+            for each in (movable, movable_on_host):
                 each.table.copy_(torch.from_numpy(table))
         ids.copy_(given)
         graph.replay()
         assert torch.equal(slots.cpu(), on_host.choose(given))
-    assert torch.equal(movable.loads.cpu(), on_host.movable(()).loads)
+    assert torch.equal(movable.loads.cpu(), movable_on_host.loads)
     assert int(movable.loads.sum()) == 2 * ids.numel()
 
 

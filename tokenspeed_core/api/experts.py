@@ -21,6 +21,8 @@ class MovableExperts:
     # int32 [experts, turns]: the slot of each expert, or `num_slots` if another process computes it. Token t uses the
     # column t % turns, so that replicas of an expert take turns.
     table: torch.Tensor
+    # The table has places instead: the slot of an expert plus `num_slots` for each process before its own.
+    has_places: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,22 +50,13 @@ def read_overrides(
 
 
 def _all2all_ops(config: Config, catalog: Catalog) -> tuple[str, ...]:
-    """Return the ops that --all2all-backend chooses: they exchange tokens between engines that share experts.
-
-    Raises ConfigError.
-    """
+    """Return the ops that --all2all-backend chooses: they exchange tokens between engines that share experts."""
     name = config.all2all_backend[0]
     has_exchange = any(
         each.spec.op == EXCHANGE_OP and each.spec.backend == name
         for each in installed_kernels(catalog)
     )
-    if not has_exchange:
-        return _ALL2ALL_OPS
-    if config.enable_eplb:
-        raise ConfigError(
-            f"--enable-eplb does not support --all2all-backend {name}; remove one of them"
-        )
-    return (EXCHANGE_OP,)
+    return (EXCHANGE_OP,) if has_exchange else _ALL2ALL_OPS
 
 
 def _choices(

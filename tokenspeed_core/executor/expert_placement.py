@@ -101,20 +101,22 @@ def find_moves(old: I32, new: I32) -> list[Move]:
     return moves
 
 
+def place_table(placement: I32, num_experts: int) -> I32:
+    """Return the place of an expert in each turn, int32 [experts, turns]: process * slots + slot."""
+    table = np.empty((num_experts, NUM_TURNS), np.int32)
+    for expert in range(num_experts):
+        table[expert] = np.resize(np.flatnonzero(placement == expert), NUM_TURNS)
+    return table
+
+
 def turn_table(placement: I32, rank: int, num_experts: int) -> I32:
     """Return the slot of a process that computes an expert in each turn, int32 [experts, turns].
 
     The number of slots means that another process computes it.
     """
     num_slots = placement.shape[1]
-    table = np.full((num_experts, NUM_TURNS), num_slots, np.int32)
-    for expert in range(num_experts):
-        places = np.argwhere(placement == expert).tolist()
-        for turn in range(NUM_TURNS):
-            owner, slot = places[turn % len(places)]
-            if owner == rank:
-                table[expert, turn] = slot
-    return table
+    owners, slots = np.divmod(place_table(placement, num_experts), np.int32(num_slots))
+    return np.where(owners == rank, slots, np.int32(num_slots))
 
 
 def _pack(loads: I64, replicas: I32, num_ranks: int, num_slots: int) -> list[list[int]]:

@@ -24,6 +24,7 @@ from tokenspeed_core.executor.expert_placement import (
     Move,
     find_moves,
     first_placement,
+    place_table,
     rank_loads,
     rebalance,
     turn_table,
@@ -128,7 +129,12 @@ class ExpertBalancer:
         self._mover.run(layer, moves)
         self.num_moves += len(moves)
         self._placements[index] = planned
-        table = turn_table(planned, self._rank, len(layer.loads))
+        num_experts = len(layer.loads)
+        table = (
+            place_table(planned, num_experts)
+            if layer.has_places
+            else turn_table(planned, self._rank, num_experts)
+        )
         layer.table.copy_(torch.from_numpy(table))
 
 

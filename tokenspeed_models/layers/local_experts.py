@@ -23,7 +23,7 @@ class LocalExperts:
         self.num, self.is_all = num_experts // group.size, group.size == 1
         self.num_slots = self.num
         self._rank, self._num_processes = group.rank, group.size
-        self._local_ids = self._first_slots(build, num_experts)
+        self._local_ids = self._own_slots(build)
         self._tokens = build.token_counts
 
     def let_move(self, weights: tuple[torch.Tensor, ...]) -> None:
@@ -35,13 +35,17 @@ class LocalExperts:
         return layers[self._rank * size : (self._rank + 1) * size]
 
     def owners(self) -> torch.Tensor:
-        """Return the process that holds each expert, int32 [experts]."""
+        """Return the process of each place, int32 [places]. All processes have the same number of slots."""
         device = self._local_ids.device
         ranks = torch.arange(self._num_processes, dtype=torch.int32, device=device)
-        return ranks.repeat_interleave(self.num)
+        return ranks.repeat_interleave(self.num_slots)
+
+    def places(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return where experts `ids` [T, k] are: their process times `num_slots`, plus their slot there."""
+        return ids
 
     def choose(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the slots, int32 [T, k], of the experts `ids`, counted from this process's first one.
+        """Return the slots, int32 [T, k], of the experts `ids`, or of their places if tokens are routed.
 
         Slots of other processes' experts, and of padding tokens, become `num_slots`, which the ops skip.
         """
@@ -52,11 +56,12 @@ class LocalExperts:
         padding = self._tokens.padding
         return slots if padding is None else slots.masked_fill_(padding[:, None], self.num_slots)
 
-    def _first_slots(self, build: BuildContext, num_experts: int) -> torch.Tensor:
-        """Return the slot of each expert, int32 [experts], before any was moved."""
-        slots = torch.full((num_experts,), self.num_slots, dtype=torch.int32, device=build.device)
-        first = self._rank * self.num
-        slots[first : first + self.num] = torch.arange(self.num, dtype=torch.int32)
+    def _own_slots(self, build: BuildContext) -> torch.Tensor:
+        """Return the slot of each place, int32 [places], `num_slots` for those of other processes."""
+        num_places = self._num_processes * self.num_slots
+        slots = torch.full((num_places,), self.num_slots, dtype=torch.int32, device=build.device)
+        first = self._rank * self.num_slots
+        slots[first : first + self.num_slots] = torch.arange(self.num_slots, dtype=torch.int32)
         return slots
 
 
@@ -65,32 +70,46 @@ class BalancedExperts(LocalExperts):
 
     def __init__(self, build: BuildContext, num_experts: int, balance: ExpertBalance) -> None:
         super().__init__(build, num_experts)
-        self._balance = balance
+        self._balance, self._routes_tokens = balance, build.routes_tokens
         self.num_slots = self.num + balance.num_redundant // self._num_processes
+        self._local_ids = self._own_slots(build)
         self._num_turns = balance.num_turns
         self._loads = torch.zeros(num_experts, dtype=torch.int64, device=build.device)
         self._one = torch.ones((), dtype=torch.int64, device=build.device)
-        first = self._first_slots(build, num_experts)
-        self._table = first[:, None].repeat(1, self._num_turns)
+        expert = torch.arange(num_experts, device=build.device)
+        first = expert // self.num * self.num_slots + expert % self.num
+        if not self._routes_tokens:
+            first = self._local_ids[first]
+        self._table = first.to(torch.int32)[:, None].repeat(1, self._num_turns)
+
+    def places(self, ids: torch.Tensor) -> torch.Tensor:
+        """Count the experts of this process's tokens, and return the places of the replicas whose turn it is."""
+        return self._take_turns(ids)
 
     def choose(self, ids: torch.Tensor) -> torch.Tensor:
-        """Count the experts of all tokens except padding, and return slots as `LocalExperts.choose` does.
+        """Return slots as `LocalExperts.choose` does. Unless tokens are routed, count the experts of all tokens.
 
-        All processes see the same tokens, so that one of them computes each pair.
+        All processes see the same tokens then, so that one of them computes each pair.
         """
-        flat, padding = ids.flatten(), self._tokens.padding
+        if self._routes_tokens:
+            return super().choose(ids)
+        return self._without_padding(self._take_turns(ids))
+
+    def _take_turns(self, ids: torch.Tensor) -> torch.Tensor:
+        """Count the experts `ids` [T, k] of all tokens except padding, and return their entries of the table."""
+        padding = self._tokens.padding
         counted = self._one if padding is None else (~padding).long()[:, None]
-        self._loads.index_add_(0, flat, counted.expand(ids.shape).flatten())
+        self._loads.index_add_(0, ids.flatten(), counted.expand(ids.shape).flatten())
         turns = torch.arange(len(ids), dtype=torch.int32, device=ids.device) % self._num_turns
-        places = ids * self._num_turns + turns[:, None]
-        return self._without_padding(
-            self._table.flatten().index_select(0, places.flatten()).view(ids.shape)
-        )
+        entries = ids * self._num_turns + turns[:, None]
+        return self._table.flatten().index_select(0, entries.flatten()).view(ids.shape)
 
     def let_move(self, weights: tuple[torch.Tensor, ...]) -> None:
         """Let the engine move the experts, with weights [slots, ...]."""
         self._balance.layers.append(
-            MovableExperts(self.num_slots, self._loads, weights, self._table)
+            MovableExperts(
+                self.num_slots, self._loads, weights, self._table, has_places=self._routes_tokens
+            )
         )
 
 

@@ -276,10 +276,11 @@ class MoE:
             return
 
         def bind(exchange: Callable[..., torch.Tensor]) -> None:
-            experts, owners = self.experts, self.experts.local.owners()
+            experts, local = self.experts, self.experts.local
+            owners = local.owners()
 
             def run(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-                return exchange(x, weights, ids, owners, experts)
+                return exchange(x, weights, local.places(ids), owners, experts)
 
             self.run_experts = run
 
