@@ -59,7 +59,7 @@ def random_weight(
 def make_layer(
     build: RankBuild, form: str | None, generator: torch.Generator
 ) -> Experts | GptOssExperts:
-    """Return a layer whose weights are this process's part of random ones. Unused slots are not finite."""
+    """Return a layer with this process's part of random weights. Unused slots are not finite."""
     layer = make_experts(build, form)
     num, rank = layer.local.num, build.group("experts").rank
     for weight in layer._operands:

@@ -246,7 +246,7 @@ class Scheduler:
         self._next_step += 1
         return flight
 
-    def apply(self, result: StepResult, seconds: float = 0.0, *, is_steady: bool = True) -> Outputs:
+    def apply(self, result: StepResult, seconds: float, *, is_steady: bool) -> Outputs:
         """Apply the result of the oldest step in flight. Returns the new tokens of its sequences.
 
         `seconds` and `is_steady` are those of `FinishedStep`.

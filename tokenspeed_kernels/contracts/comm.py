@@ -74,7 +74,7 @@ COMM = (
         "exchange_tokens",
         "(x [T of this process, N], weights float32 [T, k], ids int32 [T, k], owners int32 [E], compute) -> [T, N]: for "
         "each token, the sum of compute(x, weights, ids) of the processes that own one of its experts; ids are from 0 to "
-        "E - 1; each process makes at most one call, with the rows that it received from all processes",
+        "E - 1, and replicas of an expert have ids of their own; each process makes at most one call, with the rows that it received from all processes",
         _SUMS,
         (),
     ),

@@ -11,17 +11,18 @@ from tokenspeed_models.weights import size_flag
 class LocalExperts:
     """The `num` experts of this process, and their choice among those of a token.
 
-    Raises ValueError if the processes of the group "experts" cannot divide the experts.
+    `num_slots` includes those for `num_redundant` replicas on all processes together. Raises ValueError if the
+    processes of the group "experts" cannot divide the experts.
     """
 
-    def __init__(self, build: BuildContext, num_experts: int) -> None:
+    def __init__(self, build: BuildContext, num_experts: int, num_redundant: int = 0) -> None:
         group = build.group("experts")
         if num_experts % group.size:
             raise ValueError(
                 f"{num_experts} experts cannot be divided by {size_flag(group)}. Choose a size that divides them."
             )
         self.num, self.is_all = num_experts // group.size, group.size == 1
-        self.num_slots = self.num
+        self.num_slots = self.num + num_redundant // group.size
         self._rank, self._num_processes = group.rank, group.size
         self._local_ids = self._own_slots(build)
         self._tokens = build.token_counts
@@ -69,10 +70,8 @@ class BalancedExperts(LocalExperts):
     """Experts that the engine moves between processes. Those with a high load may have replicas, which take turns."""
 
     def __init__(self, build: BuildContext, num_experts: int, balance: ExpertBalance) -> None:
-        super().__init__(build, num_experts)
+        super().__init__(build, num_experts, balance.num_redundant)
         self._balance, self._routes_tokens = balance, build.routes_tokens
-        self.num_slots = self.num + balance.num_redundant // self._num_processes
-        self._local_ids = self._own_slots(build)
         self._num_turns = balance.num_turns
         self._loads = torch.zeros(num_experts, dtype=torch.int64, device=build.device)
         self._one = torch.ones((), dtype=torch.int64, device=build.device)
@@ -83,7 +82,7 @@ class BalancedExperts(LocalExperts):
         self._table = first.to(torch.int32)[:, None].repeat(1, self._num_turns)
 
     def places(self, ids: torch.Tensor) -> torch.Tensor:
-        """Count the experts of this process's tokens, and return the places of the replicas whose turn it is."""
+        """Count the experts of this process's tokens, and return a place of each. Replicas take turns."""
         return self._take_turns(ids)
 
     def choose(self, ids: torch.Tensor) -> torch.Tensor:
