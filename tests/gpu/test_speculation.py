@@ -145,7 +145,7 @@ def test_drafts_change_no_token(
     if runner._graphs is not None:
         finder = runner._graphs._finder
         find = finder._with_drafts
-        finder._with_drafts = lambda plan: used.append(find(plan)) or used[-1]  # type: ignore[method-assign, func-returns-value]
+        finder._with_drafts = lambda *step: used.append(find(*step)) or used[-1]  # type: ignore[method-assign, func-returns-value]
     engine = make_engine(runner, drafter, max_drafts=MAX_DRAFTS, depth=2)
     found = finish(engine, made)
     if runner._graphs is not None:
