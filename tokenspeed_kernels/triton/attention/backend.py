@@ -23,8 +23,8 @@ from tokenspeed_kernels.triton.pdl import supports_pdl
 
 # Minimum number of keys per split when there are many rows, so that only much longer rows are split.
 LONG_SPLIT = 4096
-# Programs per multiprocessor from which small tiles are fastest, without and with a shared prefix.
-MANY_PER_SM, MANY_SHARED_PER_SM = 3, 8
+# Programs per multiprocessor from which small tiles are fastest, beside prefills and otherwise.
+SOME_PER_SM, MANY_PER_SM = 3, 7
 FULL = 2  # programs per multiprocessor that keep it busy
 SPREAD = 1  # programs per multiprocessor, before splitting, up to which the queries of a row get several tiles
 WANTED = 4  # programs per multiprocessor that splitting aims at
@@ -106,6 +106,10 @@ class TritonAttention:
         )
         self._decode_overlapped = decode_tiling or (
             Tiling(16, 32, 2, 2) if wide else Tiling(16, 32, 2, 3)
+        )
+        # Three programs fit on a multiprocessor, or two beside one that attends to the shared keys.
+        self._decode_shared = decode_tiling or (
+            Tiling(16, 32, 2, 2) if wide else Tiling(16, 64, 2, 2)
         )
         # With draft tokens, more rows are merged, so fewer parts. Few rows get tiles that are merged in one pass.
         self._spread = decode_tiling or (
@@ -212,11 +216,13 @@ class TritonAttention:
     def _decode_tiling(self, programs: int, step: AttentionStep, *, is_shared: bool) -> Tiling:
         """Return the fastest measured tiling for this number of programs. The caller sets its rows."""
         programs_per_sm = programs // self.num_multiprocessors
-        if programs_per_sm >= MANY_SHARED_PER_SM:
+        if programs_per_sm >= MANY_PER_SM:
             return self._decode_many
-        if is_shared or programs_per_sm < MANY_PER_SM:
-            return self._decode
-        return self._decode_overlapped if step.overlaps_prefill else self._decode_many
+        if is_shared:
+            return self._decode_shared
+        if step.overlaps_prefill and programs_per_sm >= SOME_PER_SM:
+            return self._decode_overlapped
+        return self._decode
 
     def _drafts_tiling(self, block_m: int) -> Tiling:
         """Return the tiling for rows with several query tokens. More than 64 rows of a tile need eight warps."""
@@ -324,7 +330,7 @@ def _attend_to_blanks(
     bounds = ((True, limits.max_model_len), (False, short))
     edges = (
         -(-each * backend.num_multiprocessors // num_kv_heads)
-        for each in (FULL, MANY_PER_SM, MANY_SHARED_PER_SM)
+        for each in (FULL, SOME_PER_SM, MANY_PER_SM)
     )
     some = sorted({min(num_rows, max_rows) for num_rows in (1, 2, 4, 8, 16, 17, *edges, max_rows)})
     sinks = precompile.blank("float32", num_heads) if problem.has_sinks else None
