@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from tokenspeed_core.api import CacheGroupSpec, FullAttention, ModelInfo, SlidingWindow
+from tokenspeed_core.api import (
+    CacheGroupSpec,
+    DraftModelInfo,
+    FullAttention,
+    HiddenStates,
+    ModelInfo,
+    SlidingWindow,
+)
 from tokenspeed_models.config import (
     ConfigReader,
     DecoderConfig,
@@ -125,6 +133,37 @@ def model_info(decoder: DecoderConfig, num_extra_parameters: int = 0) -> ModelIn
     )
 
 
+def mtp_info(
+    config: Json,
+    path: Path,
+    load: str,
+    *,
+    hidden_size: int,
+    num_layer_parameters: int,
+    cache_group: CacheGroupSpec,
+) -> DraftModelInfo:
+    """Return the description of a checkpoint's first layer for multi-token prediction.
+
+    `num_layer_parameters` are those of its decoder layer and `cache_group` is that layer's. Raises ValueError if the
+    checkpoint has none.
+    """
+    if not sum(ConfigReader(config).integers("num_nextn_predict_layers")):
+        raise ValueError(
+            "the checkpoint has no layers for multi-token prediction: its config.json has no num_nextn_predict_layers"
+        )
+    # A projection joins two normalized inputs, and the output is normalized.
+    num_joining = 2 * hidden_size * hidden_size + 3 * hidden_size
+    return DraftModelInfo(
+        load=load,
+        config=config,
+        cache_groups=(cache_group,),
+        num_layers=1,
+        num_parameters=num_layer_parameters + num_joining,
+        weights=path,
+        hidden=HiddenStates.LAST,
+    )
+
+
 def window_group(window: int | None) -> str:
     """Return the cache group of layers with or without a window."""
     return "full" if window is None else "window"
@@ -155,6 +194,13 @@ def cache_groups(decoder: DecoderConfig) -> tuple[CacheGroupSpec, ...]:
 
 def count_parameters(decoder: DecoderConfig) -> int:
     """Return the number of parameters. Tied parameters count once."""
+    num_embeddings = 1 if decoder.tie_embeddings else 2
+    other = decoder.hidden_size + num_embeddings * decoder.vocab_size * decoder.hidden_size
+    return count_layer_parameters(decoder) + other
+
+
+def count_layer_parameters(decoder: DecoderConfig) -> int:
+    """Return the number of parameters of all layers."""
     hidden, head = decoder.hidden_size, decoder.head_size
     q_size, kv_size = decoder.num_heads * head, decoder.num_kv_heads * head
     attention = hidden * (q_size + 2 * kv_size) + q_size * hidden
@@ -165,8 +211,7 @@ def count_parameters(decoder: DecoderConfig) -> int:
     )
     dense = 3 * hidden * decoder.intermediate_size
     dense += 2 * decoder.intermediate_size + hidden if decoder.mlp_bias else 0
-    total = decoder.num_layers * (attention + 2 * hidden) + hidden
-    total += decoder.vocab_size * hidden * (1 if decoder.tie_embeddings else 2)
+    total = decoder.num_layers * (attention + 2 * hidden)
     if decoder.moe is None:
         return total + decoder.num_layers * dense
     num_sparse = len(decoder.moe.layers)

@@ -21,7 +21,7 @@ from tokenspeed_models.layers.norm import RMSNorm
 from tokenspeed_models.layers.ops import dtype_name
 from tokenspeed_models.layers.qk_norm import AllHeadNorm, HeadNorm
 from tokenspeed_models.layers.rotary import inverse_frequencies, rotary_table
-from tokenspeed_models.layers.rotary_decoder import RotaryDecoder
+from tokenspeed_models.layers.rotary_decoder import RotaryDecoder, rotary_layer
 from tokenspeed_models.layers.scheme import ModuleBuild, UnquantizedBuild, shared_scheme
 
 __all__ = [
@@ -54,6 +54,7 @@ __all__ = [
     "dtype_name",
     "local_experts",
     "inverse_frequencies",
+    "rotary_layer",
     "rotary_table",
     "shared_scheme",
 ]

@@ -26,13 +26,7 @@ class RotaryDecoder(CausalLM):
     def __init__(self, c: DecoderConfig, build: BuildContext) -> None:
         cos_sin = rotary_table(c.rope, build.device, build.max_model_len)
         layers = [
-            DecoderLayer(
-                build,
-                c.hidden_size,
-                c.norm_eps,
-                _attention(c, build, layer, cos_sin),
-                _mlp(c, build, layer, self.renames),
-            )
+            rotary_layer(c, build, layer, f"model.layers.{layer}", cos_sin, self.renames)
             for layer in build.each_layer(c.num_layers)
         ]
         embedding = Embedding(build, c.vocab_size, c.hidden_size)
@@ -48,14 +42,29 @@ class RotaryDecoder(CausalLM):
         )
 
 
-def _attention(
+def rotary_layer(
     c: DecoderConfig,
     build: BuildContext,
     layer: int,
+    name: str,
     cos_sin: torch.Tensor,
+    renames: Mapping[str, str],
+) -> DecoderLayer:
+    """Return layer number `layer` of a decoder. `name` is its name in the checkpoint, such as "model.layers.3"."""
+    return DecoderLayer(
+        build,
+        c.hidden_size,
+        c.norm_eps,
+        _attention(c, build, layer, name, cos_sin),
+        _mlp(c, layer, ModuleBuild(build, f"{name}.mlp", renames)),
+    )
+
+
+def _attention(
+    c: DecoderConfig, build: BuildContext, layer: int, name: str, cos_sin: torch.Tensor
 ) -> Attention:
     return Attention(
-        ModuleBuild(build, f"model.layers.{layer}.self_attn"),
+        ModuleBuild(build, f"{name}.self_attn"),
         layer=layer,
         hidden_size=c.hidden_size,
         num_heads=c.num_heads,
@@ -77,11 +86,8 @@ def _qk_norm(c: DecoderConfig, build: BuildContext) -> HeadNorm | AllHeadNorm | 
     return AllHeadNorm(build, c.num_heads, c.num_kv_heads, c.head_size, c.norm_eps)
 
 
-def _mlp(
-    c: DecoderConfig, build: BuildContext, layer: int, renames: Mapping[str, str]
-) -> MLP | MoE:
+def _mlp(c: DecoderConfig, layer: int, module: ModuleBuild) -> MLP | MoE:
     """Return the experts of a layer, or its MLP if it is dense."""
-    module = ModuleBuild(build, f"model.layers.{layer}.mlp", renames)
     if c.moe is None or layer not in c.moe.layers:
         return MLP(
             module,

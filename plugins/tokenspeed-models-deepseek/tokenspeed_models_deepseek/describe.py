@@ -7,14 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tokenspeed_core.api import (
-    DraftModelInfo,
-    HiddenStates,
-    LatentAttention,
-    LatentSizes,
-    ModelInfo,
-)
+from tokenspeed_core.api import DraftModelInfo, LatentAttention, LatentSizes, ModelInfo
 from tokenspeed_models.config import ConfigReader, read_dtype
+from tokenspeed_models.describe import mtp_info
 from tokenspeed_models.moe_config import MoeConfig, RoutingConfig
 from tokenspeed_models.rope_config import RopeConfig, YarnScaling, read_rope, yarn_mscale
 
@@ -169,21 +164,14 @@ def describe_kimi_k25(config: Json) -> ModelInfo:
 def plan_mtp(config: Json, path: Path) -> DraftModelInfo:
     """Describe the first layer for multi-token prediction. Raises ValueError if the checkpoint has none."""
     c = read_v3(config)
-    if not c.num_draft_layers:
-        raise ValueError(
-            "the checkpoint has no layers for multi-token prediction: its config.json has no num_nextn_predict_layers"
-        )
     layer = replace(c, num_layers=1, moe=replace(c.moe, layers=frozenset((0,))))
-    embeddings = c.vocab_size * c.hidden_size * (1 if c.tie_embeddings else 2)
-    joined = 2 * c.hidden_size * c.hidden_size + 2 * c.hidden_size
-    return DraftModelInfo(
-        load="tokenspeed_models_deepseek.model:DeepseekMTP",
-        config=config,
-        cache_groups=(LatentAttention("latent", 1, c.sizes.latent_size, c.sizes.rope_size),),
-        num_layers=1,
-        num_parameters=_count_parameters(layer) - embeddings + joined,
-        weights=path,
-        hidden=HiddenStates.LAST,
+    return mtp_info(
+        config,
+        path,
+        "tokenspeed_models_deepseek.model:DeepseekMTP",
+        hidden_size=c.hidden_size,
+        num_layer_parameters=_count_layers(layer),
+        cache_group=LatentAttention("latent", 1, c.sizes.latent_size, c.sizes.rope_size),
     )
 
 
@@ -204,6 +192,12 @@ def _info(architecture: str, c: DeepseekConfig) -> ModelInfo:
 
 def _count_parameters(c: DeepseekConfig) -> int:
     """Return the number of parameters without draft layers. Tied parameters count once."""
+    num_embeddings = 1 if c.tie_embeddings else 2
+    return _count_layers(c) + c.hidden_size + num_embeddings * c.vocab_size * c.hidden_size
+
+
+def _count_layers(c: DeepseekConfig) -> int:
+    """Return the number of parameters of all layers."""
     hidden, sizes, moe = c.hidden_size, c.sizes, c.moe
     entry_size, heads = sizes.latent_size + sizes.rope_size, sizes.num_heads
     q_size = heads * (sizes.nope_size + sizes.rope_size)
@@ -220,6 +214,5 @@ def _count_parameters(c: DeepseekConfig) -> int:
     sparse = moe.routing.num_experts * hidden * (1 + 3 * moe.intermediate_size)
     sparse += 3 * hidden * moe.shared_size
     num_sparse = len(moe.layers)
-    total = c.num_layers * (attention + 2 * hidden) + hidden
-    total += (c.num_layers - num_sparse) * dense + num_sparse * sparse
-    return total + c.vocab_size * hidden * (1 if c.tie_embeddings else 2)
+    total = c.num_layers * (attention + 2 * hidden)
+    return total + (c.num_layers - num_sparse) * dense + num_sparse * sparse

@@ -10,4 +10,5 @@ GLM4_MOE = ModelSpec(
     architecture="Glm4MoeForCausalLM",
     describe="tokenspeed_models_glm.describe:describe_glm4_moe",
     load="tokenspeed_models_glm.model:Glm4MoeForCausalLM",
+    mtp="tokenspeed_models_glm.describe:plan_mtp",
 )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from tokenspeed_core.api import ModelInfo
+from tokenspeed_core.api import DraftModelInfo, ModelInfo
 from tokenspeed_models.config import ConfigReader, DecoderConfig, read_decoder
-from tokenspeed_models.describe import model_info
+from tokenspeed_models.describe import cache_groups, count_layer_parameters, model_info, mtp_info
 from tokenspeed_models.moe_config import MoeConfig, RoutingConfig
 from tokenspeed_models.rope_config import read_rope
 
@@ -61,3 +63,24 @@ def _read_moe(keys: ConfigReader) -> MoeConfig:
 def describe_glm4_moe(config: Mapping[str, Any]) -> ModelInfo:
     """Describe a GLM-4.5, 4.6 or 4.7 checkpoint."""
     return model_info(read_glm4_moe(config))
+
+
+def draft_layer(c: DecoderConfig) -> DecoderConfig:
+    """Return a decoder of one sparse layer, like the model's layers for multi-token prediction."""
+    assert c.moe is not None, "GLM-4.5 has experts"
+    moe = replace(c.moe, layers=frozenset((0,)))
+    return replace(c, num_layers=1, windows=(None,), moe=moe)
+
+
+def plan_mtp(config: Mapping[str, Any], path: Path) -> DraftModelInfo:
+    """Describe the first layer for multi-token prediction. Raises ValueError if the checkpoint has none."""
+    layer = draft_layer(read_glm4_moe(config))
+    (group,) = cache_groups(layer)
+    return mtp_info(
+        config,
+        path,
+        "tokenspeed_models_glm.model:Glm4MoeMTP",
+        hidden_size=layer.hidden_size,
+        num_layer_parameters=count_layer_parameters(layer),
+        cache_group=group,
+    )
