@@ -218,9 +218,9 @@ class TritonAttention:
         programs_per_sm = programs // self.num_multiprocessors
         if programs_per_sm >= MANY_PER_SM:
             return self._decode_many
-        if is_shared:
+        if is_shared and programs_per_sm < FULL:
             return self._decode_shared
-        if step.overlaps_prefill and programs_per_sm >= SOME_PER_SM:
+        if not is_shared and step.overlaps_prefill and programs_per_sm >= SOME_PER_SM:
             return self._decode_overlapped
         return self._decode
 
