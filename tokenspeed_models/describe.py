@@ -138,16 +138,17 @@ def mtp_info(
     path: Path,
     load: str,
     *,
+    num_draft_layers: int,
     hidden_size: int,
     num_layer_parameters: int,
     cache_group: CacheGroupSpec,
 ) -> DraftModelInfo:
     """Return the description of a checkpoint's first layer for multi-token prediction.
 
-    `num_layer_parameters` are those of its decoder layer and `cache_group` is that layer's. Raises ValueError if the
-    checkpoint has none.
+    `num_draft_layers` is the number of such layers; ValueError is raised if it is 0. `num_layer_parameters` and
+    `cache_group` are those of the decoder layer in it.
     """
-    if not sum(ConfigReader(config).integers("num_nextn_predict_layers")):
+    if not num_draft_layers:
         raise ValueError(
             "the checkpoint has no layers for multi-token prediction: its config.json has no num_nextn_predict_layers"
         )

@@ -115,7 +115,12 @@ def test_drafts_equal_the_layers_of_transformers(tmp_path: Path) -> None:
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_draft_layer_changes_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "processes", [{}, {"tensor_parallel_size": 2, "enable_expert_parallel": True}]
+)
+def test_draft_layer_changes_no_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: dict[str, Any]
+) -> None:
     monkeypatch.setattr(
         "tokenspeed_core.engine.drafting.AdaptiveDepth", lambda num_seqs, most: FixedDepth(most)
     )
@@ -123,14 +128,15 @@ def test_draft_layer_changes_no_token(tmp_path: Path, monkeypatch: pytest.Monkey
     prompts = [{"prompt_token_ids": TOKENS[:length]} for length in (5, 17, 23)]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     answers = []
-    for drafter in ({}, {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}):
+    drafting = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}, **processes}
+    for settings in ({}, drafting):
         with LLM(
             str(tmp_path),
             device="cpu",
             dtype="float32",
             skip_tokenizer_init=True,
             max_total_tokens=1024,
-            **drafter,  # type: ignore[arg-type]
+            **settings,  # type: ignore[arg-type]
         ) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)
             answers.append([list(output.outputs[0].token_ids) for output in outputs])

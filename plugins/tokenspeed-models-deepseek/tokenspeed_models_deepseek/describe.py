@@ -162,13 +162,14 @@ def describe_kimi_k25(config: Json) -> ModelInfo:
 
 
 def plan_mtp(config: Json, path: Path) -> DraftModelInfo:
-    """Describe the first layer for multi-token prediction. Raises ValueError if the checkpoint has none."""
+    """Describe the first layer for multi-token prediction. Raises ValueError if there is no such layer."""
     c = read_v3(config)
     layer = replace(c, num_layers=1, moe=replace(c.moe, layers=frozenset((0,))))
     return mtp_info(
         config,
         path,
         "tokenspeed_models_deepseek.model:DeepseekMTP",
+        num_draft_layers=c.num_draft_layers,
         hidden_size=c.hidden_size,
         num_layer_parameters=_count_layers(layer),
         cache_group=LatentAttention("latent", 1, c.sizes.latent_size, c.sizes.rope_size),

@@ -66,20 +66,21 @@ def describe_glm4_moe(config: Mapping[str, Any]) -> ModelInfo:
 
 
 def draft_layer(c: DecoderConfig) -> DecoderConfig:
-    """Return a decoder of one sparse layer, like the model's layers for multi-token prediction."""
+    """Return a configuration with a single layer, which has experts, as in layers for multi-token prediction."""
     assert c.moe is not None, "GLM-4.5 has experts"
     moe = replace(c.moe, layers=frozenset((0,)))
     return replace(c, num_layers=1, windows=(None,), moe=moe)
 
 
 def plan_mtp(config: Mapping[str, Any], path: Path) -> DraftModelInfo:
-    """Describe the first layer for multi-token prediction. Raises ValueError if the checkpoint has none."""
+    """Describe the first layer for multi-token prediction. Raises ValueError if there is no such layer."""
     layer = draft_layer(read_glm4_moe(config))
     (group,) = cache_groups(layer)
     return mtp_info(
         config,
         path,
         "tokenspeed_models_glm.model:Glm4MoeMTP",
+        num_draft_layers=layer.num_draft_layers,
         hidden_size=layer.hidden_size,
         num_layer_parameters=count_layer_parameters(layer),
         cache_group=group,
