@@ -23,7 +23,7 @@ from tokenspeed_kernels.triton.pdl import supports_pdl
 
 # Minimum number of keys per split when there are many rows, so that only much longer rows are split.
 LONG_SPLIT = 4096
-# Programs per multiprocessor from which small tiles are fastest, beside prefills and otherwise.
+# Programs per multiprocessor from which small tiles are fastest: while prefills run at the same time, and without them.
 SOME_PER_SM, MANY_PER_SM = 3, 7
 FULL = 2  # programs per multiprocessor that keep it busy
 SPREAD = 1  # programs per multiprocessor, before splitting, up to which the queries of a row get several tiles
@@ -107,7 +107,7 @@ class TritonAttention:
         self._decode_overlapped = decode_tiling or (
             Tiling(16, 32, 2, 2) if wide else Tiling(16, 32, 2, 3)
         )
-        # Three programs fit on a multiprocessor, or two beside one that attends to the shared keys.
+        # Three programs fit on a multiprocessor, or two together with a program for the shared keys.
         self._decode_shared = decode_tiling or (
             Tiling(16, 32, 2, 2) if wide else Tiling(16, 64, 2, 2)
         )
