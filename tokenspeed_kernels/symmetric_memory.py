@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import permutations
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -24,6 +25,7 @@ _SUM = "sum"
 _INSTEAD = (
     "Use NCCL instead: add --no-enable-allreduce-fusion, and remove symm from --kernel-backend."
 )
+_num_rendezvous = 0  # of this process, in all groups
 
 
 def all_reduce(problem: Problem, group: CommGroup) -> Callable[[Tensor], Tensor]:
@@ -73,12 +75,14 @@ def allocate(group: CommGroup, num_values: int, dtype: torch.dtype) -> Symmetric
     All processes of the group call it. Raises RuntimeError in each of them if two cannot address each other's memory.
     """
     device = torch.device("cuda", torch.cuda.current_device())
-    places: list[tuple[str, int]] = [("", 0)] * group.group.size
-    distributed.all_gather_object(places, (socket.gethostname(), device.index), group=group.handle)
-    check_peers(places, torch.cuda.can_device_access_peer)
+    peers: list[tuple[str, int, int]] = [("", 0, 0)] * group.group.size
+    distributed.all_gather_object(
+        peers, (socket.gethostname(), device.index, _num_rendezvous), group=group.handle
+    )
+    check_peers([(node, index) for node, index, _ in peers], torch.cuda.can_device_access_peer)
     try:
-        own = _SymmetricMemory.empty_strided_p2p((num_values,), (1,), dtype, device)
-        handle = _SymmetricMemory.rendezvous(own, group.handle.group_name)
+        catch_up(max(count for *_, count in peers), device)
+        own, handle = _rendezvous(num_values, dtype, device, group.handle)
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         raise RuntimeError(
@@ -86,6 +90,33 @@ def allocate(group: CommGroup, num_values: int, dtype: torch.dtype) -> Symmetric
         ) from error
     buffers = (handle.get_buffer(rank, (num_values,), dtype) for rank in range(group.group.size))
     return SymmetricBuffer(own, tuple(buffers), tuple(handle.buffer_ptrs))
+
+
+def catch_up(num_rendezvous: int, device: torch.device) -> None:
+    """Rendezvous alone until this process has done so `num_rendezvous` times.
+
+    torch numbers the rendezvous of a process, over all groups, and those of a group must have the same number. Processes
+    have different counts if one of them has been in another engine before, such as a program that makes two.
+    """
+    if _num_rendezvous == num_rendezvous:
+        return
+    alone = distributed.new_group(
+        [distributed.get_rank()], backend="gloo", use_local_synchronization=True
+    )
+    while _num_rendezvous < num_rendezvous:
+        _rendezvous(1, torch.int32, device, alone)
+    distributed.destroy_process_group(alone)
+
+
+def _rendezvous(
+    num_values: int, dtype: torch.dtype, device: torch.device, group: Any
+) -> tuple[Tensor, _SymmetricMemory]:
+    """Return a buffer [num_values] of this process, and torch's handle of the buffers of all processes."""
+    global _num_rendezvous
+    own = _SymmetricMemory.empty_strided_p2p((num_values,), (1,), dtype, device)
+    handle = _SymmetricMemory.rendezvous(own, group.group_name)
+    _num_rendezvous += 1
+    return own, handle
 
 
 class AbortFlag:

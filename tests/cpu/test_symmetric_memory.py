@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from process_pool import ProcessPool, RankBuild, tensor_parallel
 from tokenspeed_testing.comm import CommConformance
 from torch import Tensor, distributed
 from torch.distributed.distributed_c10d import _resolve_process_group
@@ -152,6 +154,45 @@ def test_gpus_without_peer_access_are_refused() -> None:
     with pytest.raises(RuntimeError, match=r"GPU 1 .* GPU 2") as refused:
         symmetric_memory.check_peers(places, lambda *pair: pair != (1, 2))
     assert "\n" not in str(refused.value)
+
+
+class NumberedRendezvous:
+    """torch's symmetric memory in one process: each rendezvous has a number, over all groups."""
+
+    count = 0
+
+    @classmethod
+    def empty_strided_p2p(cls, size: tuple[int], *arguments: object) -> Tensor:
+        return torch.empty(size)
+
+    @classmethod
+    def rendezvous(cls, own: Tensor, name: str) -> Any:
+        group = _resolve_process_group(name)
+        numbers = [0] * distributed.get_world_size(group)
+        distributed.all_gather_object(numbers, cls.count, group=group)
+        cls.count += 1
+        assert len(set(numbers)) == 1
+        return SimpleNamespace(get_buffer=lambda *arguments: own, buffer_ptrs=numbers)
+
+
+def allocate_repeatedly(build: RankBuild, num_before: int) -> int:
+    """Allocate two buffers in a process that has had `num_before` rendezvous in an earlier engine."""
+    group = CommGroup(build.group("attn"), build._handles["attn"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(symmetric_memory, "_SymmetricMemory", NumberedRendezvous)
+        patch.setattr(symmetric_memory, "_num_rendezvous", 0)
+        patch.setattr(torch.cuda, "current_device", lambda: group.group.rank)
+        patch.setattr(torch.cuda, "can_device_access_peer", lambda *pair: True)
+        NumberedRendezvous.count = 0
+        if group.group.rank == 0:
+            symmetric_memory.catch_up(num_before, torch.device("cpu"))
+        for _ in range(2):
+            symmetric_memory.allocate(group, 8, torch.float32)
+    return NumberedRendezvous.count
+
+
+def test_a_process_that_was_in_an_engine_before_meets_new_processes(pool: ProcessPool) -> None:
+    assert list(pool.run(allocate_repeatedly, tensor_parallel(4), 3)) == [5] * 4
 
 
 def selector(platform: PlatformInfo, *backends: str) -> Selector:

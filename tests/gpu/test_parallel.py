@@ -19,6 +19,10 @@ from tokenspeed_core import LLM, SamplingParams
 from tokenspeed_core.api import KernelSpec
 from tokenspeed_kernels.collectives import NCCL_COMM, SYMM_COMM, TRITON_COMM
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))  # for tiny_families
+
+from tiny_families import save_reference
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
@@ -38,9 +42,11 @@ def test_kernels_conform(spec: KernelSpec) -> None:
         pytest.skip(str(reason))
 
 
-def greedy_tokens(model: str, **settings: Any) -> list[list[int]]:
+def greedy_tokens(
+    model: str, lengths: tuple[int, ...] = (5, 40, 130), **settings: Any
+) -> list[list[int]]:
     params = SamplingParams(temperature=0, max_tokens=24)
-    prompts = [{"prompt_token_ids": list(range(3, 3 + length))} for length in (5, 40, 130)]
+    prompts = [{"prompt_token_ids": list(range(3, 3 + length))} for length in lengths]
     with LLM(model, dtype="float32", max_total_tokens=2048, **settings) as llm:
         answers = llm.generate(prompts, params)
     return [list(answer.outputs[0].token_ids) for answer in answers]
@@ -58,11 +64,36 @@ tokens_of_one_gpu = cache(greedy_tokens)
         ("demo", {"kernel_backend": {"all_reduce": ("symm",)}}),
         ("demo", {"enable_allreduce_fusion": False}),
         ("demo-deepseek", {"enable_allreduce_fusion": False}),
+        (
+            "demo-deepseek",
+            {"enable_expert_parallel": True, "enable_eplb": True, "eplb_interval": 4},
+        ),
     ],
 )
 def test_two_gpus_give_the_tokens_of_one(model: str, settings: dict[str, Any]) -> None:
     found = greedy_tokens(model, tensor_parallel_size=2, **settings)
     assert found == tokens_of_one_gpu(model)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("Qwen3Moe", {}),
+        ("Gemma3", {}),
+        ("GptOss", {}),
+        ("GptOss", {"enable_expert_parallel": True}),
+        ("MiniMaxM2", {"enable_expert_parallel": True}),
+    ],
+)
+def test_families_on_two_gpus_give_the_tokens_of_one(
+    family: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    changes = {"num_local_experts": 8} if family == "GptOss" else {}
+    save_reference(family, tmp_path, **changes)
+    shared: dict[str, Any] = {"lengths": (5, 40, 90), "skip_tokenizer_init": True}
+    one = greedy_tokens(str(tmp_path), **shared)
+    two = greedy_tokens(str(tmp_path), **shared, tensor_parallel_size=2, **settings)
+    assert two == one
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
@@ -149,8 +180,21 @@ def test_idle_program_exits(tmp_path: Path) -> None:
     subprocess.run([sys.executable, script], check=True, timeout=180)
 
 
+BALANCED = ("--enable-eplb", "--eplb-interval", "8", "--num-redundant-experts", "2")
+
+
 @pytest.mark.parametrize("num_prompts", [1, 40], ids=["idle", "busy"])
-@pytest.mark.parametrize("more", [(), ("--enforce-eager",)], ids=["graphs", "eager"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        ("--enforce-eager",),
+        BALANCED,
+        ("--enforce-eager", "--all2all-backend", "alltoall"),
+        ("--enforce-eager", "--all2all-backend", "alltoall", *BALANCED),
+    ],
+    ids=["graphs", "eager", "balanced", "routed", "routed-balanced"],
+)
 def test_two_engines_that_share_experts_give_the_tokens_of_one(
     tmp_path: Path, texts_of_one_engine: list[str], num_prompts: int, more: tuple[str, ...]
 ) -> None:
