@@ -78,7 +78,6 @@ def test_special_tokens_have_roles_and_no_text(tmp_path: Path) -> None:
     [
         ("tokenizer.model", "only tokenizer.model"),
         ("vocab.json", "only vocab.json"),
-        ("tiktoken.model", "only tiktoken.model"),
         ("readme", "no tokenizer"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint: tokenizer.json, and the special tokens in tokenizer_config.json."""
+"""The tokenizer of a checkpoint: its vocabulary, and the special tokens in tokenizer_config.json."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from tokenizers import AddedToken
 from tokenspeed_core.api.step import I32
 from tokenspeed_core.errors import CheckpointError
 from tokenspeed_core.files import read_json
+from tokenspeed_core.text.byte_level import byte_characters
 from tokenspeed_core.text.detokenizer import ByteDetokenizer, Detokenizer, Kind, WindowDetokenizer
 from tokenspeed_core.text.patterns import any_of
+from tokenspeed_core.text.tiktoken import RANKS, load_tiktoken
 from tokenspeed_core.text.user_text import UserTextGuard, cut_at_breaks
 
 V = TypeVar("V")
@@ -38,17 +40,6 @@ _NAMED_TOKENS = (
     "cls_token",
     "mask_token",
 )
-
-
-def _byte_characters() -> dict[str, int]:
-    """Return the byte that each character of a byte-level vocabulary represents.
-
-    Printable bytes represent themselves, the others are numbered from 256 on, as in GPT-2 (Radford et al.
-    2019, openai/gpt-2 `encoder.py`).
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
 class _Memo(dict[int, V]):
@@ -129,7 +120,7 @@ class Tokenizer:
         self._special_ids = {
             i for i, token in backend.get_added_tokens_decoder().items() if token.special
         }
-        self._byte_characters = _byte_characters()
+        self._byte_characters = byte_characters()
         self._pieces = _Memo(self.token_bytes)
         self._texts = _Memo(self._whole_text)
         self._pieces_shown = _Memo(lambda i: b"" if i in self._special_ids else self._pieces[i])
@@ -303,20 +294,24 @@ def _add_missing(backend: tokenizers.Tokenizer, tokens: Iterable[str]) -> None:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Load the tokenizer of a checkpoint directory. Raises CheckpointError."""
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        names = ("tokenizer.model", "vocab.json", "tiktoken.model")
-        other = next((name for name in names if (folder / name).is_file()), None)
-        found = f"only {other}, another format" if other else "no tokenizer"
-        raise CheckpointError(
-            f"{folder} has {found}; tokenizer.json is needed. Write one with transformers "
-            f"(AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained(...)), point --tokenizer at a "
-            "directory that has one, or serve token ids only with --skip-tokenizer-init."
-        )
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises Exception itself for any bad file
-        raise CheckpointError(f"cannot read {file}: {error}") from error
+    """Load the tokenizer of a checkpoint directory: tokenizer.json, or else tiktoken.model. Raises CheckpointError."""
     config_file = folder / "tokenizer_config.json"
-    return Tokenizer(backend, read_json(config_file) if config_file.is_file() else {})
+    config = read_json(config_file) if config_file.is_file() else {}
+    file = folder / "tokenizer.json"
+    if file.is_file():
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises Exception itself for any bad file
+            raise CheckpointError(f"cannot read {file}: {error}") from error
+        return Tokenizer(backend, config)
+    if (folder / RANKS).is_file():
+        return Tokenizer(load_tiktoken(folder, config), config)
+    other = next(
+        (name for name in ("tokenizer.model", "vocab.json") if (folder / name).is_file()), None
+    )
+    found = f"only {other}, another format" if other else "no tokenizer"
+    raise CheckpointError(
+        f"{folder} has {found}; tokenizer.json is needed. Write one with transformers "
+        f"(AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained(...)), point --tokenizer at a "
+        "directory that has one, or serve token ids only with --skip-tokenizer-init."
+    )
