@@ -261,6 +261,15 @@ def test_one_copy_of_the_weights_is_downloaded(catalog: Catalog) -> None:
     ]
 
 
+def test_tokenizer_source_is_downloaded_with_tiktoken_ranks_only(catalog: Catalog) -> None:
+    code = ["modeling_tiny.py", "tokenization_tiny.py"]
+    ranks = ["tiktoken.model", *code]
+    assert wanted_files(ranks, "dummy", catalog) == ["tiktoken.model", "tokenization_tiny.py"]
+    both = ["tokenizer.json", "tiktoken.model"]
+    assert wanted_files([*both, *code], "dummy", catalog) == both
+    assert wanted_files(code, "dummy", catalog) == []
+
+
 def test_dry_run_refuses_unreadable_weights(
     catalog: Catalog,
 ) -> None:

@@ -30,6 +30,8 @@ from tokenspeed_core.targets import load_target
 
 DEFAULT = "demo"  # the bundled checkpoint
 _SIDE_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+# The source with the split pattern of tiktoken.model, which is read, not run.
+_TIKTOKEN_SOURCES = "tokenization_*.py"
 _REPO = re.compile(r"[\w.-]+(/[\w.-]+)?\Z")
 _NUMBERED = re.compile(r"-\d{5}-of-\d{5}\.\w+\Z")
 
@@ -142,11 +144,9 @@ def locate(
 
     def wanted(names: Sequence[str]) -> list[str]:
         listed.extend(name for name in names if "/" not in name)
+        found = wanted_files(listed, config.load_format, catalog, with_weights=with_weights)
         code = [each for each in listed if config.trust_remote_code and each.endswith(".py")]
-        return [
-            *wanted_files(listed, config.load_format, catalog, with_weights=with_weights),
-            *code,
-        ]
+        return list(dict.fromkeys([*found, *code]))
 
     try:
         folder = download(name, config.revision, config.download_dir, wanted)
@@ -273,7 +273,9 @@ def wanted_files(
         weights = [
             name for name in weights if name.endswith(".index.json") or _NUMBERED.search(name)
         ]
-    side = [name for name in top if any(fnmatch(name, pattern) for pattern in _SIDE_FILES)]
+    has_tiktoken = "tiktoken.model" in top and "tokenizer.json" not in top
+    patterns = (*_SIDE_FILES, _TIKTOKEN_SOURCES) if has_tiktoken else _SIDE_FILES
+    side = [name for name in top if any(fnmatch(name, pattern) for pattern in patterns)]
     return [
         *(name for name in side if not name.endswith(".index.json")),
         *(weights if with_weights else ()),
