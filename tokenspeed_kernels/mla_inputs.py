@@ -75,7 +75,7 @@ def mla_decode(
 ) -> dict[str, Any]:
     """Make rows of various lengths in scattered blocks of the second of two layers. Unused table entries are -1.
 
-    From `MIN_SHARING_ROWS` rows on, they also share their first two blocks, except for rows of length 0.
+    From `MIN_SHARING_ROWS` rows on, they also share their first two blocks, except for the third and rows of length 0.
     """
     lengths = [LENGTHS[row % len(LENGTHS)] for row in range(num)]
     longest, shared = max(LENGTHS), None
@@ -83,10 +83,11 @@ def mla_decode(
         num_shared = 2 * problem["block_size"]
         lengths = [length and num_shared + length for length in lengths]
         longest += num_shared
-        shared = torch.tensor([num_shared, 1], dtype=torch.int32, device=at)
+        each = [num_shared if length and row != 2 else 0 for row, length in enumerate(lengths)]
+        shared = torch.tensor([num_shared, 1, *each], dtype=torch.int32, device=at)
     cache, table = _filled_cache(problem, lengths, longest, at, seed, strided)
     if shared is not None:
-        table[[length > 0 for length in lengths], :2] = table[1, :2]
+        table[shared[2:] > 0, :2] = table[1, :2]
     width = problem["latent_size"] + problem["rope_size"]
     return {
         "q": _heads(num, problem["num_heads"], width, problem, at, seed, strided),
@@ -104,7 +105,7 @@ def find_shared_prefix(
 ) -> dict[str, Any]:
     """Make rows that share most blocks of the shortest one. Every ninth row has length 0 and an unused table.
 
-    From 32 rows on, reading the shared blocks once pays; from 22 rows on, the table's shape allows it.
+    One row shares no block. From 32 rows on, reading the shared blocks once pays; from 22 rows on, the table's shape allows it.
     """
     num_blocks = 12000 // problem["block_size"]
     wide = torch.randint(0, 1000, (1, num_blocks + 3), generator=seed, dtype=torch.int32)
@@ -112,6 +113,7 @@ def find_shared_prefix(
     lengths = torch.randint(10000, 11901, (num,), generator=seed, dtype=torch.int32)
     table[1::2, 9600 // problem["block_size"] :] += 1
     table[::9], lengths[::9] = -1, 0
+    table[7:8] += 1000
     used = table.to(at)[:, :num_blocks]
     return {
         "block_table": used if strided else used.contiguous(),

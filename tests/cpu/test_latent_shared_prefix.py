@@ -56,7 +56,7 @@ class Layers:
 
     def _decode(self, *arguments: object) -> None:
         shared = arguments[-1]
-        self.decoded.append(shared.tolist() if isinstance(shared, Tensor) else None)
+        self.decoded.append(shared.tolist()[:2] if isinstance(shared, Tensor) else None)
 
     def begin(self, step: AttentionStep) -> None:
         self.group.begin(

@@ -86,6 +86,11 @@ def test_attention_with_sinks_conforms(
         pytest.param(
             32, Rows((1,) * 32, tuple(range(1100, 1740, 20)), 1024), id="keys that all rows share"
         ),
+        pytest.param(
+            32,
+            Rows((1,) * 32, tuple(range(1100, 1740, 20)), 1024, (1, 5, 30)),
+            id="keys that most rows share",
+        ),
     ],
 )
 def test_split_rows_replay_bitwise_equal(num_heads: int, rows: Rows) -> None:

@@ -75,15 +75,18 @@ def test_replays_read_the_shared_prefix_of_their_step(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y, shared = run()
-    for num_shared, padding in ((4096, 0), (0, 0), (320, 20), (320, 21), (4160, 5), (4096, 32)):
+    for num_shared, padding in ((4096, 0), (0, 0), (320, 19), (320, 20), (4160, 5), (4096, 32)):
         step_lengths, step_table = own + num_shared, blocks.clone()
-        step_table[:, : num_shared // block_size] = blocks[0, : num_shared // block_size]
+        is_sharing = torch.arange(num_rows) < num_rows - padding
+        is_sharing[3] = False  # this row has other blocks
+        step_table[is_sharing, : num_shared // block_size] = blocks[0, : num_shared // block_size]
         step_lengths[num_rows - padding :] = 0
         lengths.copy_(step_lengths)
         table.copy_(step_table)
         graph.replay()
-        is_worth_it = (num_rows - padding) * num_shared >= min_reads
-        assert shared.tolist() == [num_shared if is_worth_it else 0, 0]
+        each = num_shared * is_sharing
+        each *= each.sum() >= min_reads
+        assert shared.tolist() == [int(each.max()), 0, *each.tolist()]
         separate = decode(q, cache, table, lengths, max_len, width**-0.5)
         expected = expect(q, cache, table, lengths, max_len, width**-0.5)
         for found in (y, separate):

@@ -27,10 +27,18 @@ TILING, SHARED_TILING = Tiling(16, 16, 4, 1), Tiling(32, 16, 8, 1)
 
 
 class Rows:
-    """Rows of these lengths with a common prefix, whose blocks are in the table of the first row with a length."""
+    """Rows of these lengths with a common prefix, whose blocks are in the table of the first row with a length.
+
+    Rows in `others` do not have it.
+    """
 
     def __init__(
-        self, num_heads: int, block_size: int, lengths: list[int], num_shared: int
+        self,
+        num_heads: int,
+        block_size: int,
+        lengths: list[int],
+        num_shared: int,
+        others: tuple[int, ...] = (),
     ) -> None:
         seed = torch.Generator().manual_seed(num_heads + sum(lengths))
         self.problem: dict[str, Any] = {
@@ -48,9 +56,12 @@ class Rows:
         self.table = torch.randperm(num_blocks, generator=seed).to(torch.int32).view(-1, width)
         self.lengths = torch.tensor(lengths, dtype=torch.int32)
         self.lead = next(row for row, length in enumerate(lengths) if length)
-        self.table[self.lengths > 0, :num_common] = self.table[self.lead, :num_common]
+        is_sharing = self.lengths > 0
+        is_sharing[list(others)] = False
+        self.table[is_sharing, :num_common] = self.table[self.lead, :num_common]
         self.table[self.lengths == 0] = -1
-        self.shared = torch.tensor([num_shared, self.lead], dtype=torch.int32)
+        each = (num_shared * is_sharing).tolist()
+        self.shared = torch.tensor([num_shared, self.lead, *each], dtype=torch.int32)
         shape = (num_blocks, block_size, LATENT + ROPE)
         self.cache = torch.randn(shape, generator=seed)
         self.q = torch.randn((len(lengths), num_heads, LATENT + ROPE), generator=seed)
@@ -66,30 +77,33 @@ class Rows:
         expected = self.decode(mla_decode(self.problem), self.table)
         table = self.table.clone()
         num_common = int(self.shared[0]) // self.problem["block_size"]
-        table[torch.arange(len(table)) != self.lead, :num_common] = 2**30
+        is_sharing = self.shared[2:] > 0
+        is_sharing[self.lead] = False
+        table[is_sharing, :num_common] = 2**30
         attention = AbsorbedAttention(self.problem, TILING, SHARED_TILING, num_shared_splits)
         found = self.decode(attention.decode, table, self.shared)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "block_size", "lengths", "num_shared"),
+    ("num_heads", "block_size", "lengths", "num_shared", "others"),
     [
-        pytest.param(5, 8, [41, 50, 73, 44], 40, id="shared"),
-        pytest.param(7, 8, [0, 41, 0, 90, 0], 40, id="padding rows"),
-        pytest.param(16, 16, [49, 81], 48, id="a tile of two rows"),
-        pytest.param(2, 64, [129, 200], 128, id="a row with one own token"),
-        pytest.param(40, 8, [30, 20], 16, id="several tiles per row"),
-        pytest.param(128, 8, [30, 20], 16, id="128 heads", marks=pytest.mark.release),
-        pytest.param(3, 24, [49, 100], 48, id="odd block size"),
-        pytest.param(5, 8, [9, 30], 8, id="empty shared split"),
-        pytest.param(16, 8, [0, 0, 41], 40, id="a tile of padding rows"),
+        pytest.param(5, 8, [41, 50, 73, 44], 40, (), id="shared"),
+        pytest.param(5, 8, [41, 50, 30, 73, 9], 40, (2, 4), id="rows outside the group"),
+        pytest.param(7, 8, [0, 41, 0, 90, 0], 40, (), id="padding rows"),
+        pytest.param(16, 16, [49, 81], 48, (), id="a tile of two rows"),
+        pytest.param(2, 64, [129, 200], 128, (), id="a row with one own token"),
+        pytest.param(40, 8, [30, 20], 16, (), id="several tiles per row"),
+        pytest.param(128, 8, [30, 20], 16, (), id="128 heads", marks=pytest.mark.release),
+        pytest.param(3, 24, [49, 100], 48, (), id="odd block size"),
+        pytest.param(5, 8, [9, 30], 8, (), id="empty shared split"),
+        pytest.param(16, 8, [0, 0, 41], 40, (), id="a tile of padding rows"),
     ],
 )
 def test_shared_entries_are_read_from_one_row(
-    num_heads: int, block_size: int, lengths: list[int], num_shared: int
+    num_heads: int, block_size: int, lengths: list[int], num_shared: int, others: tuple[int, ...]
 ) -> None:
-    Rows(num_heads, block_size, lengths, num_shared).check()
+    Rows(num_heads, block_size, lengths, num_shared, others).check()
 
 
 @pytest.mark.parametrize("num_shared_splits", [1, 3, 9])
@@ -123,7 +137,7 @@ def test_decode_shares_what_the_search_finds(monkeypatch: pytest.MonkeyPatch) ->
     found = find_shared_prefix(rows.problem, SharedPrefixOptions())(rows.table, rows.lengths)
     assert found is not None
     # The third row's last token is the last of a shared block, which is therefore its own.
-    assert found.tolist() == [256, 1]
+    assert found.tolist() == [256, 1, 0, *[256] * 10]
     rows.shared = found
     rows.check()
 
@@ -135,7 +149,7 @@ def test_few_shared_entries_are_not_worth_it(
     rows = Rows(2, 8, [*(273 + row for row in range(9)), 0, 0], 272)
     monkeypatch.setattr(shared_prefix, "MIN_SHARED_READS", min_reads)
     found = find_shared_prefix(rows.problem, SharedPrefixOptions())(rows.table, rows.lengths)
-    assert found is not None and found.tolist() == [expected, 0]
+    assert found is not None and found.tolist() == [expected, 0, *[expected] * 9, 0, 0]
 
 
 def test_search_is_skipped_if_the_table_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:

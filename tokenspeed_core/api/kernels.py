@@ -31,7 +31,7 @@ FEATURES = (
 )
 """`window`: sliding-window attention. `chunked`: attention within chunks. `soft_cap`: attention with capped scores.
 `sinks`: attention with sinks. `value_head_size`: values of another size than keys. `bidirectional`: prompts without a
-causal mask. `shared_prefix`: `mla_decode` reads entries that all rows share once; the result of `find_shared_prefix` is
+causal mask. `shared_prefix`: `mla_decode` reads entries that a group of rows shares once; the result of `find_shared_prefix` is
 passed to such kernels only. `graph_safe`: a captured call can replay on new data of the same shapes.
 `batch_invariant`: a row's bits do not depend on other rows."""
 

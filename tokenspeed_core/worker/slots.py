@@ -170,6 +170,7 @@ class SlotState:
 
 
 SHARED_PREFIX = 256  # tokens; reading a shorter shared prefix is faster than searching for it
+SHARING_ROWS = 9  # that share such a prefix; fewer profit from the L2 cache
 SHORT = 4096  # maximum number of tokens of a sequence in a step without shared-prefix attention
 DRAWS, SPECIAL = 1, 2
 """Bits of a slot's sampling. DRAWS: its tokens are drawn at random. SPECIAL: it has penalties, biases, processors,
@@ -237,10 +238,10 @@ class SlotFlags:
             ends[delta.slots[at]] = delta.blocks[at]
 
     def no_shared_prefix(self, plan: StepPlan) -> bool:
-        """Return whether a step's decodes are short and do not all share a prefix of `SHARED_PREFIX` tokens."""
-        num = plan.num_decodes
-        ends = self._prefix_ends[:, plan.slots[:num]]
-        shares = bool((ends == ends[:, :1]).all(axis=1).any())
+        """Return whether a step's decodes are short and fewer than `SHARING_ROWS` share `SHARED_PREFIX` tokens."""
+        num, others = plan.num_decodes, SHARING_ROWS - 1
+        ends = np.sort(self._prefix_ends[:, plan.slots[:num]], axis=1)
+        shares = num > others and bool((ends[:, others:] == ends[:, : num - others]).any())
         return not shares and int(plan.num_computed_tokens[:num].max()) < SHORT
 
     def asked(self, slots: I32) -> int:

@@ -95,11 +95,13 @@ MLA = (
     OpContract(
         "find_shared_prefix",
         "cache",
-        "(block_table int32 [S, M], seq_lens int32 [S]) -> shared int32 [2]: the number of tokens in the leading blocks "
-        "that all rows of nonzero length share, and the index of the first such row. At least one token of each row is "
-        "not counted. Both are 0 if reading these tokens once does not pay: for fewer than 9 rows of nonzero length, "
-        "fewer than 256 shared tokens, or fewer than 262,144 tokens times rows. The result is None if no table of this "
-        "shape can reach these minimums. Table entries past a row's length may hold anything",
+        "(block_table int32 [S, M], seq_lens int32 [S]) -> shared int32 [2 + S]: the number of tokens in the leading "
+        "blocks that a group of rows shares; a row whose table starts with these blocks; and for each row the number, or "
+        "0 if it is not in the group. At least one token of each row is not counted. The group is one for which reading "
+        "its tokens once saves most, as far as a search at few depths finds it. All are 0 if that does not pay: for "
+        "fewer than 9 rows in the group, fewer than 256 shared tokens, or fewer than 262,144 tokens times rows. The "
+        "result is None if no table of this shape can reach these minimums. Table entries past a row's length may hold "
+        "anything",
         _SHARED,
         f"{REFERENCE}.cache:find_shared_prefix",
         f"{_INPUTS}:find_shared_prefix",
@@ -114,7 +116,7 @@ MLA = (
         "entries, and the first L values of an entry are its value: softmax(scale * q . entries) @ entries[:, :L], zeros "
         "where seq_lens is 0. seq_lens <= max_seq_len. Blocks and table entries past a row's length may hold anything. q "
         "is from mla_absorb. The cache is strided on B. shared is the result of find_shared_prefix for these rows, or "
-        "None; a backend with the feature shared_prefix reads the entries in shared blocks once for all rows",
+        "None; a backend with the feature shared_prefix reads the entries in shared blocks once for all rows of the group",
         _DECODED,
         f"{_REFERENCE}:mla_decode",
         f"{_INPUTS}:mla_decode",

@@ -17,6 +17,10 @@ MIN_SHARED_TOKENS = 256
 # parts to merge cost more than that saves, because repeated reads hit the L2 cache. On an H100 with 16 heads, 32 rows
 # that share 4,096 tokens got slower, and 64 rows faster.
 MIN_SHARED_READS = 262_144
+# The search for a shared prefix compares rows at 256 tokens, and at each of these multiples of the depth before.
+DEPTH_FACTOR = 4
+# Rows that may lead a group, and numbers of shared tokens to choose from: those of as many rows, evenly spaced.
+MAX_CANDIDATES = 32
 
 
 def as_bytes(x: Tensor) -> Tensor:
@@ -136,26 +140,47 @@ def _gather(
 
 
 def find_shared_prefix(problem: Problem) -> Callable[[Tensor, Tensor], Tensor | None]:
-    """Return `find(block_table int32 [S, M], seq_lens int32 [S]) -> shared int32 [2] or None` (see the contract)."""
+    """Return `find(block_table int32 [S, M], seq_lens int32 [S]) -> shared int32 [2 + S] or None` (see the contract)."""
     block_size: int = problem["block_size"]
 
     def find(block_table: Tensor, seq_lens: Tensor) -> Tensor | None:
-        max_reads = block_table.numel() * block_size
-        if seq_lens.shape[0] < MIN_SHARING_ROWS or max_reads < MIN_SHARED_READS:
+        num_rows, max_len = seq_lens.shape[0], block_table.shape[1] * block_size
+        if num_rows < MIN_SHARING_ROWS or num_rows * max_len < MIN_SHARED_READS:
             return None
-        is_used = seq_lens > 0
-        first = is_used.to(torch.int32).argmax(0, keepdim=True)
-        is_equal = (block_table == block_table.index_select(0, first)) | ~is_used.unsqueeze(1)
-        num_blocks = is_equal.all(0).to(torch.int32).cumprod(0).sum()
-        shortest = torch.where(is_used, seq_lens, 2**31 - 1).min()
-        num_blocks = torch.minimum(num_blocks, (shortest - 1) // block_size)
-        num_rows, num_tokens = is_used.sum(), num_blocks * block_size
-        enough = (
-            (num_rows >= MIN_SHARING_ROWS)
-            & (num_tokens >= MIN_SHARED_TOKENS)
-            & (num_rows * num_tokens >= MIN_SHARED_READS)
-        )
-        shared = torch.cat((num_tokens.view(1), first))
-        return torch.where(enough, shared, 0).to(torch.int32)
+        lead = _leading_row(block_table, seq_lens, block_size, max_len)
+        column = torch.arange(block_table.shape[1], device=block_table.device)
+        is_inside = column < (seq_lens.unsqueeze(1) - 1) // block_size
+        is_equal = (block_table == block_table.index_select(0, lead)) & is_inside
+        num_tokens = is_equal.to(torch.int32).cumprod(1).sum(1) * block_size
+        numbers = num_tokens[:: -(-num_rows // MAX_CANDIDATES)]
+        num_sharing = (num_tokens >= numbers.unsqueeze(1)).sum(1)
+        reads = numbers * num_sharing
+        pays = (num_sharing >= MIN_SHARING_ROWS) & (numbers >= MIN_SHARED_TOKENS)
+        reads = torch.where(pays & (reads >= MIN_SHARED_READS), reads, 0)
+        # Of equal numbers of reads, those with the most tokens.
+        best = torch.where((reads == reads.max()) & (reads > 0), numbers, 0).max()
+        each = torch.where(num_tokens >= best, best, 0)
+        shared = torch.cat((best.view(1), torch.where(best > 0, lead, 0), each))
+        return shared.to(torch.int32)
 
     return find
+
+
+def _leading_row(table: Tensor, seq_lens: Tensor, block_size: int, max_len: int) -> Tensor:
+    """Return a row [1] of the group of rows that shares most tokens, counted at a few depths; 0 if no group does."""
+    step = -(-table.shape[0] // MAX_CANDIDATES)
+    lead = torch.zeros(1, dtype=torch.int64, device=table.device)
+    most, goes_on = lead, lead == 0
+    depth = MIN_SHARED_TOKENS
+    while depth < max_len:
+        num_blocks = -(-depth // block_size)
+        is_longer = seq_lens > num_blocks * block_size
+        blocks = torch.where(is_longer, table[:, num_blocks - 1], -1)
+        counts = ((blocks == blocks[::step].unsqueeze(1)) & is_longer).sum(1) * is_longer[::step]
+        count, first = counts.max(0, keepdim=True)[0], counts.argmax(0, keepdim=True) * step
+        goes_on = goes_on & (count >= MIN_SHARING_ROWS)
+        tokens = torch.where(goes_on, count * depth, 0)
+        lead = torch.where(tokens > most, first, lead)
+        most = torch.maximum(most, tokens)
+        depth *= DEPTH_FACTOR
+    return lead

@@ -24,12 +24,13 @@ NUM_LAYERS = 2  # of the arena: a block holds all layers, so caches are strided
 class Rows:
     """The rows of a step: query tokens, and tokens in the cache after the step; decodes first.
 
-    The blocks of the first `num_shared` tokens are the same in all rows.
+    The blocks of the first `num_shared` tokens are the same in all rows but `others`.
     """
 
     num_queries: tuple[int, ...]
     seq_lens: tuple[int, ...]
     num_shared: int = 0
+    others: tuple[int, ...] = ()  # not the first row
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +78,7 @@ def make_fixture(
     order = iter((first_block + torch.randperm(num_used, generator=generator)).tolist())
     for row, length in enumerate(rows.seq_lens):
         for index, first in enumerate(range(0, length, size)):
-            if row and first + size <= rows.num_shared:
+            if row and row not in rows.others and first + size <= rows.num_shared:
                 table[row, index] = table[0, index]
                 continue
             table[row, index] = block = next(order)

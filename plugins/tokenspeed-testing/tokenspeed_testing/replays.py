@@ -35,13 +35,14 @@ class Replay:
     """The rows of one replay, without padding.
 
     `decodes` are lengths; `chunks` are (query tokens, length). The blocks of the first `num_shared`
-    tokens are the same in all rows.
+    tokens are the same in all rows but `others`.
     """
 
     size: BucketSize
     decodes: tuple[int, ...] = ()
     chunks: tuple[tuple[int, int], ...] = ()
     num_shared: int = 0
+    others: tuple[int, ...] = ()
 
     def rows(self) -> Rows:
         """Return the rows with padding: decodes without keys, and chunks without tokens."""
@@ -52,6 +53,7 @@ class Replay:
             (1,) * num_decodes + tuple(num for num, _ in chunks),
             lengths + tuple(length for _, length in chunks),
             self.num_shared,
+            self.others,
         )
 
 
@@ -63,7 +65,7 @@ DECODES = (
     Replay(FEW_ROWS, (200, 90, 1, 33)),
     Replay(PLAIN, (61, 5, 340)),
     Replay(PLAIN, (300, 90, 70, 610, *_OTHERS)),
-    Replay(MANY_ROWS, (500, 399, 720, 641, *_OTHERS, 410), num_shared=384),
+    Replay(MANY_ROWS, (500, 399, 720, 641, *_OTHERS, 410), num_shared=384, others=(1, 7)),
 )
 CHUNKS = (
     Replay(

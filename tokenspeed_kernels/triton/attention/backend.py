@@ -123,6 +123,7 @@ class TritonAttention:
         self._small = prefill_tiling or (Tiling(64, 32, 4, 2) if wide else Tiling(64, 64, 4, 2))
         self._pdl = supports_pdl()
         self.num_multiprocessors = _num_multiprocessors(device)
+        self._wanted_parts = WANTED * self.num_multiprocessors // problem.num_kv_heads
         self._max_model_len = limits.max_model_len
         self._max_decode_rows = self._decode_rows(1)
         if problem.phase == "decode":
@@ -167,7 +168,7 @@ class TritonAttention:
         if shared is not None:
             # Once per forward, in its first layer, so that a captured graph repeats the search.
             if k_cache.data_ptr() == self._first_layer:
-                self.shared.find(self._step)
+                self.shared.find(self._step, shared, self._options.max_splits)
             self.shared.attend(self._step, shared, q, k_cache, v_cache)
         self._attend(self._step, self._launch, q, k_cache, v_cache, out, sinks)
 
@@ -185,7 +186,10 @@ class TritonAttention:
         may_share = (
             self._options.shared_prefix and step.shares_prefix and step.max_num_query == 1 and room
         )
-        shared = self.shared.launch(step.num_rows) if may_share else None
+        shared = None
+        if may_share:
+            parts = self._lse.shape[0] // (self._problem.num_kv_heads * block_m)
+            shared = self.shared.launch(step.num_rows, parts, self._wanted_parts)
         if is_spread:
             tiling = self._spread
         elif block_m == self._decode.block_m:
@@ -202,6 +206,8 @@ class TritonAttention:
             MAX_SPLITS, -(-self._max_model_len // min_split), room, self._options.max_splits
         )
         splits = max(1, min(splits, max_splits))
+        if shared is not None:
+            return _Launch(shared.num_parts, 1, num_tokens, 1, 0, True, tiling, shared)
         return _Launch(
             step.num_rows * num_row_tiles,
             num_row_tiles,
@@ -260,6 +266,7 @@ class TritonAttention:
             shared.partial,
             shared.lse,
             shared.found,
+            shared.parts,
             sinks,
             step.query_start,
             step.seq_lens,

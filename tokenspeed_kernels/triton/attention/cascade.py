@@ -1,8 +1,8 @@
-"""Cascade (shared-prefix) attention for decode rows: keys that all rows share are read once.
+"""Cascade (shared-prefix) attention for decode rows: keys that a group of rows shares are read once.
 
 Rows share keys when their block tables start with the same blocks, for example those of a common system prompt. The
-length of the shared prefix is computed on the device once per forward, so a captured graph finds the length of each
-replay. Each row then attends to the rest of its keys separately, and both results are merged by their log-sum-exp.
+group and the length of its prefix are computed on the device once per forward, so a captured graph finds them in each
+replay. Rows outside the group attend to all of their keys themselves. Each row of the group attends to the rest of its keys separately, and both results are merged by their log-sum-exp.
 Sources: cascade attention (Ye et al., 2024) and Hydragen (Juravsky et al., 2024).
 """
 
@@ -26,7 +26,7 @@ from tokenspeed_kernels.triton.attention.keys import (
     keys_per_split,
     soft_cap,
 )
-from tokenspeed_kernels.triton.attention.shared_prefix import fill_found
+from tokenspeed_kernels.triton.attention.shared_prefix import MANY_ROWS, fill_found
 from tokenspeed_kernels.triton.pdl import supports_pdl
 
 # Number of partial results that a program merges together, which is the maximum number of splits of the shared keys.
@@ -34,22 +34,30 @@ MERGED_PARTS = 8
 MAX_SLOTS = 65536  # partial results: one per query head, row and split
 MAX_BLOCK_M = 64  # query heads in a tile, from several rows
 BLOCK_N = 32  # keys per loop iteration
+PART = 64  # keys: parts are multiples of it
+MAX_PARTS = 1024  # of a step with few rows
 
 
 @dataclass(frozen=True, slots=True)
 class SharedLaunch:
-    """Launch parameters of attention to the shared keys: tiles over rows, splits over keys."""
+    """Launch parameters of attention to the shared keys: tiles over rows, splits over keys.
+
+    The other keys of all rows are divided into up to `num_parts` parts.
+    """
 
     num_rows: int
     block_m: int
     num_tiles: int
     num_shared_splits: int
+    num_parts: int
 
 
 class SharedPrefix:
     """Finds the shared keys of a step's decode rows and attends to them.
 
-    `found` int32 [2]: the number of shared keys, a multiple of BLOCK_N, and the index of a row that has them.
+    `found` int32 [2 + S]: the number of shared keys, a multiple of BLOCK_N; the index of a row that has them; and for
+    each row the number, or 0 if it does not have them.
+    `parts` int32 [4 * parts]: the parts of the other keys (see `divide_keys`).
     `partial` float32 [S * H * splits, V] and `lse` float32 [S * H * splits]: each query head's partial results.
     """
 
@@ -80,12 +88,18 @@ class SharedPrefix:
         num_slots = (
             max(num_heads, min(MERGED_PARTS * num_heads, MAX_SLOTS)) if self._is_possible else 1
         )
-        self.found = torch.zeros(2, dtype=torch.int32, device=device)
+        self._max_parts = 2 * limits.max_num_rows + MAX_PARTS
+        self.parts = torch.zeros(4 * self._max_parts, dtype=torch.int32, device=device)
+        self.found = torch.zeros(2 + limits.max_num_rows, dtype=torch.int32, device=device)
         self.partial = torch.empty((num_slots, block_v), dtype=torch.float32, device=device)
         self.lse = torch.empty(num_slots, dtype=torch.float32, device=device)
 
-    def launch(self, num_rows: int) -> SharedLaunch | None:
-        """Return the launch for a step with one query token per row, or None if there is nothing to gain."""
+    def launch(self, num_rows: int, max_parts: int, wanted_parts: int) -> SharedLaunch | None:
+        """Return the launch for a step with one query token per row, or None if there is nothing to gain.
+
+        Parts are those of the keys that are not shared, at least one per row. They are `wanted_parts` or a few more
+        than there are rows, and at most `max_parts`.
+        """
         if not self._is_possible or num_rows < MIN_SHARING_ROWS:
             return None
         block_m = min(
@@ -93,12 +107,24 @@ class SharedPrefix:
         )
         num_tiles = -(-num_rows // (block_m // self._num_groups))
         room = self.lse.shape[0] // (num_rows * self._problem.num_heads)
-        return SharedLaunch(num_rows, block_m, num_tiles, min(room, MERGED_PARTS))
+        parts = min(max(wanted_parts, num_rows + num_rows // 2), max_parts, self._max_parts)
+        return SharedLaunch(num_rows, block_m, num_tiles, min(room, MERGED_PARTS), parts)
 
-    def find(self, step: AttentionStep) -> None:
-        """Fill `found` from the step's block table."""
+    def find(self, step: AttentionStep, launch: SharedLaunch, max_splits: int) -> None:
+        """Fill `found` from the step's block table, and `parts` with at most `max_splits` parts of a row."""
         block_size = self._problem.block_size
         fill_found(step.seq_lens, step.block_table, self.found, block_size, BLOCK_N, min_reads=0)
+        divide_keys[(1,)](
+            step.seq_lens,
+            self.found,
+            self.parts,
+            launch.num_rows,
+            launch.num_parts,
+            min(max_splits, MERGED_PARTS**2),
+            PART=PART,
+            MANY_ROWS=MANY_ROWS,
+            num_warps=8,
+        )
 
     def attend(
         self, step: AttentionStep, launch: SharedLaunch, q: Tensor, k_cache: Tensor, v_cache: Tensor
@@ -113,7 +139,6 @@ class SharedPrefix:
             self.lse,
             self.found,
             step.query_start,
-            step.seq_lens,
             step.block_table,
             launch.num_rows,
             launch.num_shared_splits,
@@ -141,9 +166,82 @@ class SharedPrefix:
         )
 
 
+@triton.jit
+def _num_own_parts(seq_lens_ptr, found_ptr, row, num_rows, part, PART: tl.constexpr):
+    """Return how many parts of `part` times PART keys the keys of some rows have that they do not share; at least one."""
+    inside = row < num_rows
+    seq_len = tl.load(seq_lens_ptr + row, mask=inside, other=0)
+    own = seq_len - tl.load(found_ptr + 2 + row, mask=inside, other=0)
+    return tl.where(inside, tl.maximum(tl.cdiv(own, part * PART), 1), 0)
+
+
+@precompile.jit(
+    do_not_specialize=["num_rows", "num_parts", "max_splits"],
+    do_not_specialize_on_alignment=["seq_lens_ptr", "found_ptr", "parts_ptr"],
+)
+def divide_keys(
+    seq_lens_ptr,
+    found_ptr,
+    parts_ptr,
+    num_rows,
+    num_parts,
+    max_splits,
+    PART: tl.constexpr,
+    MANY_ROWS: tl.constexpr,
+):
+    """Divide the keys that rows do not share into parts of equal size, at most `num_parts`. One program.
+
+    Stores of each part its row, or -1 if it is unused; its index << 16 | the number of parts of the row; its first key,
+    and the one after its last. Their size is the smallest possible multiple of PART. A row has at most `max_splits`
+    parts, one after another, and at least one, which may be empty.
+    """
+    many = tl.arange(0, MANY_ROWS)
+    total = tl.zeros([], dtype=tl.int32)
+    longest = tl.zeros([], dtype=tl.int32)
+    for first_row in range(0, num_rows, MANY_ROWS):
+        count = _num_own_parts(seq_lens_ptr, found_ptr, first_row + many, num_rows, 1, PART)
+        total += tl.sum(count, axis=0)
+        longest = tl.maximum(longest, tl.max(count, axis=0))
+    low = tl.maximum(tl.cdiv(total, num_parts), tl.cdiv(longest, max_splits))
+    # With this size, only the last part of each row is not full.
+    high = tl.where(num_parts > num_rows, tl.cdiv(total, num_parts - num_rows), longest)
+    high = tl.maximum(tl.minimum(high, longest), low)
+    while low < high:
+        middle = (low + high) // 2
+        count = tl.zeros([], dtype=tl.int32)
+        for first_row in range(0, num_rows, MANY_ROWS):
+            row = first_row + many
+            count += tl.sum(
+                _num_own_parts(seq_lens_ptr, found_ptr, row, num_rows, middle, PART), axis=0
+            )
+        high = tl.where(count <= num_parts, middle, high)
+        low = tl.where(count <= num_parts, low, middle + 1)
+    before = tl.zeros([], dtype=tl.int32)
+    for first_row in range(0, num_rows, MANY_ROWS):
+        row = first_row + many
+        count = _num_own_parts(seq_lens_ptr, found_ptr, row, num_rows, high, PART)
+        inside = row < num_rows
+        stop = tl.load(seq_lens_ptr + row, mask=inside, other=0)
+        start = tl.load(found_ptr + 2 + row, mask=inside, other=0)
+        part_ptr = parts_ptr + 4 * (before + tl.cumsum(count, axis=0) - count)
+        most = tl.max(count, axis=0)
+        for index in range(most):
+            end = tl.minimum(start + high * PART, stop)
+            is_part = index < count
+            tl.store(part_ptr, row, mask=is_part)
+            tl.store(part_ptr + 1, index * 65536 + count, mask=is_part)
+            tl.store(part_ptr + 2, start, mask=is_part)
+            tl.store(part_ptr + 3, end, mask=is_part)
+            start = end
+            part_ptr += 4
+        before += tl.sum(count, axis=0)
+    for first in range(before, num_parts, MANY_ROWS):
+        tl.store(parts_ptr + 4 * (first + many), -1, mask=first + many < num_parts)
+
+
 @precompile.jit(
     do_not_specialize=["num_rows", "num_shared_splits"],
-    do_not_specialize_on_alignment=["query_start_ptr", "seq_lens_ptr", "table_ptr"],
+    do_not_specialize_on_alignment=["query_start_ptr", "table_ptr"],
 )
 def attend_shared(
     q_ptr,
@@ -153,7 +251,6 @@ def attend_shared(
     lse_ptr,
     found_ptr,
     query_start_ptr,
-    seq_lens_ptr,
     table_ptr,
     num_rows,
     num_shared_splits,
@@ -196,12 +293,14 @@ def attend_shared(
         row = tl.program_id(2) * (BLOCK_M // G) + member // G
         head = kv_head * G + member % G
         inside = (member < BLOCK_M // G * G) & (row < num_rows)
-        used = inside & (tl.load(seq_lens_ptr + row, mask=inside, other=0) > 0)
+        used = inside & (tl.load(found_ptr + 2 + row, mask=inside, other=0) > 0)
         slot = (row * (G * K) + head).to(tl.int64) * num_shared_splits + split
         share = keys_per_split(shared, num_shared_splits, 0, BLOCK_N)
         start = split * share
         stop = tl.minimum(shared, start + share)
-        is_needed = tl.max(used.to(tl.int32), axis=0) > 0  # skip tiles of padding rows
+        is_needed = (
+            tl.max(used.to(tl.int32), axis=0) > 0
+        )  # skip tiles of rows without the shared keys
         if (start < stop) & is_needed:
             token = tl.load(query_start_ptr + row, mask=inside, other=0).to(tl.int64)
             column = tl.arange(0, BLOCK_D)

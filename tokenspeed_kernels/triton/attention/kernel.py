@@ -38,6 +38,7 @@ def attend(
     shared_partial_ptr,
     shared_lse_ptr,
     found_ptr,
+    parts_ptr,
     sinks_ptr,
     query_start_ptr,
     seq_lens_ptr,
@@ -95,8 +96,9 @@ def attend(
     in `arrived`, which is zero before and after. Groups of PARTS programs are merged first: the last program of a group
     merges the group, and the last group's program merges the groups. Each pass merges MEMBERS of a tile's query rows.
 
-    SHARED: the first `found[0]` keys are skipped. Their results are in `shared_partial` once the previous launch
-    (`attend_shared`) has finished.
+    SHARED (requires SPLIT): the first `found[2 + row]` keys are skipped. Their results are in `shared_partial` once the
+    previous launch (`attend_shared`) has finished. The other keys are divided as `parts` says (see `divide_keys`). Grid
+    (parts, KV heads, 1).
 
     `sinks` (float32 [H], or None) are scores that join each head's softmax, in its first split.
 
@@ -112,7 +114,14 @@ def attend(
         gdc_launch_dependents()
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    if IS_DECODE:
+    if SHARED:
+        part_ptr = parts_ptr + 4 * tl.program_id(0)
+        row = tl.load(part_ptr)
+        is_unused = row < 0
+        row = tl.maximum(row, 0)
+        split = tl.load(part_ptr + 1) // 65536
+        tile = 0
+    elif IS_DECODE:
         row = tl.program_id(0) // num_row_tiles
         tile = tl.program_id(0) % num_row_tiles
     else:
@@ -131,6 +140,8 @@ def attend(
         tile = wanted - (tl.load(query_start_ptr + row) // TOKENS + row)
     start_token = tl.load(query_start_ptr + row)
     num_queries = tl.load(query_start_ptr + row + 1) - start_token
+    if SHARED:
+        num_queries = tl.where(is_unused, 0, num_queries)
     seq_len = tl.load(seq_lens_ptr + row)
     first_query = tile * TOKENS
     stop = seq_len - num_queries + tl.minimum(first_query + TOKENS, num_queries)
@@ -145,12 +156,15 @@ def attend(
     is_whole = True
     shared = 0
     if SHARED:
-        shared = tl.where(seq_len > 0, tl.load(found_ptr), 0)
-        start = shared
-    if SPLIT:
+        shared = tl.load(found_ptr + 2 + row)
+        num_parts = tl.load(part_ptr + 1) % 65536
+        is_whole = (num_parts <= 1) & (shared == 0)
+        start = tl.load(part_ptr + 2)
+        stop = tl.load(part_ptr + 3)
+    elif SPLIT:
         share = keys_per_split(stop - start, num_splits, min_split, BLOCK_N)
         num_parts = tl.cdiv(stop - start, share)
-        is_whole = (num_parts <= 1) & (shared == 0)
+        is_whole = num_parts <= 1
         start += split * share
         stop = tl.minimum(stop, start + share)
     if (first_query < num_queries) & ((split == 0) | (start < stop)):
@@ -170,7 +184,12 @@ def attend(
 
         unmasked = start
         if not HAS_WINDOW:
-            whole = tl.minimum(stop, seq_len - num_queries + first_query + 1 + num_later) - start
+            if SHARED:
+                whole = stop - start  # without waiting for the length
+            else:
+                whole = (
+                    tl.minimum(stop, seq_len - num_queries + first_query + 1 + num_later) - start
+                )
             unmasked = start + tl.maximum(whole, 0) // BLOCK_N * BLOCK_N
 
         acc = tl.zeros([BLOCK_M, BLOCK_V], dtype=tl.float32)
@@ -251,8 +270,13 @@ def attend(
                 mask=used[:, None] & (v_column < V)[None, :],
             )
         elif SPLIT:
-            pair = tl.program_id(0) * tl.num_programs(1) + kv_head
-            origin = pair.to(tl.int64) * num_splits * BLOCK_M
+            if SHARED:
+                pair = row * tl.num_programs(1) + kv_head
+                first_part = kv_head * tl.num_programs(0) + tl.program_id(0) - split
+                origin = first_part.to(tl.int64) * BLOCK_M
+            else:
+                pair = tl.program_id(0) * tl.num_programs(1) + kv_head
+                origin = pair.to(tl.int64) * num_splits * BLOCK_M
             slot = origin + split * BLOCK_M + member
             tl.store(
                 partial_ptr + slot[:, None] * BLOCK_V + v_column[None, :], acc, mask=used[:, None]
@@ -291,9 +315,8 @@ def attend(
                     if SHARED:
                         if PDL:
                             gdc_wait()  # for the results of the shared keys
-                        num_shared = tl.cdiv(
-                            shared, keys_per_split(shared, num_shared_splits, 0, SHARED_BLOCK_N)
-                        )
+                        share = keys_per_split(shared, num_shared_splits, 1, SHARED_BLOCK_N)
+                        num_shared = tl.cdiv(shared, share)
                     merge(
                         out_ptr,
                         partial_ptr,

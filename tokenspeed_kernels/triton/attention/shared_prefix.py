@@ -1,4 +1,4 @@
-"""The search for a prefix that all rows share: the op `find_shared_prefix`, and its kernel for attention backends.
+"""The search for a prefix that many rows share: the op `find_shared_prefix`, and its kernel for attention backends.
 
 It compares the rows of the block table, int32 [S, M]; equal leading entries are shared blocks.
 """
@@ -7,19 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import triton
 import triton.language as tl
 from torch import Tensor
 
 from tokenspeed_core.api import Problem
 from tokenspeed_kernels.options import SharedPrefixOptions
 from tokenspeed_kernels.reference.cache import (
+    DEPTH_FACTOR,
+    MAX_CANDIDATES,
     MIN_SHARED_READS,
     MIN_SHARED_TOKENS,
     MIN_SHARING_ROWS,
 )
 from tokenspeed_kernels.triton import precompile
 
-ROWS, COLUMNS = 32, 256  # block-table entries compared at once
+ROWS, COLUMNS = 8, 256  # block-table entries that a program compares at once
+MANY_ROWS = 256
 NOWHERE = tl.constexpr(2**30)
 
 
@@ -33,7 +37,7 @@ def find_shared_prefix(
         max_reads = block_table.numel() * block_size
         if seq_lens.shape[0] < MIN_SHARING_ROWS or max_reads < MIN_SHARED_READS:
             return None
-        shared = seq_lens.new_empty(2)
+        shared = seq_lens.new_empty(2 + seq_lens.shape[0])
         fill_found(seq_lens, block_table, shared, block_size, block_size, MIN_SHARED_READS)
         return shared
 
@@ -44,7 +48,7 @@ def find_shared_prefix(
             fill_found,
             precompile.blank("int32", MIN_SHARING_ROWS),
             precompile.blank("int32", MIN_SHARING_ROWS, width),
-            precompile.blank("int32", 2),
+            precompile.blank("int32", 2 + MIN_SHARING_ROWS),
             block_size,
             block_size,
             MIN_SHARED_READS,
@@ -60,86 +64,167 @@ def fill_found(
     multiple_of: int,
     min_reads: int,
 ) -> None:
-    """Store what the rows share in `found`, like the op, with a number of tokens that is a multiple of `multiple_of`.
+    """Store what rows share in `found` int32 [2 + S or more], like the op, with multiples of `multiple_of` tokens.
 
-    Both values are 0 if shared tokens times rows is less than `min_reads`.
+    All values are 0 if shared tokens times rows would be less than `min_reads`.
     """
-    find_shared[(1,)](
+    num_rows = seq_lens.shape[0]
+    candidates = {"STEP": -(-num_rows // MAX_CANDIDATES), "CANDIDATES": MAX_CANDIDATES}
+    count_shared[(triton.cdiv(num_rows, ROWS),)](
         seq_lens,
         block_table,
         found,
-        seq_lens.shape[0],
+        num_rows,
         block_table.stride(0),
         MIN_ROWS=MIN_SHARING_ROWS,
         MIN_KEYS=MIN_SHARED_TOKENS,
-        MIN_READS=min_reads,
+        DEPTH_FACTOR=DEPTH_FACTOR,
         BLOCK_SIZE=block_size,
         BLOCK_N=multiple_of,
         ROWS=ROWS,
         COLUMNS=COLUMNS,
+        MANY_ROWS=MANY_ROWS,
+        **candidates,
+        num_warps=8,
+    )
+    choose_group[(1,)](
+        found,
+        num_rows,
+        MIN_ROWS=MIN_SHARING_ROWS,
+        MIN_KEYS=MIN_SHARED_TOKENS,
+        MIN_READS=min_reads,
+        MANY_ROWS=MANY_ROWS,
+        **candidates,
         num_warps=8,
     )
 
 
+@triton.jit
+def _load_blocks(
+    seq_lens_ptr, table_ptr, table_stride, row, num_rows, num_blocks, BLOCK_SIZE: tl.constexpr
+):
+    """Return the last of the first `num_blocks` blocks of some rows, and another number for rows that are not longer."""
+    seq_len = tl.load(seq_lens_ptr + row, mask=row < num_rows, other=0)
+    is_longer = seq_len > num_blocks * BLOCK_SIZE
+    cell = table_ptr + row.to(tl.int64) * table_stride + num_blocks - 1
+    return tl.where(is_longer, tl.load(cell, mask=is_longer, other=0), -1 - row)
+
+
 @precompile.jit(
-    do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["seq_lens_ptr", "table_ptr"]
+    do_not_specialize=["num_rows", "STEP"],
+    do_not_specialize_on_alignment=["seq_lens_ptr", "table_ptr", "found_ptr"],
 )
-def find_shared(
+def count_shared(
     seq_lens_ptr,
     table_ptr,
     found_ptr,
     num_rows,
     table_stride,
+    STEP,
     MIN_ROWS: tl.constexpr,
     MIN_KEYS: tl.constexpr,
-    MIN_READS: tl.constexpr,
+    DEPTH_FACTOR: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    MANY_ROWS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
 ):
-    """Store the number of keys that all non-empty rows share, and the index of the first such row. One program.
+    """Choose a row, and store how many keys each row shares with it, without its own last one. Grid (tiles of rows).
 
-    At least one key of each row stays unshared. The number is a multiple of BLOCK_N, at least MIN_KEYS, and at least
-    MIN_READS over all rows, or else 0. Stops at the first block-table columns that differ.
+    The row is from the group that shares most keys at one of a few depths: the rows with the same block there. All
+    programs choose the same one. The numbers of keys are multiples of BLOCK_N.
     """
-    member = tl.arange(0, ROWS)
-    num_real = tl.zeros([], dtype=tl.int32)
-    max_shared = tl.zeros([], dtype=tl.int32) + NOWHERE
-    lead = tl.zeros([], dtype=tl.int32) + NOWHERE
-    for first_row in range(0, num_rows, ROWS):
-        row = first_row + member
+    candidate = tl.arange(0, CANDIDATES) * STEP
+    many = tl.arange(0, MANY_ROWS)
+    longest = tl.zeros([], dtype=tl.int32)
+    for first_row in range(0, num_rows, MANY_ROWS):
+        row = first_row + many
         seq_len = tl.load(seq_lens_ptr + row, mask=row < num_rows, other=0)
-        num_real += tl.sum((seq_len > 0).to(tl.int32), axis=0)
-        max_shared = tl.minimum(
-            max_shared, tl.min(tl.where(seq_len > 0, seq_len - 1, NOWHERE), axis=0)
+        longest = tl.maximum(longest, tl.max(seq_len, axis=0))
+    best = tl.zeros([], dtype=tl.int32)
+    lead = tl.zeros([], dtype=tl.int32)
+    depth = tl.zeros([], dtype=tl.int32) + MIN_KEYS
+    while depth < longest:
+        num_blocks = tl.cdiv(depth, BLOCK_SIZE)
+        block = _load_blocks(
+            seq_lens_ptr, table_ptr, table_stride, candidate, num_rows, num_blocks, BLOCK_SIZE
         )
-        lead = tl.minimum(lead, tl.min(tl.where(seq_len > 0, row, NOWHERE), axis=0))
-    shared = tl.zeros([], dtype=tl.int32)
-    min_shared = tl.maximum(tl.cdiv(MIN_READS, tl.maximum(num_real, 1)), MIN_KEYS)
-    if (num_real >= MIN_ROWS) & (max_shared >= min_shared):
-        num_columns = max_shared // BLOCK_SIZE
-        agreed = tl.zeros([], dtype=tl.int32)
-        first = tl.zeros([], dtype=tl.int32)
-        while first < num_columns:
-            column = first + tl.arange(0, COLUMNS)
-            inside = column < num_columns
-            expected = tl.load(
-                table_ptr + lead.to(tl.int64) * table_stride + column, mask=inside, other=0
+        count = tl.zeros([CANDIDATES], dtype=tl.int32)
+        for first_row in range(0, num_rows, MANY_ROWS):
+            other = _load_blocks(
+                seq_lens_ptr,
+                table_ptr,
+                table_stride,
+                first_row + many,
+                num_rows,
+                num_blocks,
+                BLOCK_SIZE,
             )
-            differs = tl.zeros([COLUMNS], dtype=tl.int32)
-            for first_row in range(0, num_rows, ROWS):
-                row = first_row + member
-                real = tl.load(seq_lens_ptr + row, mask=row < num_rows, other=0) > 0
-                cell = table_ptr + row.to(tl.int64)[:, None] * table_stride + column[None, :]
-                mask = real[:, None] & inside[None, :]
-                block = tl.load(cell, mask=mask, other=0)
-                wrong = (block != expected[None, :]) & mask
-                differs = tl.maximum(differs, tl.max(wrong.to(tl.int32), axis=0))
-            end = tl.min(tl.where((differs > 0) | (column >= num_columns), column, NOWHERE), axis=0)
-            agreed = tl.minimum(end, first + COLUMNS)
-            first = tl.where(end < first + COLUMNS, num_columns, first + COLUMNS)
-        shared = agreed * BLOCK_SIZE // BLOCK_N * BLOCK_N
-        shared = tl.where(shared >= min_shared, shared, 0)
+            count += tl.sum((block[:, None] == other[None, :]).to(tl.int32), axis=1)
+        count = tl.where(block >= 0, count, 0)
+        most = tl.max(count, axis=0)
+        first = tl.min(tl.where(count == most, candidate, NOWHERE), axis=0)
+        lead = tl.where((most >= MIN_ROWS) & (most * depth > best), first, lead)
+        best = tl.where(most >= MIN_ROWS, tl.maximum(most * depth, best), best)
+        depth = tl.where(most >= MIN_ROWS, depth * DEPTH_FACTOR, longest)
+
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    seq_len = tl.load(seq_lens_ptr + row, mask=row < num_rows, other=0)
+    num_columns = tl.maximum(seq_len - 1, 0) // BLOCK_SIZE
+    agreed = tl.zeros([ROWS], dtype=tl.int32)
+    start = tl.zeros([], dtype=tl.int32)
+    last = tl.where(best > 0, tl.max(num_columns, axis=0), 0)
+    while start < last:
+        column = start + tl.arange(0, COLUMNS)
+        expected = tl.load(
+            table_ptr + lead.to(tl.int64) * table_stride + column, mask=column < last, other=0
+        )
+        cell = table_ptr + row.to(tl.int64)[:, None] * table_stride + column[None, :]
+        is_inside = column[None, :] < num_columns[:, None]
+        block = tl.load(cell, mask=is_inside, other=0)
+        differs = (block != expected[None, :]) | (is_inside == 0)
+        end = tl.min(tl.where(differs, column[None, :], start + COLUMNS), axis=1)
+        agreed = tl.where(agreed == start, end, agreed)
+        goes_on = tl.max((agreed == start + COLUMNS).to(tl.int32), axis=0) > 0
+        start = tl.where(goes_on, start + COLUMNS, last)
+    tl.store(found_ptr + 1, lead)
+    tl.store(found_ptr + 2 + row, agreed * BLOCK_SIZE // BLOCK_N * BLOCK_N, mask=row < num_rows)
+
+
+@precompile.jit(
+    do_not_specialize=["num_rows", "STEP"], do_not_specialize_on_alignment=["found_ptr"]
+)
+def choose_group(
+    found_ptr,
+    num_rows,
+    STEP,
+    MIN_ROWS: tl.constexpr,
+    MIN_KEYS: tl.constexpr,
+    MIN_READS: tl.constexpr,
+    MANY_ROWS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+):
+    """Choose the number of keys, of those in `found`, with which a group shares most keys; 0 in other rows. One program."""
+    many = tl.arange(0, MANY_ROWS)
+    candidate = tl.arange(0, CANDIDATES) * STEP
+    num_keys = tl.load(found_ptr + 2 + candidate, mask=candidate < num_rows, other=0)
+    count = tl.zeros([CANDIDATES], dtype=tl.int32)
+    for first_row in range(0, num_rows, MANY_ROWS):
+        row = first_row + many
+        other = tl.load(found_ptr + 2 + row, mask=row < num_rows, other=0)
+        count += tl.sum((other[None, :] >= num_keys[:, None]).to(tl.int32), axis=1)
+    reads = count * num_keys
+    pays = (count >= MIN_ROWS) & (num_keys >= MIN_KEYS) & (reads >= MIN_READS)
+    reads = tl.where(pays, reads, 0)
+    is_best = (reads == tl.max(reads, axis=0)) & (reads > 0)
+    shared = tl.max(tl.where(is_best, num_keys, 0), axis=0)
+    lead = tl.load(found_ptr + 1)
+    tl.debug_barrier()  # before the numbers are overwritten
+    for first_row in range(0, num_rows, MANY_ROWS):
+        row = first_row + many
+        other = tl.load(found_ptr + 2 + row, mask=row < num_rows, other=0)
+        tl.store(found_ptr + 2 + row, tl.where(other >= shared, shared, 0), mask=row < num_rows)
     tl.store(found_ptr, shared)
     tl.store(found_ptr + 1, tl.where(shared > 0, lead, 0))

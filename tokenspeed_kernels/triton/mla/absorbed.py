@@ -284,7 +284,7 @@ def mla_decode(problem: Problem) -> Callable[..., Tensor]:
     for num_rows, max_len, shared in (
         (1, 1, None),
         (1, MIN_SHARE * MAX_SPLITS, None),
-        (MIN_SHARING_ROWS, 1, precompile.blank("int32", 2)),
+        (MIN_SHARING_ROWS, 1, precompile.blank("int32", 2 + MIN_SHARING_ROWS)),
     ):
         precompile.compile_for(
             attention.decode,

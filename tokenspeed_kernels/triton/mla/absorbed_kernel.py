@@ -156,7 +156,7 @@ def attend(
 
     q is [T, H, L + R], out [T, H, parts, L]; lse is float32 [T, H, parts]. The first parts are those of the splits, with
     an lse of -inf for splits without entries. With ONE_QUERY each row has one query, and its heads form the tiles. With
-    CONTEXT queries see only the entries before the step's own. With SHARED they do not see the shared entries.
+    CONTEXT queries see only the entries before the step's own. With SHARED, rows that share entries do not see those.
     """
     if PDL:
         gdc_wait()
@@ -187,7 +187,7 @@ def attend(
         stop = tl.where(before + num_queries > 0, tl.maximum(stop, 0), 0)
         start = 0
         if SHARED:
-            start = tl.load(shared_ptr)
+            start = tl.load(shared_ptr + 2 + row)
         share = tl.cdiv(tl.cdiv(stop - start, BLOCK_N), num_splits) * BLOCK_N
         share = tl.maximum(share, min_share)
         start += split * share
@@ -267,7 +267,7 @@ def attend_shared(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Attend to the entries that all rows share. Grid (splits, tiles of heads, from several rows).
+    """Attend to the entries that a group of rows shares. Grid (splits, tiles of heads, from several rows).
 
     Split i writes part first_part + i of `out` and `lse`, see `attend`. Returns at once if nothing is shared.
     """
@@ -280,11 +280,11 @@ def attend_shared(
         member = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
         row, head = member // H, member % H
         inside = row < num_rows
-        used = inside & (tl.load(seq_lens_ptr + row, mask=inside, other=0) > 0)
+        used = inside & (tl.load(shared_ptr + 2 + row, mask=inside, other=0) > 0)
         share = tl.cdiv(tl.cdiv(shared, BLOCK_N), tl.num_programs(0)) * BLOCK_N
         start = split * share
         stop = tl.minimum(shared, start + share)
-        is_needed = tl.max(used.to(tl.int32), axis=0) > 0  # skip tiles of padding rows
+        is_needed = tl.max(used.to(tl.int32), axis=0) > 0  # skip tiles of other rows
         stop = tl.where(is_needed, stop, start)
         q_row = q_ptr + row.to(tl.int64) * q_stride_t + head * q_stride_h
         q, q_rope = load_queries(q_row, used, L, R, BLOCK_L, BLOCK_R)
