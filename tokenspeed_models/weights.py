@@ -32,20 +32,6 @@ _IGNORED = (
 _MAX_NAMES = 12  # longer lists are grouped into patterns in error messages
 
 
-_FLAGS = {
-    "attn": "--attn-tp-size",
-    "dense": "--dense-tp-size",
-    "moe": "--moe-tp-size",
-    "experts": "--expert-parallel-size",
-    "world": "--world-size",
-}
-
-
-def size_flag(group: ProcessGroup) -> str:
-    """Return the flag that gives a group its size, as typed."""
-    return f"{_FLAGS[group.name]} {group.size}"
-
-
 @dataclass(frozen=True, slots=True)
 class Shard:
     """How a weight is sharded over a process group.
@@ -73,7 +59,7 @@ class Shard:
         units, what = (size, "features") if self.num_heads is None else (self.num_heads, "heads")
         if units % count or group.size % count:
             raise ValueError(
-                f"{name}: {units} {what} cannot be divided by {size_flag(group)}. Choose a size that divides them."
+                f"{name}: {units} {what} cannot be divided among {group}. Choose sizes that divide them."
             )
         return size // count
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenspeed_core.api import ModelInfo
+from tokenspeed_core.api import ModelInfo, ParallelLayout
 from tokenspeed_core.api.cache_groups import (
     CacheGroupSpec,
     CachePart,
@@ -49,7 +49,8 @@ def test_values_may_have_another_size_than_keys(
         assert [part.shape[1] for part in group.parts] == [head_size, value_size]
         assert values_per_token(group) == num_layers * num_kv_heads * (head_size + value_size)
         for num_processes in (1, 2, 4, 8, 16):
-            local = values_per_token(local_cache_group(group, num_processes))
+            processes = ParallelLayout.of(0, attn=num_processes).group("attn")
+            local = values_per_token(local_cache_group(group, processes))
             assert local == values_per_token(group) // min(num_processes, num_kv_heads)
 
 

@@ -36,8 +36,24 @@ def test_missing_sizes_are_derived(keywords: dict[str, Any], expected: tuple[int
 @pytest.mark.parametrize(
     ("keywords", "names"),
     [
-        ({"tp": 4, "attn_tp_size": 2}, ["attn"]),
-        ({"tp": 4, "world_size": 2}, ["2", "4"]),
+        (
+            {"tp": 4, "attn_tp_size": 2},
+            ["--tensor-parallel-size 4 --attn-tp-size 2:", "attention TP 2"],
+        ),
+        (
+            {"tp": 2, "ep_size": 3},
+            ["--tensor-parallel-size 2 --expert-parallel-size 3:", "MoE TP x EP 3"],
+        ),
+        (
+            {"tp": 2, "moe_tp_size": 2, "ep_size": 2},
+            ["--tensor-parallel-size 2 --moe-tp-size 2 --expert-parallel-size 2:"],
+        ),
+        (
+            {"tp": 2, "ep_size": 3, "enable_expert_parallel": True},
+            ["--tensor-parallel-size 2 --expert-parallel-size 3 --enable-expert-parallel:"],
+        ),
+        ({"tp": 1, "world_size": 2}, ["--tensor-parallel-size 1 --world-size 2:"]),
+        ({"tp": 4, "world_size": 2}, ["--tensor-parallel-size 4 --world-size 2:"]),
         ({"tp": 3, "nnodes": 2, "dist_init_addr": "a:1"}, ["--nprocs-per-node"]),
         ({"world_size": 4, "nprocs_per_node": 2}, ["--world-size", "--nnodes"]),
         ({"tp": 2, "nnodes": 2}, ["--dist-init-addr"]),
@@ -86,6 +102,23 @@ def test_contradictions_are_refused_in_one_line(keywords: dict[str, Any], names:
         Config.from_keywords(**keywords)
     assert all(name in str(caught.value) for name in names), caught.value
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "group", "text"),
+    [
+        ({"tp": 3}, "attn", "3 processes (--tensor-parallel-size 3)"),
+        ({"ep_size": 3}, "world", "3 processes (--expert-parallel-size 3)"),
+        (
+            {"data_parallel_size": 2, "enable_expert_parallel": True},
+            "experts",
+            "2 processes (--enable-expert-parallel --data-parallel-size 2)",
+        ),
+        ({"tp": 2, "data_parallel_size": 2}, "dense", "2 processes (--tensor-parallel-size 2)"),
+    ],
+)
+def test_groups_name_the_given_flags(keywords: dict[str, Any], group: str, text: str) -> None:
+    assert str(Config.from_keywords(**keywords).parallel_sizes().layout(0).group(group)) == text
 
 
 def test_engines_that_share_experts_are_one_group() -> None:

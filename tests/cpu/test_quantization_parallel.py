@@ -275,8 +275,16 @@ def test_other_quantized_layers_are_divided(family: str, pool: ProcessPool) -> N
 @pytest.mark.parametrize(
     ("sizes", "changes", "named"),
     [
-        (Sizes(dense=2), {"intermediate_size": 384}, "gate_proj has 192 features per process"),
-        (Sizes(moe=2), {"moe_intermediate_size": 384}, "experts have 192 features per process"),
+        (
+            Sizes(dense=2),
+            {"intermediate_size": 384},
+            "gate_proj has 192 features on each of 2 processes",
+        ),
+        (
+            Sizes(moe=2),
+            {"moe_intermediate_size": 384},
+            "experts have 192 features on each of 2 processes",
+        ),
     ],
 )
 def test_divided_scale_blocks_are_refused(

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Protocol
 
+from tokenspeed_core.api.parallel import ProcessGroup
+
 
 @dataclass(frozen=True, slots=True)
 class CachePart:
@@ -134,12 +136,13 @@ class LatentAttention:
         return 0
 
 
-def local_cache_group(group: CacheGroupSpec, num_processes: int) -> CacheGroupSpec:
-    """Return the part of a group that each process stores if `num_processes` share the KV heads.
+def local_cache_group(group: CacheGroupSpec, processes: ProcessGroup) -> CacheGroupSpec:
+    """Return the part of a group that each of these processes stores if they share the KV heads.
 
     With more processes than heads, several store the same head. Every process stores all latents. Raises ValueError for
     heads that cannot be divided, and for a group of another type.
     """
+    num_processes = processes.size
     if num_processes == 1 or isinstance(group, LatentAttention):
         return group
     if not isinstance(group, FullAttention | SlidingWindow):
@@ -149,7 +152,7 @@ def local_cache_group(group: CacheGroupSpec, num_processes: int) -> CacheGroupSp
     heads = group.num_kv_heads
     if heads % num_processes and num_processes % heads:
         raise ValueError(
-            f"{heads} KV heads of cache group {group.name!r} cannot be divided among {num_processes} processes. Choose a "
+            f"{heads} KV heads of cache group {group.name!r} cannot be divided among {processes}. Choose a "
             "number of processes that divides them, or is a multiple of them."
         )
     return replace(group, num_kv_heads=max(1, heads // num_processes))

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 class ProcessGroup:
     """Processes that share a part of the model, and this process's place among them.
 
+    In a message, `str(group)` is its size with the `flags` that the user gave.
+
     `name` is "attn" (attention heads, and the vocabulary of the embedding and the output head), "dense" (features of
     MLPs), "moe" (features of each expert), "experts" (whole experts), "data" (data-parallel processes, each with its own
     tokens) or "world" (all processes).
@@ -20,11 +22,15 @@ class ProcessGroup:
     name: str
     rank: int  # this process's index in `ranks`
     ranks: tuple[int, ...]  # the members' ranks in the world, in order
+    flags: str = ""  # that determine the sizes of all groups, such as "--tensor-parallel-size 2"
 
     @property
     def size(self) -> int:
         """The number of processes."""
         return len(self.ranks)
+
+    def __str__(self) -> str:
+        return f"{self.size} processes ({self.flags})" if self.flags else f"{self.size} processes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,7 @@ class ParallelLayout:
         moe: int = 1,
         experts: int = 1,
         data: int = 1,
+        flags: str = "",
     ) -> ParallelLayout:
         """Return the layout of process `rank` for the sizes of the groups.
 
@@ -87,7 +94,8 @@ class ParallelLayout:
             "world": world,
         }
         groups = {
-            name: ProcessGroup(name, ranks.index(rank), ranks) for name, ranks in members.items()
+            name: ProcessGroup(name, ranks.index(rank), ranks, flags)
+            for name, ranks in members.items()
         }
         return cls(rank, world_size, MappingProxyType(groups))
 

@@ -8,9 +8,19 @@ from typing import Any, Self
 from pydantic import model_validator
 
 from tokenspeed_core.api.parallel import ParallelLayout
-from tokenspeed_core.config.settings import Settings, setting
+from tokenspeed_core.config.settings import Settings, flag, setting
 
 LOCAL = "local"  # the built-in executor
+_SIZES = (
+    "tensor_parallel_size",
+    "attn_tp_size",
+    "dense_tp_size",
+    "moe_tp_size",
+    "expert_parallel_size",
+    "world_size",
+    "nprocs_per_node",
+    "nnodes",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +28,7 @@ class ParallelSizes:
     """The sizes of the process groups, the number of nodes, and the processes of an engine on each node.
 
     `num_sharing` is the number of engines, each of one process, that share the experts; 1: every engine has its own.
+    `flags` are the given flags that determine the sizes, for messages.
     """
 
     attn: int
@@ -27,6 +38,7 @@ class ParallelSizes:
     num_nodes: int
     num_per_node: int
     num_sharing: int = 1
+    flags: str = ""
 
     @property
     def world_size(self) -> int:
@@ -54,6 +66,7 @@ class ParallelSizes:
             moe=self.moe,
             experts=self.experts,
             data=self.num_sharing,
+            flags=self.flags,
         )
 
 
@@ -266,14 +279,15 @@ class ParallelSettings(Settings):
                 f"{world_size} processes cannot be divided among --nnodes {self.nnodes}; set --nprocs-per-node, and sizes "
                 "of groups that need --nnodes times --nprocs-per-node processes"
             )
-        sizes = ParallelSizes(attn, dense, moe, experts, self.nnodes, num_per_node)
-        found = sizes.layout(0).world_size
-        if found != world_size:
+        flags = self._size_flags()
+        found = {attn, dense, moe * experts}
+        if world_size not in found or not found <= {1, world_size}:
             raise ValueError(
-                f"the engine has {world_size} processes, but the sizes of its process groups need {found}; "
-                "change the sizes, or omit --world-size and --nprocs-per-node"
+                f"{flags}: the engine has {world_size} processes. Each process group needs all of them or one, and at "
+                f"least one group needs all; found attention TP {attn}, dense TP {dense}, MoE TP x EP {moe * experts}. "
+                "Change one of these flags."
             )
-        return sizes
+        return ParallelSizes(attn, dense, moe, experts, self.nnodes, num_per_node, flags=flags)
 
     def _sizes_of_sharing_engines(self) -> ParallelSizes:
         """Return the sizes for engines that share their experts.
@@ -300,7 +314,18 @@ class ParallelSettings(Settings):
                 f"--enable-expert-parallel shares the experts among {num_engines} engines, but --moe-tp-size {moe} "
                 f"times --expert-parallel-size {self.expert_parallel_size or num_engines // moe} is not {num_engines}"
             )
-        return ParallelSizes(1, 1, moe, num_engines // moe, 1, 1, num_engines)
+        flags = f"{self._size_flags()} --data-parallel-size {num_engines}"
+        return ParallelSizes(1, 1, moe, num_engines // moe, 1, 1, num_engines, flags)
+
+    def _size_flags(self) -> str:
+        """Return the given flags for the sizes of process groups, with their values."""
+        values = {name: getattr(self, name) for name in _SIZES}
+        flags = [
+            f"{flag(name)} {value}"
+            for name, value in values.items()
+            if value != type(self).model_fields[name].default
+        ]
+        return " ".join([*flags, *["--enable-expert-parallel"] * self.enable_expert_parallel])
 
     def _given_world_size(self) -> int | None:
         """Return the number of processes that the settings give, if any.

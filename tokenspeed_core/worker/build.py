@@ -92,9 +92,9 @@ class ModelBuild:
         self.latent_layers: list[LatentLayer] = []
         info = resolved.checkpoint.info
         self._architecture, self._is_bidirectional = info.architecture, info.is_bidirectional
-        num_processes = resolved.parallel.group("attn").size
+        processes = resolved.parallel.group("attn")
         self._group_specs = {
-            group.name: local_cache_group(group, num_processes) for group in resolved.cache_groups
+            group.name: local_cache_group(group, processes) for group in resolved.cache_groups
         }
         self.groups = {name: AttentionGroup(spec) for name, spec in self._group_specs.items()}
         self._kv_scales = resolved.kv_scales

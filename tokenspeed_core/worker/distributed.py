@@ -111,7 +111,8 @@ def _store(layout: ParallelLayout, address: str) -> Any:
 
 def _partition(layout: ParallelLayout, name: str) -> list[tuple[int, ...]]:
     """Return the members of all groups of that name, in the order of their first ranks."""
-    sizes = {each: layout.group(each).size for each in ("attn", "dense", "moe", "experts", "data")}
+    names = ("attn", "dense", "moe", "experts", "data")
+    sizes: dict[str, Any] = {name: layout.group(name).size for name in names}
     members = (
         ParallelLayout.of(rank, **sizes).group(name).ranks for rank in range(layout.world_size)
     )

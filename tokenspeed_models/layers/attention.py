@@ -14,7 +14,7 @@ from tokenspeed_models.layers.norm import NormedLinear, RMSNorm
 from tokenspeed_models.layers.qk_norm import AllHeadNorm, HeadNorm
 from tokenspeed_models.layers.summed import send_in_parts
 from tokenspeed_models.sharding import Partial, Replicated, Sharded, ShardingSpec
-from tokenspeed_models.weights import Shard, WeightSlot, size_flag
+from tokenspeed_models.weights import Shard, WeightSlot
 
 
 class Attention:
@@ -206,6 +206,6 @@ def local_num_heads(build: BuildContext, num_heads: int) -> int:
     group = build.group("attn")
     if num_heads % group.size:
         raise ValueError(
-            f"{num_heads} attention heads cannot be divided by {size_flag(group)}. Choose a size that divides them."
+            f"{num_heads} attention heads cannot be divided among {group}. Choose sizes that divide them."
         )
     return num_heads // group.size

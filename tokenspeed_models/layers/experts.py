@@ -13,7 +13,7 @@ from tokenspeed_models.layers.ops import dtype_name
 from tokenspeed_models.layers.packed_weight import PackedWeight
 from tokenspeed_models.layers.quantized_weight import QuantizedWeight
 from tokenspeed_models.layers.scheme import shared_scheme
-from tokenspeed_models.weights import Shard, StackedShard, WeightSlot, size_flag
+from tokenspeed_models.weights import Shard, StackedShard, WeightSlot
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ def _check_blocks_are_whole(
     block = max(scheme.scale_block)
     if intermediate_size % block:
         raise ValueError(
-            f"quantization {scheme.name}: experts have {intermediate_size} features per process with "
-            f"{size_flag(group)}, and blocks of {block} share a scale. Use a smaller size, or "
+            f"quantization {scheme.name}: experts have {intermediate_size} features on each of "
+            f"{group}, and blocks of {block} share a scale. Use fewer processes, or "
             "--enable-expert-parallel."
         )

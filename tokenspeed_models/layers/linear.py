@@ -14,7 +14,7 @@ from tokenspeed_models.layers.ops import dtype_name
 from tokenspeed_models.layers.packed_weight import PackedWeight
 from tokenspeed_models.layers.quantized_weight import QuantizedWeight
 from tokenspeed_models.layers.scheme import shared_scheme
-from tokenspeed_models.weights import Groups, Shard, StackedShard, WeightSlot, size_flag
+from tokenspeed_models.weights import Groups, Shard, StackedShard, WeightSlot
 
 Activation = torch.Tensor | tuple[torch.Tensor, ...]
 """The input of a linear layer: x [T, in], or the quantized x with its scales."""
@@ -195,8 +195,8 @@ def _check_blocks_are_whole(
             block = block_rows if shard.axis == 0 else block_features
             if part % block and build.group(shard.group).size > 1:
                 raise ValueError(
-                    f"quantization {method}: {projection.name} has {part} features per process with "
-                    f"{size_flag(build.group(shard.group))}, and blocks of {block} share a scale. Use a smaller size."
+                    f"quantization {method}: {projection.name} has {part} features on each of "
+                    f"{build.group(shard.group)}, and blocks of {block} share a scale. Use fewer processes."
                 )
 
 

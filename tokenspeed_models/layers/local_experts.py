@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from tokenspeed_core.api import BuildContext, ExpertBalance, MovableExperts
-from tokenspeed_models.weights import size_flag
 
 
 class LocalExperts:
@@ -19,7 +18,7 @@ class LocalExperts:
         group = build.group("experts")
         if num_experts % group.size:
             raise ValueError(
-                f"{num_experts} experts cannot be divided by {size_flag(group)}. Choose a size that divides them."
+                f"{num_experts} experts cannot be divided among {group}. Choose sizes that divide them."
             )
         self.num, self.is_all = num_experts // group.size, group.size == 1
         self.num_slots = self.num + num_redundant // group.size

@@ -10,7 +10,7 @@ import torch
 
 from tokenspeed_core.api import BuildContext, QuantizationScheme, StoredTensor
 from tokenspeed_models.layers.quantized_weight import TensorScales
-from tokenspeed_models.weights import Shard, StackedShard, WeightSlot, size_flag
+from tokenspeed_models.weights import Shard, StackedShard, WeightSlot
 
 Tensors = Mapping[str, torch.Tensor]
 # The deviation of random values, and a bound that all of them are below.
@@ -170,8 +170,8 @@ class PackedWeight:
         local = groups - members.rank * num_groups
         if local.numel() and (int(local.min()) < 0 or int(local.max()) >= num_groups):
             raise ValueError(
-                f"{name} orders the input features across the processes of {size_flag(members)} (desc_act). Use a size of "
-                "1, or a checkpoint without desc_act."
+                f"{name} orders the input features across {members} (desc_act). Set the size of the group "
+                f"{members.name} to 1, or use a checkpoint without desc_act."
             )
         return local
 
