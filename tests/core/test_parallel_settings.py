@@ -105,6 +105,24 @@ def test_contradictions_are_refused_in_one_line(keywords: dict[str, Any], names:
 
 
 @pytest.mark.parametrize(
+    ("keywords", "text"),
+    [
+        ({}, "one process"),
+        ({"tp": 2}, "2 processes: attention TP 2, dense TP 2, MoE TP 2, EP 1"),
+        ({"data_parallel_size": 2}, "2 engines of one process each"),
+        ({"data_parallel_size": 3, "tp": 2}, "3 engines of 2 processes each: attention TP 2"),
+        (
+            {"data_parallel_size": 2, "enable_expert_parallel": True},
+            "2 engines of one process share the experts: MoE TP 1, EP 2",
+        ),
+        ({"tp": 4, "nnodes": 2, "dist_init_addr": "a:1"}, "4 processes on 2 nodes: attention TP 4"),
+    ],
+)
+def test_engines_and_their_processes_are_described(keywords: dict[str, Any], text: str) -> None:
+    assert str(Config.from_keywords(**keywords).parallel_sizes()).startswith(text)
+
+
+@pytest.mark.parametrize(
     ("keywords", "group", "text"),
     [
         ({"tp": 3}, "attn", "3 processes (--tensor-parallel-size 3)"),

@@ -25,10 +25,9 @@ _SIZES = (
 
 @dataclass(frozen=True, slots=True)
 class ParallelSizes:
-    """The sizes of the process groups, the number of nodes, and the processes of an engine on each node.
+    """The sizes of the process groups, the number of nodes, the processes of an engine on each node, and the engines.
 
-    `num_sharing` is the number of engines, each of one process, that share the experts; 1: every engine has its own.
-    `flags` are the given flags that determine the sizes, for messages.
+    Engines that share experts (`shares_experts`) have one process each. `flags` are the given flags that determine the sizes, for messages.
     """
 
     attn: int
@@ -37,8 +36,14 @@ class ParallelSizes:
     experts: int
     num_nodes: int
     num_per_node: int
-    num_sharing: int = 1
+    num_engines: int = 1
+    shares_experts: bool = False
     flags: str = ""
+
+    @property
+    def num_sharing(self) -> int:
+        """The number of engines that share the experts; 1: every engine has its own."""
+        return self.num_engines if self.shares_experts else 1
 
     @property
     def world_size(self) -> int:
@@ -46,16 +51,16 @@ class ParallelSizes:
         return self.num_nodes * self.num_per_node
 
     def __str__(self) -> str:
-        """Return the process groups in one line."""
-        if self.num_sharing > 1:
-            return f"{self.num_sharing} engines of one process share the experts: MoE TP {self.moe}, EP {self.experts}"
-        if self.world_size == 1:
-            return "one process"
+        """Return the engines, their processes and the process groups in one line."""
+        if self.shares_experts:
+            return f"{self.num_engines} engines of one process share the experts: MoE TP {self.moe}, EP {self.experts}"
         where = f" on {self.num_nodes} nodes" if self.num_nodes > 1 else ""
-        return (
-            f"{self.world_size} processes{where}: attention TP {self.attn}, dense TP {self.dense}, "
-            f"MoE TP {self.moe}, EP {self.experts}"
-        )
+        found = "one process" if self.world_size == 1 else f"{self.world_size} processes{where}"
+        if self.num_engines > 1:
+            found = f"{self.num_engines} engines of {found} each"
+        if self.world_size == 1:
+            return found
+        return f"{found}: attention TP {self.attn}, dense TP {self.dense}, MoE TP {self.moe}, EP {self.experts}"
 
     def layout(self, rank: int, replica: int = 0) -> ParallelLayout:
         """Return the process groups of a rank of an engine. Raises ValueError if the sizes do not go together."""
@@ -287,7 +292,16 @@ class ParallelSettings(Settings):
                 f"least one group needs all; found attention TP {attn}, dense TP {dense}, MoE TP x EP {moe * experts}. "
                 "Change one of these flags."
             )
-        return ParallelSizes(attn, dense, moe, experts, self.nnodes, num_per_node, flags=flags)
+        return ParallelSizes(
+            attn,
+            dense,
+            moe,
+            experts,
+            self.nnodes,
+            num_per_node,
+            num_engines=self.data_parallel_size,
+            flags=flags,
+        )
 
     def _sizes_of_sharing_engines(self) -> ParallelSizes:
         """Return the sizes for engines that share their experts.
@@ -315,7 +329,7 @@ class ParallelSettings(Settings):
                 f"times --expert-parallel-size {self.expert_parallel_size or num_engines // moe} is not {num_engines}"
             )
         flags = f"{self._size_flags()} --data-parallel-size {num_engines}"
-        return ParallelSizes(1, 1, moe, num_engines // moe, 1, 1, num_engines, flags)
+        return ParallelSizes(1, 1, moe, num_engines // moe, 1, 1, num_engines, True, flags)
 
     def _size_flags(self) -> str:
         """Return the given flags for the sizes of process groups, with their values."""
