@@ -166,8 +166,8 @@ def _collective_of_tokens(
     if target.routed_share is not None:
         if data.size == 1 or build.group("experts").ranks != data.ranks:
             raise ValueError(
-                f"{where}: tokens are routed only between engines that share whole experts; set --moe-tp-size 1, or "
-                "another --all2all-backend"
+                f"{where}: tokens are routed only between engines that share whole experts; set --data-parallel-size with "
+                "--enable-expert-parallel and --moe-tp-size 1, or choose another --all2all-backend"
             )
         return "exchange_tokens", data.name
     if data.size == 1 or source.takes_all_tokens == target.takes_all_tokens:

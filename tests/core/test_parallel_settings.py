@@ -81,6 +81,13 @@ def test_missing_sizes_are_derived(keywords: dict[str, Any], expected: tuple[int
             },
             ["--nnodes"],
         ),
+        *(
+            (
+                {"all2all_backend": "alltoall", **sizes},
+                ["--all2all-backend", "--data-parallel-size", "--enable-expert-parallel"],
+            )
+            for sizes in ({}, {"tp": 2, "ep_size": 2}, {"data_parallel_size": 2})
+        ),
         ({"enable_allreduce_fusion": True}, ["--enable-allreduce-fusion"]),
         (
             {

@@ -332,6 +332,11 @@ class Config(ParallelSettings, SpeculationSettings):
             raise ValueError("--quantization-param-path requires --kv-cache-dtype fp8_e4m3")
         if self.deepep_mode != "auto" and "deepep" not in self.all2all_backend:
             raise ValueError("--deepep-mode has no effect without --all2all-backend deepep")
+        if self.all2all_backend != AUTO and not self.parallel_sizes().shares_experts:
+            raise ValueError(
+                "--all2all-backend has no effect: no engines share experts; set --data-parallel-size with "
+                "--enable-expert-parallel, or remove it"
+            )
         sizes, largest = self.cudagraph_capture_sizes, self.max_cudagraph_capture_size
         if sizes and largest is not None and max(sizes) > largest:
             raise ValueError(

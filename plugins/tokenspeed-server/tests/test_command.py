@@ -140,7 +140,9 @@ def test_every_setting_has_a_flag(served: list[ServerConfig]) -> None:
         "speculative_config": '{"method": "a"}',
     }
     shared_experts = ["--enable-expert-parallel", "--world-size", "3"]
+    sharing_engines = ["--data-parallel-size", "3", "--enable-expert-parallel"]
     needs = {
+        "all2all_backend": sharing_engines,
         "quantization_param_path": ["--kv-cache-dtype", "fp8_e4m3"],
         "ssl_keyfile": ["--ssl-certfile", "3"],
         "nnodes": ["--world-size", "3", "--dist-init-addr", "a:1"],
@@ -153,7 +155,7 @@ def test_every_setting_has_a_flag(served: list[ServerConfig]) -> None:
         "eagle3_layers_to_capture": ["--speculative-algorithm", "eagle3"],
         "enable_allreduce_fusion": ["--tp", "2"],
         "comm_fusion_max_num_tokens": ["--enable-allreduce-fusion", "--tp", "2"],
-        "deepep_mode": ["--all2all-backend", "deepep"],
+        "deepep_mode": ["--all2all-backend", "deepep", *sharing_engines],
         "enable_eplb": shared_experts,
         "num_redundant_experts": ["--enable-eplb", *shared_experts],
         "eplb_interval": ["--enable-eplb", *shared_experts],
