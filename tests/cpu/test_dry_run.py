@@ -70,19 +70,26 @@ def test_dry_run_reports_api_workers_and_their_origin(
 
 
 @pytest.mark.parametrize(
-    ("setting", "value", "error", "name"),
+    ("settings", "error", "name"),
     [
-        ("tokenizer", "/nope", CheckpointError, "--tokenizer /nope"),
-        ("chat_template", "/nope.jinja", CheckpointError, "/nope.jinja"),
-        ("load_format", "nonsense", PluginError, "'nonsense'"),
-        ("schedule_policy", "prioritty", PluginError, "priority"),
+        ({"tokenizer": "/nope"}, CheckpointError, "--tokenizer /nope"),
+        ({"chat_template": "/nope.jinja"}, CheckpointError, "/nope.jinja"),
+        ({"load_format": "nonsense"}, PluginError, "'nonsense'"),
+        ({"schedule_policy": "prioritty"}, PluginError, "priority"),
+        ({"ep_size": 2}, ConfigError, "--expert-parallel-size has no effect"),
+        ({"tp": 2, "moe_tp_size": 2}, ConfigError, "--moe-tp-size has no effect"),
+        (
+            {"data_parallel_size": 2, "enable_expert_parallel": True},
+            ConfigError,
+            "--enable-expert-parallel has no effect",
+        ),
     ],
 )
 def test_dry_run_refuses_the_settings_a_start_refuses(
-    setting: str, value: str, error: type[Exception], name: str
+    settings: dict[str, Any], error: type[Exception], name: str
 ) -> None:
     with pytest.raises(error) as caught:
-        dry_run(ServerConfig(device="cpu", **{setting: value}))
+        dry_run(ServerConfig.from_keywords(device="cpu", **settings))
     assert name in str(caught.value)
     assert "\n" not in str(caught.value)
 

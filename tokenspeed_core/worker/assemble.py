@@ -20,6 +20,7 @@ from tokenspeed_core.api.models import (
     HiddenStates,
     Model,
 )
+from tokenspeed_core.config import Config
 from tokenspeed_core.engine.logits_processors import LogitsProcessorTable
 from tokenspeed_core.errors import CheckpointError, ConfigError, TokenSpeedError
 from tokenspeed_core.kernels.installed import (
@@ -127,15 +128,7 @@ def assemble(
             f"--quantization {method.name} has no effect: {checkpoint.info.architecture} has no linear layer that it "
             "quantizes."
         )
-    flags = {
-        "--enable-allreduce-fusion": config.enable_allreduce_fusion,
-        "--comm-fusion-max-num-tokens": config.comm_fusion_max_num_tokens,
-    }
-    given = [flag for flag, value in flags.items() if value]
-    plan = chosen.plan()
-    if given and not any(each.collective.max_fused_tokens for each in plan.collectives):
-        why = f"{checkpoint.info.architecture} has no all-reduce before a norm that could join it"
-        raise ConfigError(f"{given[0]} has no effect: {plan.not_fused or why}.")
+    _check_parallel_flags(config, checkpoint.info.architecture, chosen.plan())
     build.check_groups()
     block_size = solve_block_size(build, config.block_size, selector)
     build.select_attention(block_size)
@@ -158,6 +151,29 @@ def assemble(
     )
     chosen.check()
     return assembly
+
+
+def _check_parallel_flags(config: Config, architecture: str, plan: KernelPlan) -> None:
+    """Raise ConfigError for flags of experts and of fused all-reduces that have no effect on the model."""
+    of_experts = {
+        "--enable-expert-parallel": config.enable_expert_parallel,
+        "--expert-parallel-size": config.expert_parallel_size not in (None, 1),
+        "--moe-tp-size": config.moe_tp_size not in (None, 1),
+    }
+    given = [flag for flag, is_given in of_experts.items() if is_given]
+    if given and not plan.find("moe"):
+        raise ConfigError(
+            f"{given[0]} has no effect: {architecture} has no experts. Remove it, or share the model with "
+            "--tensor-parallel-size."
+        )
+    of_fusion = {
+        "--enable-allreduce-fusion": config.enable_allreduce_fusion,
+        "--comm-fusion-max-num-tokens": config.comm_fusion_max_num_tokens,
+    }
+    given = [flag for flag, value in of_fusion.items() if value]
+    if given and not any(each.collective.max_fused_tokens for each in plan.collectives):
+        why = f"{architecture} has no all-reduce before a norm that could join it"
+        raise ConfigError(f"{given[0]} has no effect: {plan.not_fused or why}.")
 
 
 def _draft_model(
