@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tokenspeed_core.api.cache_groups import CacheGroupSpec
+from tokenspeed_core.api.executors import ExecutorSpec
 from tokenspeed_core.api.grammars import GrammarSpec
 from tokenspeed_core.api.models import DraftModelInfo, KVScale
 from tokenspeed_core.api.parallel import ONE_PROCESS, ParallelLayout
@@ -36,6 +37,7 @@ class Resolved:
     num_threads: int | None
     grammars: tuple[Entry, GrammarSpec] | None = None  # the backend of structured output
     parallel: ParallelLayout = ONE_PROCESS
+    executor: tuple[Entry, ExecutorSpec] | None = None  # None: the built-in one
     drafter: DrafterChoice | None = None  # None: no speculative decoding
 
     @property

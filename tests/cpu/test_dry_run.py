@@ -76,6 +76,7 @@ def test_dry_run_reports_api_workers_and_their_origin(
         ({"chat_template": "/nope.jinja"}, CheckpointError, "/nope.jinja"),
         ({"load_format": "nonsense"}, PluginError, "'nonsense'"),
         ({"schedule_policy": "prioritty"}, PluginError, "priority"),
+        ({"tp": 2, "distributed_executor_backend": "mpi"}, PluginError, "'mpi'"),
         ({"ep_size": 2}, ConfigError, "--expert-parallel-size has no effect"),
         ({"tp": 2, "moe_tp_size": 2}, ConfigError, "--moe-tp-size has no effect"),
         (

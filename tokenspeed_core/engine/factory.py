@@ -27,7 +27,7 @@ from tokenspeed_core.engine.requests import Defaults
 from tokenspeed_core.engine.runners import build_runner
 from tokenspeed_core.engine.warmup import warm_up
 from tokenspeed_core.errors import CapacityError, ConfigError, EngineDeadError
-from tokenspeed_core.executor import Ranks, start_ranks
+from tokenspeed_core.executor import Ranks, find_executor, start_ranks
 from tokenspeed_core.executor.lockstep import LockstepRunner, Peers
 from tokenspeed_core.kernels.error_attribution import no_finite_logits
 from tokenspeed_core.kv_cache.manager import KVManager
@@ -139,6 +139,7 @@ def resolve(
         num_threads=num_threads,
         grammars=find_backend(config.grammar_backend, catalog),
         parallel=config.parallel_sizes().layout(rank, replica),
+        executor=find_executor(config, catalog),
         drafter=drafter,
     )
 

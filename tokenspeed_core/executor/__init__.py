@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from tokenspeed_core.executor.ranks import Ranks, start_ranks
+from tokenspeed_core.executor.ranks import Ranks, find_executor, start_ranks
 from tokenspeed_core.executor.runner import DistributedRunner
 
-__all__ = ["DistributedRunner", "Ranks", "start_ranks"]
+__all__ = ["DistributedRunner", "Ranks", "find_executor", "start_ranks"]

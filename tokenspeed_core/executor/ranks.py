@@ -24,6 +24,7 @@ from tokenspeed_core.executor.local import LocalExecutor
 from tokenspeed_core.executor.messages import Joined, Offer, RankFailed, to_rank_zero
 from tokenspeed_core.executor.nodes import NodesExecutor
 from tokenspeed_core.plugins.catalog import Catalog, make
+from tokenspeed_core.plugins.entry import Entry
 from tokenspeed_core.resolved import Resolved
 
 CLOSE_SECONDS = 5.0  # for the ranks to exit
@@ -220,7 +221,7 @@ def start_ranks(
     if sizes.world_size == 1:
         return None
     job = ExecutorJob(sizes.num_nodes, sizes.num_per_node, config.device)
-    ranks = Ranks(_find_executor(config, catalog, job), job.world_size)
+    ranks = Ranks(_make_executor(resolved, job), job.world_size)
     settings = {
         "config": config.resolved(model=str(resolved.checkpoint.path)).to_wire(),
         "catalog_digest": catalog.digest(),
@@ -234,11 +235,18 @@ def start_ranks(
     return ranks
 
 
-def _find_executor(config: Config, catalog: Catalog, job: ExecutorJob) -> Executor:
-    """Return the executor that --distributed-executor-backend names. Raises PluginError, CapacityError."""
+def find_executor(config: Config, catalog: Catalog) -> tuple[Entry, ExecutorSpec] | None:
+    """Return the plugin that --distributed-executor-backend names; None: the built-in one. Raises PluginError."""
     name = config.distributed_executor_backend
     if name == LOCAL:
-        return LocalExecutor(job) if job.num_nodes == 1 else NodesExecutor(job, config)
+        return None
     entry = catalog.get("executors", name, flag="--distributed-executor-backend")
-    spec = catalog.need(entry, ExecutorSpec)
+    return entry, catalog.need(entry, ExecutorSpec)
+
+
+def _make_executor(resolved: Resolved, job: ExecutorJob) -> Executor:
+    """Return the executor of a job. Raises PluginError, CapacityError."""
+    if resolved.executor is None:
+        return LocalExecutor(job) if job.num_nodes == 1 else NodesExecutor(job, resolved.config)
+    entry, spec = resolved.executor
     return make(entry, spec.load, lambda: spec.make(job), Executor)  # type: ignore[type-abstract]
