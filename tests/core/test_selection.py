@@ -121,7 +121,7 @@ def test_unmeasured_kernel_of_a_ranked_backend_needs_its_name() -> None:
     new = kernel("new", ON_HOPPER, needs_name=True)
     selector = Selector((new, PORTABLE), HOPPER, rankings=[ranking])
     assert selector.select("greedy", LOGITS).spec.backend == "portable"
-    assert "auto does not choose kernels that have not been measured" in explain(
+    assert "no measured ranking for this device covers this kernel" in explain(
         selector.plan(), "greedy"
     )
     named = Selector((new, PORTABLE), HOPPER, [override("greedy", "new")], rankings=[ranking])

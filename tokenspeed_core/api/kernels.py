@@ -147,7 +147,7 @@ class KernelSpec:
     # On a new machine, the kernel needs a compiler toolchain, or minutes of compilation, before its first call.
     # Just-in-time compilation that takes seconds during the warm-up does not count.
     needs_compile: bool = False
-    # `auto` does not choose it, even if a ranking lists its backend, because no measurement covers it yet.
+    # `auto` does not choose it, even if a ranking lists its backend, because no ranking covers this kernel yet.
     needs_name: bool = False
     # This is the op's reference, the last candidate of all. `load` must be the contract's `reference`.
     reference: bool = False

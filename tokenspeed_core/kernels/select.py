@@ -419,7 +419,7 @@ def _verdicts(
                 why = "auto does not choose kernels that must be compiled before the first call"
                 why = _joined("; ", why, figure)
             elif spec.needs_name and spec.backend not in names:
-                why = "auto does not choose kernels that have not been measured"
+                why = "auto does not choose it: no measured ranking for this device covers this kernel"
             elif needs_name and spec.backend not in names:
                 why = "auto does not choose third-party kernels that have no measured ranking"
             else:
