@@ -227,6 +227,18 @@ def test_plugin_that_exits_is_reported(
         assert "SystemExit: 0" in output
 
 
+def test_all_collectives_of_a_step_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    for op in ("comm", "all_reduce"):
+        assert "--tp 2" in refused(capsys, op, "--device", "cpu")
+    words = ("all_reduce", "--tp", "4", "--platform", "sm90")
+    assert main(["plugins", "why", *words]) == 0
+    text = capsys.readouterr().out
+    assert "8,448 B per token, and 2,304 B more per sampled token" in text
+    assert "no all-reduce is fused with a norm: the default" in text
+    collectives = why(capsys, *words)["collectives"]
+    assert {each["collective"]["op"] for each in collectives} == {"all_reduce", "all_gather"}
+
+
 def test_unknown_op_layer_and_platform_are_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -8,7 +8,7 @@ from itertools import groupby
 from textwrap import wrap
 
 from tokenspeed_core.api.parallel import SAMPLING
-from tokenspeed_core.kernels.plan import KernelPlan, PlannedCollective, PlannedOp
+from tokenspeed_core.kernels.plan import KernelPlan, PlannedOp
 
 _WIDTH = 80  # columns
 _HEIGHT = 24  # lines
@@ -38,18 +38,17 @@ def kernel_table(plan: KernelPlan) -> str:
     if len(reasons) > room:
         op = reasons[room][1][0]
         lines.append(f"  and {len(reasons) - room} more. For one op: tokenspeed plugins why {op}")
-    if plan.collectives:
-        lines += describe_collectives(plan.collectives)
-        if plan.not_fused and any(each.collective.op == "all_reduce" for each in plan.collectives):
-            lines.append(f"  no all-reduce is fused with a norm: {plan.not_fused}")
-    return "\n".join(lines)
+    return "\n".join((*lines, *describe_collectives(plan)))
 
 
-def describe_collectives(collectives: Iterable[PlannedCollective]) -> Iterator[str]:
-    """Yield the bytes of a token in each collective and its reason, equal layers in one line, and the sums."""
+def describe_collectives(plan: KernelPlan) -> Iterator[str]:
+    """Yield the bytes of a token in each collective and its reason, equal layers in one line, and the sums.
+
+    The last line says why no all-reduce is fused, if the default fuses none. A plan without collectives has no lines.
+    """
     counts: dict[tuple[str, ...], int] = {}
     sent = {True: 0, False: 0}  # to sampling, and to other modules
-    for planned in collectives:
+    for planned in plan.collectives:
         each = planned.collective
         size = f"{planned.bytes_per_token:,} B per token"
         where = f"{each.group}, {planned.num_processes} processes"
@@ -62,7 +61,6 @@ def describe_collectives(collectives: Iterable[PlannedCollective]) -> Iterator[s
         counts[key] = counts.get(key, 0) + 1
         sent[each.target == SAMPLING] += planned.sent_bytes_per_token
     if not counts:
-        yield "collectives: none"
         return
     yield (
         f"collectives: each process sends {sent[False]:,} B per token, and {sent[True]:,} B more per sampled token"
@@ -70,6 +68,8 @@ def describe_collectives(collectives: Iterable[PlannedCollective]) -> Iterator[s
     for (what, reason), count in counts.items():
         yield f"  {count} x {what}"
         yield f"      {reason}"
+    if plan.not_fused and any(each.collective.op == "all_reduce" for each in plan.collectives):
+        yield f"  no all-reduce is fused with a norm: {plan.not_fused}"
 
 
 def _aligned(rows: list[tuple[str, str, str, str]]) -> Iterable[str]:

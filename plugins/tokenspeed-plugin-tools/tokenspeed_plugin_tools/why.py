@@ -19,6 +19,7 @@ from tokenspeed_core.commands.planning import (
     PlannedOp,
     Verdict,
     describe_collectives,
+    installed_ops,
     plan_kernels,
 )
 from tokenspeed_core.commands.settings import (
@@ -32,6 +33,7 @@ from tokenspeed_plugin_tools.errors import ToolsError
 from tokenspeed_plugin_tools.text import printable
 
 _ARCHITECTURE = re.compile(r"sm_?(1?[1-9]|10)(\d)[af]?\Z")
+COLLECTIVES = "comm"  # the family of their ops
 OVERVIEW = (
     "tokenspeed plugins why OP [MODEL] [OPTIONS]",
     "Show which kernel runs for OP (an op or a family such as attention) of MODEL (default: the bundled demo), "
@@ -84,18 +86,17 @@ def _why(
         raise ToolsError(message) from error
     found = plan.find(op, layer)
     if not found:
-        raise ToolsError(_describe_missing(plan, op, layer))
+        raise ToolsError(_describe_missing(catalog, plan, op, layer))
     outside = _outside(catalog, {planned.family for planned in found})
-    ops = {planned.op for planned in found}
-    collectives = [each for each in plan.collectives if each.collective.op in ops]
+    has_collectives = any(planned.family == COLLECTIVES for planned in found)
     if as_json:
         record = _record(plan.platform, found, outside)
-        record["collectives"] = [asdict(each) for each in collectives]
+        record["collectives"] = [asdict(each) for each in plan.collectives if has_collectives]
         print(json.dumps(record, indent=2, ensure_ascii=False))
     else:
         print(printable("\n".join(_lines(plan.platform, found, outside))))
-        if collectives:
-            print("\n".join(("", *describe_collectives(collectives))))
+        if has_collectives:
+            print("\n".join(("", *describe_collectives(plan))))
     return 0
 
 
@@ -117,13 +118,19 @@ def parse_platform(text: str) -> PlatformInfo:
     )
 
 
-def _describe_missing(plan: KernelPlan, op: str, layer: int | None) -> str:
+def _describe_missing(catalog: Catalog, plan: KernelPlan, op: str, layer: int | None) -> str:
     if layer is not None and plan.find(op):
         layers = sorted({number for planned in plan.find(op) for number in planned.layers})
         there = (
             f"layers {layers[0]} to {layers[-1]}" if layers else "no layers: one kernel serves all"
         )
         return f"--layer {layer}: {op} has {there}"
+    contract = installed_ops(catalog).get(op)
+    if not plan.collectives and COLLECTIVES in (op, contract and contract.family):
+        return (
+            f"why {op}: one process has no collectives; add --tp 2, or --data-parallel-size 2 with "
+            "--enable-expert-parallel"
+        )
     ops = sorted({planned.op for planned in plan.ops})
     near = get_close_matches(op, {*ops, *(planned.family for planned in plan.ops)}, n=1)
     there = f"{f'did you mean {near[0]}? ' if near else ''}its ops are {', '.join(ops)}"
