@@ -126,7 +126,7 @@ def test_death_of_the_engine_ends_its_ranks() -> None:
             outputs = llm.generate("a", SamplingParams(max_tokens=1000, ignore_eos=True))
             await anext(outputs)
             engine.kill()
-            with pytest.raises(EngineDeadError):
+            with pytest.raises(EngineDeadError, match="rank 0 of 2 was killed by SIGKILL"):
                 async for _ in outputs:
                     pass
             wait_until(lambda: has_ended(rank), 60, "the rank's end")

@@ -30,18 +30,21 @@ def engine_programs(config: Config, catalog: Catalog) -> list[Program]:
     An engine gets no settings of the server, such as API keys. Engines that share experts are connected by sockets, and
     all of them must be started.
     """
-    num_sharing = config.parallel_sizes().num_sharing
+    sizes = config.parallel_sizes()
+    num_sharing = sizes.num_sharing
     peers = connect_peers(num_sharing) if num_sharing > 1 else [[]] * config.data_parallel_size
     settings = {
         "config": config.for_engine().to_wire(),
         "catalog_digest": catalog.digest(),
     }
     command = (sys.executable, "-P", "-m", ENGINE_MODULE)
+    name = f"rank 0 of {sizes.world_size}" if sizes.world_size > 1 else ""
     return [
         Program(
             command,
             {**settings, "replica": replica, "peers": fds},
             given_fds=[fd for fd in fds if fd >= 0],
+            name=name,
         )
         for replica, fds in enumerate(peers)
     ]
@@ -69,7 +72,8 @@ class EngineProcess:
     async def watch(self, client: EngineClient) -> None:
         """Wait for the process to end, then mark the engine as dead in the client."""
         assert self._process is not None, "watch follows start"
-        client.die(f"its process {await self._process.wait()}")
+        name = self._program.name or "its process"
+        client.die(f"{name} {await self._process.wait()}")
 
     async def drain(self, client: EngineClient) -> None:
         """Ask the engine to finish its requests and exit. Wait up to `EXIT_SECONDS` for that."""

@@ -45,6 +45,7 @@ class Program:
     """A child's command, the data that it reads from its pipe, its listening socket, and other descriptors.
 
     Descriptors have the same numbers in the child. `given_fds` are closed in this process when the child has started.
+    `name` is the child's in messages about its end, if it has one.
     """
 
     command: Sequence[str]
@@ -52,6 +53,7 @@ class Program:
     listener: socket.socket | None = None
     shared_fds: Sequence[int] = ()
     given_fds: Sequence[int] = ()
+    name: str = ""
 
 
 async def start(program: Program, **data: Any) -> Subprocess:
