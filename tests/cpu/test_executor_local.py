@@ -7,8 +7,10 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -18,6 +20,10 @@ from serving import DEMO, Background, has_ended, served, wait_for_work, wait_unt
 from tokenspeed_core import LLM, AsyncLLM, RequestOutput, SamplingParams
 from tokenspeed_core.api import FUSED_OP
 from tokenspeed_core.api.structured_outputs import StructuredOutputs
+from tokenspeed_core.config import Config
+from tokenspeed_core.engine.factory import discover, resolve
+from tokenspeed_core.engine.planning import plan_start
+from tokenspeed_core.engine.runners import build_runner
 from tokenspeed_core.errors import ConfigError, EngineDeadError
 from tokenspeed_core.worker.platform import check_num_devices
 
@@ -163,10 +169,29 @@ def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
         assert not server.sockets()
 
 
-def test_too_few_devices_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+
+def build_rank_zero(config: Config) -> None:
+    catalog = discover(config)
+    resolved = resolve(config, catalog, with_weights=False)
+    build_runner(resolved, catalog, lambda *step: None, Mock(spec=()), None)
+
+
+@pytest.mark.usefixtures("one_gpu")
+@pytest.mark.parametrize("start", [plan_start, build_rank_zero])
+def test_more_processes_than_devices_are_refused(start: Callable[[Config], Any]) -> None:
+    with pytest.raises(ConfigError, match=r"2 CUDA devices.* --tensor-parallel-size") as caught:
+        start(Config.from_keywords(tp=2))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_too_few_devices_are_refused_in_one_line() -> None:
     for device, name in (("auto", "--tensor-parallel-size"), ("cuda:0", "CUDA_VISIBLE_DEVICES")):
         with pytest.raises(ConfigError, match=name) as caught:
             check_num_devices(device, 2)
