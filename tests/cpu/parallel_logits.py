@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -60,6 +61,17 @@ def both_logits(
         model.load_weights(given.items())
     with torch.inference_mode():
         return [sequence_logits(model, build, TOKENS, chunk=7), whole]
+
+
+def plugin_logits(
+    build: RankBuild, folder: str, load: str, config: dict[str, Any]
+) -> list[torch.Tensor]:
+    """Return what `both_logits` does for a family whose package is in a folder."""
+    sys.path.insert(0, folder)
+    try:
+        return both_logits(build, load, config)
+    finally:
+        sys.path.remove(folder)
 
 
 def routed_logits(build: RankBuild, load: str, config: dict[str, Any]) -> list[torch.Tensor]:

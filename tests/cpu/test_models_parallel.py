@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,15 @@ from parallel_logits import (
     count_sent,
     fused_logits,
     logits_of_parts,
+    plugin_logits,
     routed_logits,
 )
 from process_pool import ProcessPool, Sizes, tensor_parallel
+from test_porting_guide import EXAMPLES
 from tiny_families import FAMILIES, SMALL
 
 from tokenspeed_core.api import ModelSpec
+from tokenspeed_core.cli import main
 from tokenspeed_core.plugins import Catalog, Selection
 
 EIGHT_EXPERTS = {
@@ -74,6 +78,11 @@ def test_several_processes_compute_the_logits_of_one(
 ) -> None:
     load = specs()[f"{family}ForCausalLM"].load
     results = pool.run(both_logits, PARALLEL[parallelism], load, config_of(family))
+    check_logits(results, parallelism)
+
+
+def check_logits(results: Sequence[Sequence[torch.Tensor]], parallelism: str) -> None:
+    """Compare the logits of each process with those of a single process, and with each other."""
     assert len(results) == PARALLEL[parallelism].layout(0).world_size
     for sharded, whole in results:
         torch.testing.assert_close(sharded, whole, rtol=1e-4, atol=1e-4 * float(whole.abs().max()))
@@ -132,6 +141,27 @@ def test_routed_tokens_give_the_logits_of_one_process(family: str, pool: Process
 def test_tokens_are_sent_only_to_the_processes_of_their_experts(pool: ProcessPool) -> None:
     for sent, needed in pool.run(count_sent, Sizes(experts=4, data=4), 16, 2):
         assert 0 < sent == needed < 3 * 40  # an all-gather sends each token to the three others
+
+
+@pytest.mark.parametrize("parallelism", ["tp2", "tp4"])
+def test_new_family_gives_the_logits_of_one_process(
+    parallelism: str, pool: ProcessPool, tmp_path: Path
+) -> None:
+    assert main(["plugins", "new", "model", "acme", "--path", str(tmp_path)]) == 0
+    config = json.loads((tmp_path / "acme_model" / "example" / "config.json").read_text())
+    family = (str(tmp_path), "acme_model.model:AcmeForCausalLM", config)
+    check_logits(pool.run(plugin_logits, PARALLEL[parallelism], *family), parallelism)
+
+
+def test_family_of_the_porting_guide_gives_the_logits_of_one_process(
+    pool: ProcessPool, tmp_path: Path
+) -> None:
+    folder = tmp_path / "acme_olmo2"
+    folder.mkdir()
+    for name, source in zip(("describe", "model"), EXAMPLES[-2:], strict=True):
+        (folder / f"{name}.py").write_text(source)
+    family = (str(tmp_path), "acme_olmo2.model:Olmo2ForCausalLM", config_of("Olmo2"))
+    check_logits(pool.run(plugin_logits, PARALLEL["tp2"], *family), "tp2")
 
 
 @pytest.mark.parametrize("form", ["stacked", "dummy"])
