@@ -19,20 +19,15 @@ from parallel_logits import (
     plugin_logits,
     routed_logits,
 )
+from parallel_table import documented
 from process_pool import ProcessPool, Sizes, tensor_parallel
 from test_porting_guide import EXAMPLES
-from tiny_families import FAMILIES, SMALL
+from tiny_families import EIGHT_EXPERTS, EXPERTS, FAMILIES, SMALL
 
 from tokenspeed_core.api import ModelSpec
 from tokenspeed_core.cli import main
 from tokenspeed_core.plugins import Catalog, Selection
 
-EIGHT_EXPERTS = {
-    "Qwen3Moe": {"num_experts": 8},
-    "Mixtral": {"num_local_experts": 8},
-    "GptOss": {"num_local_experts": 8},
-    "Llama4": {"num_local_experts": 8},
-}
 PARALLEL = {
     "tp2": tensor_parallel(2),
     "tp4": tensor_parallel(4),
@@ -41,16 +36,6 @@ PARALLEL = {
     "tp4+ep2": Sizes(attn=4, dense=4, moe=2, experts=2),
     "dp2+ep2": Sizes(experts=2, data=2),
 }
-EXPERTS = (
-    "Qwen3Moe",
-    "Mixtral",
-    "Glm4Moe",
-    "Llama4",
-    "MiniMaxM2",
-    "GptOss",
-    "DeepseekV2",
-    "DeepseekV3",
-)
 TABLE = [
     (family, name)
     for family in FAMILIES
@@ -172,16 +157,4 @@ def test_other_forms_of_experts_are_divided(form: str, pool: ProcessPool) -> Non
 
 
 def test_documentation_lists_the_tested_combinations() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "parallelism.md").read_text()
-    rows = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("| ")]
-    tables = iter(rows)
-    header = next(row for row in tables if row[0].strip() == "family")
-    names = [cell.strip().lower().replace(" ", "") for cell in header[1:]]
-    listed = [
-        (row[0].strip(), name)
-        for row in tables
-        if row[0].strip() in FAMILIES
-        for name, cell in zip(names, row[1:], strict=True)
-        if cell.strip() == "equal"
-    ]
-    assert listed == TABLE
+    assert documented("logits") == TABLE

@@ -143,6 +143,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 
+# Families with experts, and the keys that give those a number of experts that processes can divide.
+EXPERTS = (
+    "Qwen3Moe",
+    "Mixtral",
+    "Glm4Moe",
+    "Llama4",
+    "MiniMaxM2",
+    "GptOss",
+    "DeepseekV2",
+    "DeepseekV3",
+)
+EIGHT_EXPERTS = {
+    "Qwen3Moe": {"num_experts": 8},
+    "Mixtral": {"num_local_experts": 8},
+    "GptOss": {"num_local_experts": 8},
+    "Llama4": {"num_local_experts": 8},
+}
+
 
 def save_reference(family: str, folder: Path, **changes: Any) -> Any:
     """Write a checkpoint and return its transformers model. `changes` override the configuration."""
