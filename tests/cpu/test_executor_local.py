@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import httpx
 import psutil
 import pytest
 import torch
-from serving import DEMO, Background, has_ended, served, wait_for_work, wait_until
+from serving import Background, has_ended, served, wait_until
 
 from tokenspeed_core import LLM, AsyncLLM, RequestOutput, SamplingParams
 from tokenspeed_core.api import FUSED_OP
@@ -67,9 +70,8 @@ def test_two_ranks_answer_as_one_process_until_one_dies() -> None:
     assert has_ended(rank)
 
 
-@pytest.mark.parametrize(
-    "model", [pytest.param("demo", marks=pytest.mark.release), "demo-deepseek"]
-)
+@pytest.mark.release
+@pytest.mark.parametrize("model", ["demo", "demo-deepseek"])
 def test_fused_all_reduces_give_the_tokens_of_one_process(model: str) -> None:
     settings = {**SMALL, "model": model, "dtype": "float32"}
     params = SamplingParams(temperature=0, max_tokens=24)
@@ -141,20 +143,37 @@ def test_death_of_the_engine_ends_its_ranks() -> None:
 
 
 @pytest.mark.release
-def test_death_of_a_rank_ends_the_server(tmp_path: Path) -> None:
-    with served(tmp_path, "--tp", "2", "--kv-cache-memory", "8MB") as server:
+@pytest.mark.parametrize("victim", range(4))
+def test_death_of_a_rank_ends_the_server_and_all_requests(tmp_path: Path, victim: int) -> None:
+    body = {"prompt": "a", "max_tokens": 1500, "ignore_eos": True}
+    with served(tmp_path, "--tp", "4", "--kv-cache-memory", "8MB") as server:
         engine = server.engine()
-        (rank,) = ranks_of(engine)
-        client = server.openai()
-        request = {**DEMO, "prompt": "a", "max_tokens": 1000, "extra_body": {"ignore_eos": True}}
-        answer = Background(lambda: client.completions.create(**request))
-        wait_for_work(engine)
-        rank.kill()
-        assert server.process.wait(60) != 0
-        error = answer.result(60)
-        assert isinstance(error, Exception), error
-        assert "rank 1 of 2 was killed by SIGKILL" in server.stderr()
-        wait_until(lambda: has_ended(engine), 60, "the engine's end")
+        processes = [engine, *ranks_of(engine)]
+        assert len(processes) == 4
+
+        def complete(stream: bool) -> httpx.Response:
+            with server.http() as client:
+                return client.post("/v1/completions", json={**body, "stream": stream})
+
+        def are_running() -> bool:
+            with server.http() as client:
+                stats = client.get("/v1/stats").json()
+            return bool(stats.get("requests", {}).get("running") == 8)
+
+        answers = [Background(partial(complete, index % 2 == 0)) for index in range(8)]
+        wait_until(are_running, 60, "8 requests at work")
+        processes[victim].kill()
+        assert server.process.wait(5) == 2
+        for index, answer in enumerate(answers):
+            response = answer.result(5)
+            assert isinstance(response, httpx.Response), response
+            # A stream has begun with status 200.
+            assert response.status_code == (200 if index % 2 == 0 else 500)
+            assert '"code":"engine_dead"' in response.text.replace(" ", "")
+        # Nothing says which process is which of the other ranks.
+        name = r"rank [123] of 4" if victim else "its process"
+        assert re.search(rf"the engine died: {name} was killed by SIGKILL", server.stderr())
+        wait_until(lambda: all(map(has_ended, processes)), 5, "all ended")
         assert not server.sockets()
 
 
