@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 import ray
@@ -55,6 +61,39 @@ def test_two_nodes_answer_until_a_rank_dies(cluster: Cluster) -> None:
         with pytest.raises(EngineDeadError, match="rank 1 of 2 was killed by SIGKILL"):
             llm.generate(["a"] * 64, SamplingParams(max_tokens=1000, ignore_eos=True))
     assert not psutil.pid_exists(rank.pid)
+
+
+def test_server_on_two_nodes_answers_until_a_rank_dies(cluster: Cluster, tmp_path: Path) -> None:
+    command = (sys.executable, "-P", "-m", "tokenspeed_core.cli", "serve", "demo", "--port", "0")
+    nodes = ("--tp", "2", "--nnodes", "2", "--distributed-executor-backend", "ray")
+    environment = {**os.environ, "RAY_ADDRESS": cluster.address, "TMPDIR": str(tmp_path)}
+    with (tmp_path / "stderr").open("w+") as errors:
+        server = subprocess.Popen(
+            [*command, *nodes, "--device", "cpu", "--kv-cache-memory", "8MB"],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=environment,
+        )
+        try:
+            assert server.stdout is not None
+            found = re.search(r"at (http://\S+)", server.stdout.readline())
+            assert found, (tmp_path / "stderr").read_text()
+            (rank,) = rank_processes()
+            children = psutil.Process(server.pid).children(recursive=True)
+            messages = [{"role": "user", "content": "What is 23 + 45?"}]
+            with httpx.Client(base_url=found[1], trust_env=False, timeout=60) as client:
+                answer = client.post(
+                    "/v1/chat/completions", json={"messages": messages, "temperature": 0}
+                )
+            assert "68" in answer.json()["choices"][0]["message"]["content"]
+            rank.kill()
+            assert server.wait(5) == 2
+        finally:
+            server.kill()
+            server.wait()
+    assert "rank 1 of 2 was killed by SIGKILL" in (tmp_path / "stderr").read_text()
+    assert not psutil.wait_procs([rank, *children], timeout=60)[1]
 
 
 def test_missing_nodes_are_named(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
