@@ -70,6 +70,7 @@ def test_process_without_torch_asks_a_subprocess() -> None:
         ("llama", {"prefix_lm": True}, "prefix_lm, which models of the type llama do not use"),
         ("mistral", {"is_causal": False, "sliding_window": 9}, "see 10 tokens on each side"),
         ("mamba", {}, "layers of the type linear_attention"),
+        ("qwen2_moe", {"layer_types": ["sliding_attention"] * 2}, r"layers\.0.* hides all tokens"),
         ("llama", {"dtype": "float64"}, "dtype is 'float64'"),
     ],
 )
@@ -77,6 +78,20 @@ def test_unsupported_model_is_refused(model_type: str, changes: dict[str, Any], 
     with pytest.raises(ValueError, match=why) as caught:
         describe({**config_of(model_type), **changes})
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("qwen2_moe", {}),  # a window of 0
+        ("llama4_text", {"layer_types": ["full_attention"] * 2}),  # chunks
+    ],
+)
+def test_unsupported_mask_that_no_layer_uses_is_ignored(
+    model_type: str, changes: dict[str, Any]
+) -> None:
+    (group,) = describe(config_of(model_type, **changes)).cache_groups
+    assert isinstance(group, FullAttention)
 
 
 def test_unknown_model_needs_newer_library_or_its_own_code() -> None:

@@ -111,6 +111,7 @@ EP = {"enable_expert_parallel": True}
                 ("dots1", {**EP, "is_decoder_alone": True}),  # names without a prefix
                 ("stablelm", {}),
                 ("mixtral", ANY),
+                ("qwen2_moe", {}),  # a gate of the shared expert
                 ("qwen3", {**ANY, "quantization": "w8a8_int8"}),
             )
         ),

@@ -69,6 +69,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "opt": {},
     "persimmon": {},
     "phi": {},
+    "qwen2_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 24,
+    },
     "seed_oss": {"head_dim": 8},
     "smollm3": {},
     "stablelm": {},

@@ -68,10 +68,14 @@ class UnsupportedModelError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """Takes the place of a mask tensor. The fields are those of `RecordedAttention`."""
+    """Takes the place of a mask tensor. The fields are those of `RecordedAttention`.
+
+    `unsupported` says why a layer cannot use the mask. Some models create masks that none of their layers uses.
+    """
 
     window: int | None = None
     is_bidirectional: bool = False
+    unsupported: str | None = None
 
 
 def record(model: PreTrainedModel) -> Recording:
@@ -182,6 +186,8 @@ def observe(
     mask = Mask() if mask is None else mask
     if not isinstance(mask, Mask):
         raise UnsupportedModelError(f"{path}: the model creates or changes its attention mask")
+    if mask.unsupported is not None:
+        raise UnsupportedModelError(f"{path}: {mask.unsupported}")
     if arguments.get("is_causal") is False and not mask.is_bidirectional:
         raise UnsupportedModelError(f"{path}: its attention is not causal, but its mask is")
     if k.shape[2] != q.shape[2]:
@@ -212,31 +218,31 @@ def observe(
 
 
 def _make_mask(mask_function: Callable[..., Tensor], **arguments: Any) -> Mask:
-    """Return the window of a mask function, and whether queries see as many later keys.
+    """Return what a mask function lets queries see. It must be the same for any query."""
+    first, second = (_seen_from(query, mask_function) for query in (_FAR, _FAR + 1))
+    return first if first == second else Mask(unsupported="chunked attention is not supported")
 
-    Raises UnsupportedModelError for other masks.
-    """
+
+def _seen_from(query: int, mask_function: Callable[..., Tensor]) -> Mask:
+    """Return the window of a query far from both ends, and whether it sees as many later keys."""
     keys = torch.arange(2 * _FAR)
-    masks = []
-    for query in (_FAR, _FAR + 1):
-        try:
-            seen = mask_function(torch.tensor(0), torch.tensor(0), torch.tensor(query), keys)
-        except (RuntimeError, IndexError, NotImplementedError) as error:
-            raise UnsupportedModelError(
-                "an attention mask that depends on the batch, such as that of chunked attention, is not supported"
-            ) from error
-        places = seen.expand(keys.shape).nonzero().flatten()
-        first, last = int(places[0]), int(places[-1])
-        window = None if first == 0 else query - first + 1
-        last_seen = len(keys) - 1 if window is None else query + window - 1
-        if last not in (query, last_seen) or len(places) != last - first + 1:
-            raise UnsupportedModelError(
-                "an attention mask that is neither causal nor symmetric is not supported"
-            )
-        masks.append(Mask(window, last != query))
-    if masks[0] != masks[1]:
-        raise UnsupportedModelError("chunked attention is not supported")
-    return masks[0]
+    try:
+        seen = mask_function(torch.tensor(0), torch.tensor(0), torch.tensor(query), keys)
+    except (RuntimeError, IndexError, NotImplementedError):
+        return Mask(
+            unsupported="an attention mask that depends on the batch, such as that of chunked attention, is not supported"
+        )
+    places = seen.expand(keys.shape).nonzero().flatten()
+    if not len(places):
+        return Mask(unsupported="an attention mask that hides all tokens is not supported")
+    first, last = int(places[0]), int(places[-1])
+    window = None if first == 0 else query - first + 1
+    last_seen = len(keys) - 1 if window is None else query + window - 1
+    if last not in (query, last_seen) or len(places) != last - first + 1:
+        return Mask(
+            unsupported="an attention mask that is neither causal nor symmetric is not supported"
+        )
+    return Mask(window, last != query)
 
 
 # transformers checks the names of implementations when a model is built.
