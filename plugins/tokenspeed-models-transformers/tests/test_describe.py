@@ -11,6 +11,7 @@ import pytest
 from tiny_models import LATENT, SMALL
 from tokenspeed_models_transformers.describe import describe
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tokenspeed_core.api import FullAttention, SlidingWindow
 from tokenspeed_core.api.cache_groups import values_per_token
@@ -60,6 +61,13 @@ def test_process_without_torch_asks_a_subprocess() -> None:
     assert printed.strip() == str(describe(config))
 
 
+# Values that a tiny configuration needs.
+TINY: dict[str, dict[str, Any]] = {
+    "gpt_neo": {"attention_types": [[["global"], 2]]},
+    "granitemoehybrid": {"mamba_n_heads": 4},
+}
+
+
 @pytest.mark.parametrize(
     ("model_type", "changes", "why"),
     [
@@ -70,14 +78,34 @@ def test_process_without_torch_asks_a_subprocess() -> None:
         ("llama", {"prefix_lm": True}, "prefix_lm, which models of the type llama do not use"),
         ("mistral", {"is_causal": False, "sliding_window": 9}, "see 10 tokens on each side"),
         ("mamba", {}, "layers of the type linear_attention"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "layers of the type conv"),
+        ("falcon", {}, "falcon .* does not use the attention interface"),
+        ("gpt_neo", {}, "gpt_neo .* does not use the attention interface"),
+        ("git", {}, "git .* does not use the attention interface"),
+        ("jetmoe", {}, "jetmoe .* control flow depends on values"),
+        ("nemotron", {"num_key_value_heads": None}, "nemotron .* cannot be built: TypeError"),
+        ("deepseek_v2", LATENT, "deepseek_v2 .* failed with TypeError: topk"),
+        ("granitemoehybrid", {"mamba_n_heads": 7}, "granitemoehybrid.* must divide"),
         ("qwen2_moe", {"layer_types": ["sliding_attention"] * 2}, r"layers\.0.* hides all tokens"),
         ("llama", {"dtype": "float64"}, "dtype is 'float64'"),
     ],
 )
 def test_unsupported_model_is_refused(model_type: str, changes: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why) as caught:
-        describe({**config_of(model_type), **changes})
+        describe({**config_of(model_type, **TINY.get(model_type, {})), **changes})
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("model_type", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+def test_any_type_is_described_or_refused_in_one_line(model_type: str) -> None:
+    message = model_type
+    try:
+        assert describe({"model_type": model_type}).num_layers > 0
+    except ValueError as error:
+        message = str(error)
+    assert model_type in message
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize(

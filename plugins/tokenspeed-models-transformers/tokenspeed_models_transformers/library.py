@@ -13,7 +13,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.initialization import no_init_weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tokenspeed_models_transformers.recording import UnsupportedModelError
+from tokenspeed_models_transformers.recording import UnsupportedModelError, one_line
 
 REMOTE_CODE = "trust_remote_code"
 """The key under which the core puts the checkpoint's folder if the user trusts its code."""
@@ -35,9 +35,8 @@ def read_config(config: Mapping[str, Any]) -> PreTrainedConfig:
     model_type = values.get("model_type")
     if folder is not None and "AutoConfig" in classes:
         found = get_class_from_dynamic_module(classes["AutoConfig"], folder)
-        result: PreTrainedConfig = found.from_dict(values)
     elif model_type in CONFIG_MAPPING:
-        result = CONFIG_MAPPING[model_type].from_dict(values)
+        found = CONFIG_MAPPING[model_type]
     elif "AutoConfig" in classes:
         raise ValueError(
             f"model_type {model_type!r} is not part of transformers: it needs the code in its repository. If you trust "
@@ -48,6 +47,10 @@ def read_config(config: Mapping[str, Any]) -> PreTrainedConfig:
             f"config.json: no installed plugin supports {', '.join(values.get('architectures') or ())}, and model_type "
             f"{model_type!r} is unknown to the installed transformers. Upgrade it with `pip install --upgrade transformers`"
         )
+    try:
+        result: PreTrainedConfig = found.from_dict(values)
+    except Exception as error:  # a class raises anything if a value is invalid
+        raise ValueError(f"config.json is invalid for {model_type}: {one_line(error)}") from error
     result.name_or_path = folder or ""
     return result
 
@@ -73,9 +76,11 @@ def make_model(
                 experts_implementation=implementation,
                 trust_remote_code=trusts_code,
             )
-        except ValueError as error:
-            reason = str(error).partition("\n")[0]
-            raise UnsupportedModelError(f"transformers cannot build the model: {reason}") from error
+        except Exception as error:  # a model raises anything if its configuration is incomplete
+            reason = f"it cannot be built: {one_line(error)}"
+            if isinstance(error, KeyError) and error.args == (implementation,):
+                reason = "it does not use the attention interface of transformers"
+            raise UnsupportedModelError(reason) from error
     model.tie_weights()
     for module in model.modules():
         # These types change their frequencies with the longest sequence in the batch, which a cache cannot follow.

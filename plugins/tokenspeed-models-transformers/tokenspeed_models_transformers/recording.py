@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ _NUM_TOKENS = 3
 # Arguments that do not change the result of causal attention during inference.
 _IGNORED = frozenset(("dropout", "position_ids", "use_cache", "cache_position", "is_causal"))
 _UNDERSTOOD = frozenset(("scaling", "sliding_window", "softcap", "s_aux"))
+_MAX_MESSAGE = 200  # characters
 _FAR = 1 << 20  # a position beyond every window
 
 
@@ -64,6 +66,11 @@ class Recording:
 
 class UnsupportedModelError(ValueError):
     """A model cannot run on a paged KV cache. The message gives the reason."""
+
+
+def one_line(error: Exception) -> str:
+    """Return the class and the beginning of the message of an exception."""
+    return f"{type(error).__name__}: {shorten(str(error), _MAX_MESSAGE)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +120,8 @@ def record(model: PreTrainedModel) -> Recording:
             model(input_ids=ids, position_ids=ids, attention_mask=padding, use_cache=False)
         except UnsupportedModelError:
             raise
-        except (NotImplementedError, RuntimeError, TypeError, AttributeError, ValueError) as error:
-            reason = str(error).partition("\n")[0]
-            raise UnsupportedModelError(
-                f"{type(model).__name__} changes its attention mask, or its control flow depends on values of tensors: {reason}"
-            ) from error
+        except Exception as error:  # a model raises anything if its configuration is incomplete
+            raise UnsupportedModelError(_reason(error)) from error
     if not calls:
         raise UnsupportedModelError(
             f"{type(model).__name__} does not call the attention interface of transformers"
@@ -130,6 +134,16 @@ def record(model: PreTrainedModel) -> Recording:
         calls = [replace(each, is_bidirectional=True) for each in calls]
     _check_direction(model.config.get_text_config(), calls)
     return Recording(tuple(calls), experts, decoders[0])
+
+
+def _reason(error: Exception) -> str:
+    """Return why a recorded forward failed with an exception."""
+    message = str(error)
+    if f"'{Mask.__name__}'" in message:
+        return "it uses its attention mask outside of the attention interface of transformers"
+    if "meta tensor" in message or "register_meta" in message:
+        return "its control flow depends on values of tensors, which CUDA graphs cannot capture"
+    return f"its forward failed with {one_line(error)}"
 
 
 def is_prefix_lm(config: PreTrainedConfig) -> bool:

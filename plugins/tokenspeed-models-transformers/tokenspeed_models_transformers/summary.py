@@ -24,9 +24,9 @@ _MAX_LENGTHS = ("max_position_embeddings", "max_sequence_length", "seq_length", 
 def summarize(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `ModelInfo`, with `layers` instead of its cache groups. Raises ValueError."""
     hf_config = read_config(config)
-    text = hf_config.get_text_config()
     architecture = hf_config.model_type
     _refuse_unsupported(hf_config, architecture)
+    text = hf_config.get_text_config()
     dtype = _dtype(hf_config)  # building the model changes it
     try:
         model = make_model(
