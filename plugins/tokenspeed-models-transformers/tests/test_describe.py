@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from math import inf
 from typing import Any
 
 import pytest
-from tiny_models import LATENT, SMALL
+from tiny_models import ALL, LATENT, SMALL
 from tokenspeed_models_transformers.describe import describe
+from tokenspeed_models_transformers.library import read_config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -29,6 +31,18 @@ def test_defaults_of_the_class_complete_a_config() -> None:
     assert (info.vocab_size, info.max_model_len) == (50304, 2048)
     assert info.cache_groups == (FullAttention("full_32x2", 32, 32, 2),)
     assert info.num_parameters == 50304 * 64 * 2 + 32 * (4 * 64**2 + 3 * 64 * 11008)
+
+
+def test_infinity_in_a_config_file_is_read() -> None:
+    config = CONFIG_MAPPING["granitemoehybrid"](**{**SMALL, **ALL["granitemoehybrid"]})
+    written = json.loads(config.to_json_string())
+    assert written["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
+    assert read_config(written).time_step_limit == (0.0, inf)
+
+
+def test_hybrid_model_may_have_attention_only() -> None:
+    config = config_of("granitemoehybrid", **ALL["granitemoehybrid"])
+    assert describe(config).cache_groups == (FullAttention("full_2x8", 2, 2, 8),)
 
 
 def test_layers_with_windows_have_their_own_group() -> None:
@@ -64,7 +78,7 @@ def test_process_without_torch_asks_a_subprocess() -> None:
 # Values that a tiny configuration needs.
 TINY: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global"], 2]]},
-    "granitemoehybrid": {"mamba_n_heads": 4},
+    "granitemoehybrid": ALL["granitemoehybrid"],
 }
 
 
@@ -86,6 +100,8 @@ TINY: dict[str, dict[str, Any]] = {
         ("nemotron", {"num_key_value_heads": None}, "nemotron .* cannot be built: TypeError"),
         ("deepseek_v2", LATENT, "deepseek_v2 .* failed with TypeError: topk"),
         ("granitemoehybrid", {"mamba_n_heads": 7}, "granitemoehybrid.* must divide"),
+        ("granitemoehybrid", {"layer_types": ["mamba"] * 2}, "layers of the type linear_attention"),
+        ("openai-gpt", {}, "openai-gpt .* uses its attention mask outside"),
         ("qwen2_moe", {"layer_types": ["sliding_attention"] * 2}, r"layers\.0.* hides all tokens"),
         ("llama", {"dtype": "float64"}, "dtype is 'float64'"),
     ],

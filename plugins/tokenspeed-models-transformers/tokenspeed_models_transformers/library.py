@@ -29,7 +29,8 @@ def _unquantized(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_config(config: Mapping[str, Any]) -> PreTrainedConfig:
     """Return a configuration with all defaults of its class. Raises ValueError."""
-    values = _unquantized(config)
+    # transformers writes infinity as {"__float__": "Infinity"}.
+    values = PreTrainedConfig._decode_special_floats(_unquantized(config))
     values.pop(REMOTE_CODE, None)
     folder, classes = config.get(REMOTE_CODE), config.get("auto_map") or {}
     model_type = values.get("model_type")

@@ -111,8 +111,9 @@ def record(model: PreTrainedModel) -> Recording:
         return torch.empty_like(x)
 
     ids = torch.zeros(1, _NUM_TOKENS, dtype=torch.int64, device="meta")
-    # With a mask of the batch's padding, transformers does not compare positions in search of packed sequences.
-    padding = torch.ones_like(ids)
+    # With a mask of the batch's padding, transformers does not compare positions in search of packed sequences. Hybrid
+    # models read its values.
+    padding = torch.ones(ids.shape, dtype=torch.int64)
     AttentionInterface.register(RECORD, note_attention)
     ALL_EXPERTS_FUNCTIONS.register(RECORD, note_experts)
     with _hooks(model, names, decoders), torch.inference_mode():
@@ -139,7 +140,8 @@ def record(model: PreTrainedModel) -> Recording:
 def _reason(error: Exception) -> str:
     """Return why a recorded forward failed with an exception."""
     message = str(error)
-    if f"'{Mask.__name__}'" in message:
+    # Only the mask of the padding is on another device.
+    if f"'{Mask.__name__}'" in message or "device meta" in message:
         return "it uses its attention mask outside of the attention interface of transformers"
     if "meta tensor" in message or "register_meta" in message:
         return "its control flow depends on values of tensors, which CUDA graphs cannot capture"

@@ -36,7 +36,8 @@ def summarize(config: Mapping[str, Any]) -> dict[str, Any]:
             RECORD,
             trusts_code=REMOTE_CODE in config,
         )
-        if getattr(model, "_is_stateful", False):
+        # Classes of hybrid models are stateful, but layer_types may have attention only.
+        if getattr(model, "_is_stateful", False) and not getattr(text, "layer_types", None):
             raise UnsupportedModelError("layers with a recurrent state are not supported")
         attention = record(model).attention
     except UnsupportedModelError as error:
