@@ -73,7 +73,8 @@ def test_greedy_tokens_equal_transformers(model_type: str, tmp_path: Path) -> No
 @pytest.mark.release
 @pytest.mark.parametrize("model_type", MORE)
 def test_greedy_tokens_of_more_models_equal_transformers(model_type: str, tmp_path: Path) -> None:
-    check(model_type, tmp_path)
+    # transformers gives the checkpoints of some types an architecture that another family supports.
+    check(model_type, tmp_path, **ANY)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +113,7 @@ EP = {"enable_expert_parallel": True}
                 ("stablelm", {}),
                 ("mixtral", ANY),
                 ("qwen2_moe", {}),  # a gate of the shared expert
+                ("sarvam_moe", ANY),  # stacked projections in the checkpoint
                 ("qwen3", {**ANY, "quantization": "w8a8_int8"}),
             )
         ),

@@ -73,6 +73,14 @@ def test_wrong_weights_are_named(tmp_path: Path) -> None:
     assert "model.layers.0.mlp.gate.weight has shape [2, 2], expected [6, 32]" in message
 
 
+def test_stacked_projections_of_a_checkpoint_are_split(tmp_path: Path) -> None:
+    reference = save_reference("sarvam_moe", tmp_path)
+    model, context, weights = build(tmp_path)
+    assert "model.layers.0.attention.query_key_value.weight" in weights
+    model.load_weights(weights.items())
+    check_logits(model, context, reference)
+
+
 def test_missing_expert_is_an_error_of_its_layer(tmp_path: Path) -> None:
     save_reference("qwen3_moe", tmp_path)
     model, _, weights = build(tmp_path)

@@ -102,6 +102,7 @@ MORE: dict[str, dict[str, Any]] = {
     "modernbert-decoder": {"pad_token_id": 0, "local_attention": 16},
     "nanochat": {},
     "phimoe": {},
+    "sarvam_moe": EXPERTS,
     "vaultgemma": {"head_dim": 8, "attn_logit_softcapping": 2.0} | WINDOWS,
 }
 # Native ones, as a cross-check.

@@ -41,15 +41,10 @@ class TransformersModel:
         trusts_code = REMOTE_CODE in config
         if trusts_code:
             log.warning("running code from the model's repository: %s", config[REMOTE_CODE])
-        recorded = record(
-            make_model(
-                read_config(config),
-                build.dtype,
-                torch.device("meta"),
-                RECORD,
-                trusts_code=trusts_code,
-            )
+        original = make_model(
+            read_config(config), build.dtype, torch.device("meta"), RECORD, trusts_code=trusts_code
         )
+        recorded = record(original)
         self._causal_lm = make_model(
             read_config(config), build.dtype, build.device, SERVE, trusts_code=trusts_code
         )
@@ -66,7 +61,9 @@ class TransformersModel:
         allocate_parameters(self._causal_lm, build.device)
         _check_shared(replacer.sharding, build)
         compile_sharding(build, [*replacer.sharding, _ALL])
-        self._names = CheckpointNames(self._causal_lm, replacer.slots, replacer.shards, build.group)
+        self._names = CheckpointNames(
+            self._causal_lm, original, replacer.slots, replacer.shards, build.group
+        )
         self._keeps_layers, self._is_quantized = bool(replacer.slots), replacer.is_quantized
         # The head is the model with a decoder that returns given hidden states.
         self._given = _Given()

@@ -27,6 +27,7 @@ Named = tuple[str, Tensor]
 class CheckpointNames:
     """The parameters and stored buffers of a model, and the way from a checkpoint's tensors to them.
 
+    `original` is the model as transformers builds it: tensors are split by the shapes of its parameters.
     `own` are the slots of TokenSpeed's layers: quantized ones, and experts that processes share. Their names are those
     of checkpoints after renaming: their tensors are neither merged nor split. `shards` has the sharding of linear layers
     by their paths, over the process `groups`.
@@ -35,11 +36,12 @@ class CheckpointNames:
     def __init__(
         self,
         model: PreTrainedModel,
+        original: PreTrainedModel,
         own: Sequence[WeightSlot] = (),
         shards: Mapping[str, Shard | StackedShard] | None = None,
         groups: Groups = ONE_PROCESS.group,
     ) -> None:
-        self._model, self._slots = model, own
+        self._model, self._original, self._slots = model, original, own
         self._shards, self._groups = shards or {}, groups
         self.targets: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
         first: dict[int, str] = {}
@@ -132,7 +134,7 @@ class CheckpointNames:
         """Yield the tensors that a converter returns. Raises ValueError if they do not belong together."""
         try:
             made: Mapping[str, Tensor | list[Tensor]] = converter.convert(
-                name, model=self._model, config=self._model.config
+                name, model=self._original, config=self._original.config
             )
         except (RuntimeError, ValueError) as error:
             reason = str(error).partition("\n")[0]
