@@ -82,12 +82,30 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 # More of them, for the release checks.
 MORE: dict[str, dict[str, Any]] = {
+    "afmoe": {
+        "head_dim": 8,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "num_dense_layers": 1,
+        **WINDOWS,
+    },
     "biogpt": {},
+    "codegen": {"rotary_dim": 4},
     "ctrl": {},
     "ernie4_5_moe": {},
+    "exaone": {},
+    "exaone_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        **WINDOWS,
+    },
     "flex_olmo": {},
     "glm4": {"head_dim": 8},
+    "glm4_moe_lite": LATENT | EXPERTS,
     "gpt_bigcode": {},
+    "gptj": {"rotary_dim": 4},
     "granitemoehybrid": {
         "layer_types": ["full_attention"] * 2,
         "position_embedding_type": "rope",
@@ -98,7 +116,9 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "granitemoeshared": {},
     "hunyuan_v1_dense": {"head_dim": 8},
+    "internlm3": {},
     "jais2": {},
+    "ministral3": {"head_dim": 8},
     "modernbert-decoder": {"pad_token_id": 0, "local_attention": 16},
     "nanochat": {},
     "phimoe": {},
@@ -114,10 +134,12 @@ NATIVE: dict[str, dict[str, Any]] = {
     "glm4_moe": EXPERTS,
     "gpt_oss": {"head_dim": 8, "num_local_experts": 4} | WINDOWS,
     "llama": {"tie_word_embeddings": True},
+    "mistral": {"sliding_window": 9},
     "mixtral": {},
     "olmo2": {},
     "olmo3": WINDOWS,
     "phi3": {},
+    "qwen2": {},
     "qwen3": {"head_dim": 8},
     "qwen3_moe": {"head_dim": 8, "num_experts": 6, "num_experts_per_tok": 2},
 }
