@@ -131,7 +131,9 @@ def test_backend_after_auto_is_refused(names: tuple[str, ...]) -> None:
 
 
 def test_alternative_keeps_the_requested_backends_first() -> None:
-    kernels = (kernel("fast", "greedy"), kernel("plain", "greedy"), kernel("plain", "sample"))
+    unfit = kernel("fast", "sample", capability=replace(ANYWHERE, dtypes=("float16",)))
+    plain = (kernel("plain", "greedy"), kernel("plain", "sample"))
+    kernels = (kernel("fast", "greedy"), unfit, *plain)
     with pytest.raises(NothingFitsError) as caught:
         Selector(kernels, CPU, [override("sampling", "fast")]).select("sample", LOGITS, layer=3)
     (planned,) = caught.value.plan.ops
@@ -323,16 +325,49 @@ def test_table_fits_a_screen() -> None:
     assert "five dist-five prefill, layers 0-5 " in rows
 
 
-def test_op_missing_in_a_named_backend_gets_a_hint() -> None:
+def test_family_override_skips_ops_without_its_backend() -> None:
     # As with `--moe-backend deepgemm`, which has experts and no router.
-    kernels = (kernel("greedy-only", "greedy"), kernel("plain", "sample"))
-    given = [Override.parse("sampling", ("greedy-only",), "--sampling-backend")]
-    with pytest.raises(SelectionError) as caught:
-        Selector(kernels, CPU, given).select("sample", LOGITS)
-    message = str(caught.value)
-    assert "greedy-only: no such backend is installed for this op" in message
-    assert "use --sampling-backend greedy-only,plain,auto" in message
-    typed = [Override.parse("sampling", ("greedy-only", "plain", "auto"))]
-    again = Selector(kernels, CPU, typed)
-    backends = [again.select(op, LOGITS).spec.backend for op in ("greedy", "sample")]
+    kernels = (
+        kernel("greedy-only", "greedy"),
+        kernel("plain", "greedy"),
+        kernel("plain", "sample"),
+    )
+    given = Override.parse("sampling", ("greedy-only",), "--sampling-backend (from a file)")
+    selector = Selector(kernels, CPU, [given])
+    backends = [selector.select(op, LOGITS).spec.backend for op in ("greedy", "sample")]
     assert backends == ["greedy-only", "plain"]
+    selector.check()
+    skipped = "greedy-only: no kernel of this op; --sampling-backend does not apply (sample)"
+    assert kernel_table(selector.plan()).partition("backends not used:\n  ")[2].startswith(skipped)
+
+
+def test_less_specific_override_replaces_one_without_a_kernel() -> None:
+    draft = Override.parse("sampling", ("greedy-only",), "--draft", for_draft=True)
+    kernels = (kernel("greedy-only", "greedy"), *KERNELS, kernel("best", "sample"))
+    selector = Selector(kernels, CPU, [override("sampling", "plain"), draft], first_draft_layer=0)
+    backends = [selector.select(op, LOGITS, layer=0).spec.backend for op in ("greedy", "sample")]
+    assert backends == ["greedy-only", "plain"]
+
+
+def test_override_without_a_kernel_for_the_model_is_refused() -> None:
+    kernels = (*KERNELS, kernel("other", "mask_logits"))
+    selector = Selector(kernels, CPU, [override("sampling", "other")])
+    model(selector)
+    with pytest.raises(SelectionError, match=r"other has no kernel .* greedy float32") as caught:
+        selector.check()
+    assert "plain" in str(caught.value)
+    with pytest.raises(SelectionError, match="unheard: no such backend"):
+        Selector(KERNELS, CPU, [override("sampling", "unheard")]).select("sample", LOGITS)
+
+
+def test_override_of_an_op_is_strict() -> None:
+    kernels = (kernel("greedy-only", "greedy"), *KERNELS)
+    with pytest.raises(SelectionError, match="greedy-only: no such backend"):
+        Selector(kernels, CPU, [override("sample", "greedy-only")]).select("sample", LOGITS)
+
+
+@pytest.mark.parametrize(("backend", "ops"), [("plain", ["greedy", "sample"]), ("other", ["both"])])
+def test_backend_of_a_part_counts_for_the_fused_op(backend: str, ops: list[str]) -> None:
+    kernels = (*KERNELS, kernel("fast", "both"), kernel("other", "mask_logits"))
+    selector = Selector(kernels, CPU, [override("sampling", backend)], ops=merge_ops((FUSED,)))
+    assert [choice.spec.op for choice in selector.select_all(FUSED.parts, LOGITS)] == ops

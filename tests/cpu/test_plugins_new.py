@@ -114,7 +114,7 @@ def test_each_package_passes_the_conformance_kit(run: Callable[..., str]) -> Non
         pytest.param(
             "sampling",
             "acme/sampling",
-            {"sampling_backend": "acme/sampling,auto"},
+            {"sampling_backend": "acme/sampling"},
             marks=pytest.mark.release,
         ),
         pytest.param(
@@ -123,7 +123,7 @@ def test_each_package_passes_the_conformance_kit(run: Callable[..., str]) -> Non
         pytest.param(
             "moe",
             "acme/moe",
-            {"moe_backend": "acme/moe,auto", "model": "moe/acme_moe/example"},
+            {"moe_backend": "acme/moe", "model": "moe/acme_moe/example"},
             marks=pytest.mark.release,
         ),
     ],

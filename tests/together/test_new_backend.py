@@ -36,7 +36,7 @@ CHAT = (  # every plugin of acme that a chat with the demo can use
     "--attention-backend",
     "acme/attention",
     "--sampling-backend",
-    "acme/sampling,auto",
+    "acme/sampling",
     "--kernel-backend",
     "linear=acme/linear,auto",
     "--schedule-policy",
@@ -174,9 +174,7 @@ def test_server_uses_third_party_plugins(
 
 
 @pytest.mark.usefixtures("acme")
-@pytest.mark.parametrize(
-    ("kind", "words"), [("moe", ("--moe-backend", "acme/moe,auto")), ("model", ())]
-)
+@pytest.mark.parametrize(("kind", "words"), [("moe", ("--moe-backend", "acme/moe")), ("model", ())])
 def test_example_of_a_package_is_served(tmp_path: Path, kind: str, words: tuple[str, ...]) -> None:
     package = find_spec(f"acme_{kind}")
     assert package is not None

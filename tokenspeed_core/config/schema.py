@@ -237,7 +237,7 @@ class Config(ParallelSettings, SpeculationSettings):
     attention_backend: BackendChoice = backends(
         "attention",
         "backends",
-        "Attention backends by preference; end with auto to fill in missing ops.",
+        "Attention backends by preference; end with auto to allow others.",
         narrow=PHASES,
     )
     # With 1, a prefill takes no more memory than the largest step, which is measured at start.
@@ -265,12 +265,12 @@ class Config(ParallelSettings, SpeculationSettings):
     moe_backend: BackendChoice = backends(
         "moe",
         "backends",
-        "Mixture-of-experts backends by preference; end with auto to fill in missing ops.",
+        "Mixture-of-experts backends by preference; end with auto to allow others.",
     )
     sampling_backend: BackendChoice = backends(
         "sampling",
         "backends",
-        "Sampling backends by preference; end with auto to fill in missing ops.",
+        "Sampling backends by preference; end with auto to allow others.",
     )
     grammar_backend: str = setting(
         "auto",

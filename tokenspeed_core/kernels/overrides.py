@@ -18,7 +18,8 @@ DTYPE_FORMATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 class Override:
     """Backends for an op or op family, best first. "auto" means the default order.
 
-    Without "auto", no other backend is used. `phase` or `format` restricts the override; None means any. A format is
+    Without "auto", no other backend is used for an op that one of them has; an override of a family does not apply to
+    its other ops. `phase` or `format` restricts the override; None means any. A format is
     a dtype of the problem ("bf16") or the suffix of ops' names ("fp8" is `linear_fp8` in the family linear). `flag`
     is the flag as the user typed it. `for_draft` restricts it to the layers of the draft model, where it precedes all
     others.

@@ -206,6 +206,14 @@ class Selector:
             " ".join(filter(None, (planned.op, planned.axis("phase"), planned.axis("dtype"))))
             for planned in found
         }
+        contracts = [self.ops[planned.op] for planned in found]
+        if any(self._kernels_of_other_ops(override, each) for each in contracts):
+            fitting = {v.backend for planned in found for v in planned.verdicts if v.fits}
+            return (
+                f"{override.flag} has no effect: {', '.join(override.backends)} has no kernel of the ops that this model "
+                f"uses, {', '.join(sorted(uses))}. Choose another backend ({', '.join(sorted(fitting))}), or remove "
+                "the flag."
+            )
         return (
             f"{override.flag} has no effect: this model uses {', '.join(sorted(uses))}. Change its phase or format, or "
             "remove the flag."
@@ -251,6 +259,10 @@ class Selector:
             options.model_dump(mode="json", by_alias=True, exclude_unset=True) if options else {}
         )
         flag = flag_for(contract, problem, override)
+        verdicts = (
+            *_verdicts(judged, taken, names, figures, unranked, flag),
+            *self._absent(contract, problem),
+        )
         planned = PlannedOp(
             op=contract.name,
             family=contract.family,
@@ -259,7 +271,7 @@ class Selector:
             backend="" if taken is None else taken.spec.backend,
             distribution="" if taken is None else taken.distribution,
             because=because,
-            verdicts=tuple(_verdicts(judged, taken, names, figures, unranked, flag)),
+            verdicts=verdicts,
             options=tuple(given.items()),
             wanted=names,
             asked_by=source,
@@ -314,7 +326,9 @@ class Selector:
         found = [
             each
             for each in self.overrides
-            if each.applies(contract, problem) and (is_draft or not each.for_draft)
+            if each.applies(contract, problem)
+            and (is_draft or not each.for_draft)
+            and not self._kernels_of_other_ops(each, contract)
         ]
         found = [each for each in found if each.for_draft] or found
         found.sort(key=lambda each: each.specificity(contract), reverse=True)
@@ -325,6 +339,37 @@ class Selector:
             both = " and ".join(sorted(each.flag for each in found[:2]))
             raise SelectionError(f"{both} both set the backend of {contract.name}; give only one.")
         return found[0]
+
+    def _kernels_of_other_ops(
+        self, override: Override, contract: OpContract
+    ) -> list[InstalledKernel]:
+        """Return the family's kernels that an override names, none if one of them is for this op or its parts.
+
+        If it returns any, the override does not apply to this op.
+        """
+        ops = self._with_parts(contract.name)
+        found = [each for each in self.kernels if each.spec.backend in override.backends]
+        if override.backends[-1] == "auto" or any(each.spec.op in ops for each in found):
+            return []
+        family = {each.name for each in self.ops.values() if each.family == override.target}
+        return [each for each in found if each.spec.op in family]
+
+    def _with_parts(self, op: str) -> set[str]:
+        """Return the names of an op and of all ops that it fuses."""
+        parts = FUSED_PARTS if op == FUSED_OP else self.ops[op].parts if op in self.ops else ()
+        return {op}.union(*(self._with_parts(part) for part in parts))
+
+    def _absent(self, contract: OpContract, problem: Problem) -> Iterator[Verdict]:
+        """Yield a verdict on each backend that an override names for other ops of the family only."""
+        for override in self.overrides:
+            if override.applies(contract, problem):
+                kernels = self._kernels_of_other_ops(override, contract)
+                flag = override.flag.partition(" (")[0]
+                reason = Reason(f"no kernel of this op; {flag} does not apply")
+                for name, distribution in dict.fromkeys(
+                    (each.spec.backend, each.distribution) for each in kernels
+                ):
+                    yield Verdict(name, distribution, False, (reason,), is_absent=True)
 
     def _refusals(self, spec: KernelSpec, problem: Problem) -> tuple[Reason, ...]:
         missing = tuple(

@@ -87,13 +87,16 @@ def _aligned(rows: list[tuple[str, str, str, str]]) -> Iterable[str]:
 
 
 def _reasons(plan: KernelPlan) -> list[tuple[str, list[str]]]:
-    """Return the first reason against each backend, each with the ops that it concerns."""
+    """Return the first reason against each backend, each with the ops that it concerns.
+
+    Backends that a flag names and that an op lacks come first.
+    """
     ops: dict[tuple[str, str], dict[str, None]] = {}
-    for planned in plan.ops:
-        for verdict in planned.verdicts:
-            if verdict.reasons and verdict.backend != planned.backend:
-                key = (verdict.backend, verdict.reasons[0].what)
-                ops.setdefault(key, {})[planned.op] = None
+    verdicts = [(planned, verdict) for planned in plan.ops for verdict in planned.verdicts]
+    for planned, verdict in sorted(verdicts, key=lambda pair: not pair[1].is_absent):
+        if verdict.reasons and verdict.backend != planned.backend:
+            key = (verdict.backend, verdict.reasons[0].what)
+            ops.setdefault(key, {})[planned.op] = None
     return [(f"{backend}: {why}", list(names)) for (backend, why), names in ops.items()]
 
 

@@ -64,7 +64,7 @@ RECIPES: Mapping[str, Recipe] = {
     "moe": Recipe(
         "kernels.moe",
         "The expert backend $name for TokenSpeed.",
-        "tokenspeed serve $package/example --load-format dummy --skip-tokenizer-init --moe-backend $name,auto",
+        "tokenspeed serve $package/example --load-format dummy --skip-tokenizer-init --moe-backend $name",
         {**_kernel("moe"), "example/config.json": "moe/config.json"},
         requires=("torch>=2.11",),
     ),
@@ -78,7 +78,7 @@ RECIPES: Mapping[str, Recipe] = {
     "sampling": Recipe(
         "kernels.sampling",
         "The sampling backend $name for TokenSpeed.",
-        "tokenspeed serve --sampling-backend $name,auto",
+        "tokenspeed serve --sampling-backend $name",
         _kernel("sampling"),
         requires=("torch>=2.11",),
     ),
