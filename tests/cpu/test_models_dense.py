@@ -445,6 +445,10 @@ def test_stacked_projections_keep_their_shards() -> None:
             r"rope_scaling\.short_factor is \[1\.0\], expected a list of 48 numbers",
         ),
         (describe_phi3, {**PHI3_MINI_4K, "sliding_window": 0}, "sliding_window is 0"),
+        *(
+            (describe_phi3, {**PHI4_MINI, key: True}, f"{key} is True")
+            for key in ("attention_bias", "mlp_bias", "lm_head_bias")
+        ),
     ],
 )
 def test_unsupported_value_is_named_by_its_key(describe: Any, config: Json, message: str) -> None:

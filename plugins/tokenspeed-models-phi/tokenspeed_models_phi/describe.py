@@ -18,6 +18,9 @@ def read_phi3(config: Mapping[str, Any]) -> DecoderConfig:
     Raises ValueError naming the key.
     """
     keys = ConfigReader(config)
+    for key in ("attention_bias", "mlp_bias", "lm_head_bias"):
+        if keys.boolean(key, False):
+            raise ValueError(f"config.json: {key} is True. Supported for this family: False.")
     window = keys.integer("sliding_window") if "sliding_window" in keys else None
     if window is not None and window >= keys.integer("max_position_embeddings"):
         window = None
