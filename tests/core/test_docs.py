@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+from tokenspeed_server.settings import ServerConfig
 
 from tokenspeed_core.api.sampling import SamplingParams
+from tokenspeed_core.commands.settings import ModelArgument, configure, with_settings
 
 pytestmark = pytest.mark.tree
 
@@ -65,6 +71,37 @@ def test_python_page_lists_every_sampling_parameter() -> None:
     table = page.partition("## Sampling parameters")[2]
     missing = [name for name in SamplingParams.model_fields if f"`{name}" not in table]
     assert missing == []
+
+
+def test_models_page_lists_every_architecture() -> None:
+    table = (ROOT / "docs/models.md").read_text(encoding="utf-8").partition("\n### Recipes")[0]
+    rows = [re.findall(r"[\w-]+", line) for line in table.splitlines() if line.startswith("| `")]
+    missing = []
+    for file in (ROOT / "tokenspeed_models/pyproject.toml", *ROOT.glob("plugins/*/pyproject.toml")):
+        project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+        for name in project.get("entry-points", {}).get("tokenspeed.models", {}):
+            if name != "*" and not any(name in row and row[-1] == project["name"] for row in rows):
+                missing.append((name, project["name"]))
+    assert len(rows) > 10
+    assert missing == []
+
+
+def test_recipes_of_models_parse() -> None:
+    page = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+    table = page.partition("\n### Recipes")[2].partition("\n### ")[0]
+    recipes = re.findall(r"`tokenspeed serve *([^`]*)`", table)
+    models = []
+
+    def run(model: ModelArgument = None, *, flags: dict[str, Any]) -> int:
+        models.append(configure(ServerConfig, model, flags, None).model)
+        return 0
+
+    app = typer.Typer(add_completion=False)
+    app.command()(with_settings(ServerConfig, run))
+    serve = typer.main.get_command(app)
+    for recipe in recipes:
+        assert serve.main(shlex.split(recipe), "tokenspeed serve", standalone_mode=False) == 0
+    assert len(models) == len(recipes) > 20
 
 
 def test_tables_begin_with_a_header() -> None:
