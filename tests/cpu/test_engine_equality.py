@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tiny_families import FAMILIES, save_reference
+from family_checks import NEAR, Family, check_engine, greedy, prompts
+from tiny_families import FAMILIES
 from transformers import MinNewTokensLengthLogitsProcessor
 
 from tokenspeed_core import LLM, SamplingParams
@@ -23,9 +23,7 @@ from tokenspeed_core.errors import TokenSpeedError
 pytestmark = pytest.mark.slow
 
 CONTEXT = 128  # of the tiny checkpoints
-NEAR = 1e-4  # logits this close are equal: either token is right
 EOS = 2
-LENGTHS = (1, 2, 4, 7, 8, 15, 16, 17, 33, 60)
 SETTINGS: dict[str, dict[str, Any]] = {
     "one step a prompt": {},
     "chunks of 5": {"chunked_prefill_size": 5},
@@ -39,15 +37,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
 SIMILAR = ("DeepseekV2", "Gemma2", "Mixtral", "Olmo2", "Phi3")
 # Qwen3 runs every case. The others differ in their layers, which one or two cases of each test cover.
 BRIEF: dict[str, tuple[Any, ...]] = {
-    "DeepseekV3": ("a step ahead", (16, 1), 1),
+    "DeepseekV3": ("a step ahead", "cpu", 1),
     "Gemma3": ("chunks of 16, blocks of 3", "no chunks", (16, 2), 2),
     "Llama": ("two at once",),
     "Mistral": ("chunks of 5", (16, 2)),
     "Qwen2": ("chunks of 16, blocks of 3",),
     "Qwen3Moe": ("no prefix cache", (-1, 1)),
     "Glm4Moe": ("chunks of 16, blocks of 3",),
-    "GptOss": ("chunks of 16, blocks of 3", (16, 1)),
-    "Llama4": ("chunks of 16, blocks of 3", (16, 1)),
+    "GptOss": ("chunks of 16, blocks of 3", "cpu"),
+    "Llama4": ("chunks of 16, blocks of 3", "cpu"),
     "MiniMaxM2": ("a step ahead",),
     "Olmo3": ("chunks of 5",),
 }
@@ -67,42 +65,6 @@ def with_families(*cases: Any) -> list[Any]:
 
 
 Reference = Callable[[tuple[int, ...]], torch.Tensor]
-
-
-class Family:
-    """A checkpoint on disk, and the logits of transformers' model of it."""
-
-    def __init__(self, name: str, folder: Path) -> None:
-        self.folder = folder
-        model = save_reference(name, folder)
-
-        @cache
-        def logits(tokens: tuple[int, ...]) -> torch.Tensor:
-            with torch.inference_mode():
-                found: torch.Tensor = model(torch.tensor([tokens])).logits[0]
-            return found
-
-        self.logits = logits
-
-    def start(self, depth: int = 1, **settings: Any) -> LLM:
-        """Start an engine with `depth` steps in flight; a GPU has 2."""
-        defaults: dict[str, Any] = {
-            "skip_tokenizer_init": True,
-            "max_total_tokens": 1024,
-            "block_size": 4,
-            "max_num_seqs": 8,
-        }
-        llm = LLM(str(self.folder), **{**defaults, **settings})
-        llm._engine._depth = depth
-        return llm
-
-    def check_greedy(self, prompt: list[int], tokens: list[int]) -> None:
-        """Raise AssertionError if transformers finds another token more probable."""
-        logits = self.logits((*prompt, *tokens))
-        for at, token in enumerate(tokens, len(prompt) - 1):
-            assert logits[at].max() - logits[at, token] <= NEAR, (
-                f"token {at + 1 - len(prompt)} after {len(prompt)}"
-            )
 
 
 @pytest.fixture(scope="session")
@@ -144,20 +106,6 @@ def drive(llm: LLM, submits: list[Submit]) -> tuple[dict[int, list[int]], dict[i
     return tokens, finish
 
 
-def prompts() -> list[list[int]]:
-    """Return prompts of many lengths; some share a long beginning."""
-    random = np.random.default_rng(3)
-    shared = random.integers(3, 101, 60).tolist()
-    return [
-        shared[:length] if i % 2 else random.integers(3, 101, length).tolist()
-        for i, length in enumerate(LENGTHS)
-    ]
-
-
-def greedy(num_tokens: int, **params: Any) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, **params)
-
-
 def generate_one(llm: LLM, prompt: list[int], params: SamplingParams) -> SequenceOutput:
     """Generate for one prompt alone."""
     return llm.generate({"prompt_token_ids": prompt}, params)[0].outputs[0]
@@ -184,7 +132,14 @@ def test_greedy_tokens_equal_transformers(
                 model.check_greedy(prompt, tokens)
 
 
-@pytest.mark.parametrize(("family", "chunk_and_depth"), with_families((16, 1), (-1, 1), (16, 2)))
+@pytest.mark.parametrize(("family", "device"), with_families("cpu"))
+def test_small_pool_does_not_change_results(
+    families: Callable[[str], Family], family: str, device: str
+) -> None:
+    check_engine(families(family), device, depth=1)  # tests/gpu/test_families.py runs it on a GPU
+
+
+@pytest.mark.parametrize(("family", "chunk_and_depth"), with_families((-1, 1), (16, 2)))
 def test_greedy_tokens_survive_preemption(
     families: Callable[[str], Family], family: str, chunk_and_depth: tuple[int, int]
 ) -> None:
