@@ -4,6 +4,7 @@
     python benchmarks/moe_tilings.py [--ops bf16] [--models qwen3-30b-a3b] [--tokens 16 64 256 8192] [--json FILE]
     python benchmarks/moe_tilings.py --ops fp8 int8 fp8_block --tokens 8192 1024 256
     python benchmarks/moe_tilings.py --ops fp8 --tokens 8192 1024 --models qwen3-30b-a3b deepseek-v2-lite
+    python benchmarks/moe_tilings.py --ops w4a16 biased mxfp4 --out tokenspeed_kernels/triton/moe/tuned.json
 
 Needs a CUDA device. Tokens choose random experts. Models of less than 2 GB per layer are timed in a CUDA graph of a few
 layers, each with separate weights. Every tiling is compared with float32 first. Times are µs per layer, medians of 15.
@@ -15,6 +16,12 @@ error is the root mean square over all outputs of the difference from float32 re
 relative to the error that the quantization of the inputs causes. It includes the rounding of outputs to bfloat16. Both
 GEMMs share the pairs per tile, so the last lines give the best two GEMMs with the same pairs per tile for each op,
 model and number of tokens.
+
+INT4 experts (w4a16) and experts with biases (biased, mxfp4) are timed as whole ops, with a flushed L2 cache.
+
+`--out` writes the best tilings for this compute capability, which kernels read when they are made. A tiling covers a
+range of pairs per expert; ranges without a case keep their tiling. Tilings with a larger error than the one in use are
+left out.
 """
 
 from __future__ import annotations
@@ -30,11 +37,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from moe_decode import MODELS
+from moe_whole_tilings import WHOLE_OPS
+from moe_whole_tilings import sweep as sweep_whole
+from rank_kernels import COMMON, SHAPES
+from tiling_file import tuned_table, update
 from torch import Tensor
 
+from tokenspeed_core.kernels.installed import installed_ops
+from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_kernels.triton import precompile
-from tokenspeed_kernels.triton.moe import experts, experts_w8a8
 from tokenspeed_kernels.triton.moe.experts import (
     Scales,
     new_tiles,
@@ -43,6 +54,7 @@ from tokenspeed_kernels.triton.moe.experts import (
     sort_by_expert,
 )
 from tokenspeed_kernels.triton.moe.tilings import Gemm, Tiling, Tilings, tiling_for
+from tokenspeed_kernels.triton.moe.tuned import tuned_tilings
 from tokenspeed_kernels.triton.quantize.fp8_per_group import GROUP, quantize_fp8_groups
 from tokenspeed_kernels.triton.quantize.fp8_per_token import quantize_fp8
 from tokenspeed_kernels.triton.quantize.integer import quantize_int8
@@ -50,27 +62,33 @@ from tokenspeed_kernels.triton.quantize.integer import quantize_int8
 SHARED_MEMORY = 227 * 1024  # bytes per multiprocessor
 LAYER_BYTES = 2_000_000_000  # of a layer that is timed alone
 NAMES = ("gate_up", "down")
+MAX_INEXACT = 128  # products summed in the tensor cores' short accumulator before a float32 sum
+MAX_ERROR = 1.02  # of a tiling that `--out` writes, relative to the tiling in use
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """What is timed by default, the tilings in use, and for 8 bits the scales and what quantizes inputs."""
+    """The op, what is timed by default, and for 8 bits the scales and what quantizes inputs."""
 
+    name: str
     models: tuple[str, ...]
-    tilings: Tilings
     dtype: torch.dtype = torch.bfloat16
     kind: str = "none"
     quantize: Callable[..., Any] | None = None
 
+    @property
+    def tilings(self) -> Tilings:
+        """The tilings in use on this device."""
+        return tuned_tilings(self.name, Tiling.of)
 
-COMMON = ("qwen3-30b-a3b", "deepseek-v2-lite")
+
 OPS = {
-    "bf16": Op(COMMON[:1], experts.TILINGS),
-    "fp8": Op(COMMON, experts_w8a8.TILINGS, torch.float8_e4m3fn, "channel", quantize_fp8),
-    "int8": Op(COMMON, experts_w8a8.TILINGS, torch.int8, "channel", quantize_int8),
+    "bf16": Op("moe_experts", COMMON[:1]),
+    "fp8": Op("moe_experts_fp8", COMMON, torch.float8_e4m3fn, "channel", quantize_fp8),
+    "int8": Op("moe_experts_int8", COMMON, torch.int8, "channel", quantize_int8),
     "fp8_block": Op(
+        "moe_experts_fp8_block",
         (*COMMON, "deepseek-v3"),
-        experts_w8a8.BLOCK_TILINGS,
         torch.float8_e4m3fn,
         "block",
         quantize_fp8_groups,
@@ -88,7 +106,7 @@ def _wide(
 def _precise(columns: int, num_warps: int, num_stages: int, *, joined: bool = False) -> Gemm:
     """Return a GEMM of FP8 that adds up few products in the short accumulator."""
     gemm = _wide(columns, num_warps, num_stages, joined=joined)
-    return replace(gemm, max_inexact=experts_w8a8.MAX_INEXACT)
+    return replace(gemm, max_inexact=MAX_INEXACT)
 
 
 def _narrow(columns: int, num_warps: int, num_stages: int) -> Gemm:
@@ -520,15 +538,63 @@ def best_pair(times: dict[str, list[Timing]]) -> str:
     return f"{ours:8.1f} {up.us + down.us:8.1f}   {text_of(up)} + {text_of(down)}"
 
 
+def pairs_of(times: dict[str, list[Timing]]) -> dict[Tiling, float]:
+    """Return the µs of every two GEMMs with the same pairs per tile, the ones in use first.
+
+    GEMMs with a larger error than the one in use are left out.
+    """
+    precise = {
+        name: [
+            each
+            for each in found
+            if each.error is None or each.error <= MAX_ERROR * (found[0].error or 0.0)
+        ]
+        for name, found in times.items()
+    }
+    return {
+        Tiling(up.block_m, up.gemm, down.gemm): up.us + down.us
+        for up, down in itertools.product(*(precise[name] for name in NAMES))
+        if up.block_m == down.block_m
+    }
+
+
+Cases = list[tuple[float, dict[Any, float]]]  # pairs per expert, and the µs of each tiling
+
+
+def time_whole_op(
+    op_name: str, models: list[str] | None, num_tokens: list[int], rows: list[dict[str, Any]]
+) -> Cases:
+    """Time an op of WHOLE_OPS, print a line for each number of tokens, and add all times to `rows`."""
+    op, cases = WHOLE_OPS[op_name], []
+    contract = installed_ops(Catalog.discover())[op.name]
+    for model in models or op.models:
+        for num, average, times in sweep_whole(op, contract, model, num_tokens):
+            best = min(times, key=lambda each: times[each])
+            ours = next(iter(times))
+            print(
+                f"{op_name} {model} {num} tokens: chosen {times[ours]:.1f} {ours}; "
+                f"best {times[best]:.1f} {best}",
+                flush=True,
+            )
+            case = {"op": op_name, "model": model, "tokens": num}
+            rows += [case | {"us": us} | asdict(tiling) for tiling, us in times.items()]
+            cases.append((average, times))
+    return cases
+
+
 def main() -> None:
     """Print a line for each number of tokens and GEMM, and a table of the best tilings."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--ops", choices=OPS, nargs="+", default=["bf16"], help="data types to time"
+        "--ops",
+        choices=(*OPS, *WHOLE_OPS),
+        nargs="+",
+        default=["bf16"],
+        help="data types to time",
     )
-    parser.add_argument("--models", choices=MODELS, nargs="+", help="models (default: by op)")
+    parser.add_argument("--models", choices=SHAPES, nargs="+", help="models (default: by op)")
     parser.add_argument(
         "--tokens", type=int, nargs="+", default=[16, 64, 256, 8192], help="tokens per step"
     )
@@ -541,15 +607,22 @@ def main() -> None:
         "--peak", type=float, default=800e12, help="bfloat16 operations per second, for the floor"
     )
     parser.add_argument("--json", type=Path, help="write all times to this file")
+    parser.add_argument("--out", type=Path, help="update the tilings in this file")
     options = parser.parse_args()
-    for op_name, num_tokens in itertools.product(options.ops, options.tokens):
+    pair_ops = [each for each in options.ops if each in OPS]
+    for op_name, num_tokens in itertools.product(pair_ops, options.tokens):
         for model_name in options.models or OPS[op_name].models:
-            compile_all(OPS[op_name], MODELS[model_name], num_tokens)
-    rows, table = [], []
-    for op_name in options.ops:
-        op = OPS[op_name]
+            compile_all(OPS[op_name], SHAPES[model_name], num_tokens)
+    rows: list[dict[str, Any]] = []
+    table, tuned = [], {}
+    for op_name in (each for each in options.ops if each in WHOLE_OPS):
+        found = time_whole_op(op_name, options.models, options.tokens, rows)
+        op_in_use = WHOLE_OPS[op_name]
+        tuned[op_in_use.name] = list(tuned_table(op_in_use.tilings(), found))
+    for op_name in pair_ops:
+        op, timed_cases = OPS[op_name], []
         for model_name in options.models or op.models:
-            model = MODELS[model_name]
+            model = SHAPES[model_name]
             num_experts, size, inner = (
                 model[name] for name in ("num_experts", "hidden_size", "intermediate_size")
             )
@@ -590,8 +663,15 @@ def main() -> None:
                     ]
                 label = f"{op_name:10} {model_name:17} {num_tokens:6}"
                 table.append(f"{label} {best_pair(times)}")
-    print(f"{'op':10} {'model':17} {'tokens':>6} {'chosen':>8} {'best':>8}   gate_up + down, µs")
-    print("\n".join(table))
+                timed_cases.append((case.average, pairs_of(times)))
+        tuned[op.name] = list(tuned_table(op.tilings, timed_cases))
+    if table:
+        print(
+            f"{'op':10} {'model':17} {'tokens':>6} {'chosen':>8} {'best':>8}   gate_up + down, µs"
+        )
+        print("\n".join(table))
+    if options.out:
+        update(options.out, torch.cuda.get_device_capability(), tuned)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from itertools import count
-from types import SimpleNamespace
+from math import inf
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +18,9 @@ from triton.runtime.driver import driver
 from tokenspeed_core.api import KernelSpec
 from tokenspeed_kernels import descriptors
 from tokenspeed_kernels.triton import precompile
-from tokenspeed_kernels.triton.moe import experts, experts_w8a8
-from tokenspeed_kernels.triton.moe.tilings import Gemm, fitting_tilings
+from tokenspeed_kernels.triton.moe import biased_experts, experts_w4a16, tuned
+from tokenspeed_kernels.triton.moe.tilings import Gemm, Tiling, fitting_tilings
+from tokenspeed_kernels.triton.moe.tuned import tuned_tilings
 
 ADA, HOPPER = ((8, 9), 100 * 1024), ((9, 0), 228 * 1024)  # bytes per multiprocessor
 PROBLEM = {
@@ -28,6 +32,12 @@ PROBLEM = {
 }
 DEVICES = count(2000)  # a new device per test, because Triton caches kernels by device
 SPECS = {spec.op: spec for spec in descriptors.TRITON_MOE}
+
+
+@pytest.fixture
+def tiling_file(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    return import_module("tiling_file")
 
 
 def use_device(
@@ -70,16 +80,17 @@ def test_every_tile_fits_on_compute_capability_8_9(
 
 
 @pytest.mark.parametrize(
-    ("tilings", "itemsize", "num_left"),
+    ("op", "itemsize", "num_left"),
     [
-        (experts.TILINGS, 2, [2, 4]),
-        (experts_w8a8.TILINGS, 1, [4, 5]),
-        (experts_w8a8.BLOCK_TILINGS, 1, [4, 5]),
+        ("moe_experts", 2, [2, 4]),
+        ("moe_experts_fp8", 1, [4, 5]),
+        ("moe_experts_fp8_block", 1, [4, 5]),
     ],
 )
 def test_neighbours_replace_tilings_that_do_not_fit(
-    monkeypatch: pytest.MonkeyPatch, tilings: Any, itemsize: int, num_left: list[int]
+    monkeypatch: pytest.MonkeyPatch, op: str, itemsize: int, num_left: list[int]
 ) -> None:
+    tilings = tuned_tilings(op, Tiling.of)
     for device, expected in zip((ADA, HOPPER), num_left, strict=True):
         use_device(monkeypatch, *device)
         found = fitting_tilings(tilings, itemsize)
@@ -92,3 +103,60 @@ def test_neighbours_replace_tilings_that_do_not_fit(
 def test_joined_weights_cannot_be_first() -> None:
     with pytest.raises(ValueError, match="weights_first=False"):
         Gemm(64, 128, 4, 4, weights_first=True, joined=True)
+
+
+NEW: dict[str, tuple[Any, Any]] = {  # what makes a tiling, and a tiling that no default has
+    "moe_experts": (Tiling.of, Tiling(16, Gemm(32, 64, 2, 2), Gemm(32, 64, 2, 2, together=3))),
+    "moe_experts_w4a16": (experts_w4a16.Tiling, experts_w4a16.Tiling(32, 16, 2, 2)),
+    "moe_biased_experts": (biased_experts.Tiling, biased_experts.Tiling(16, 32, 32, 64, 2, 2)),
+}
+
+
+@pytest.mark.parametrize("op", NEW)
+def test_kernels_use_the_table_of_the_device(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiling_file: ModuleType, op: str
+) -> None:
+    make, new = NEW[op]
+    default, path = tuned_tilings(op, make), tmp_path / "tuned.json"
+    tiling_file.update(path, ADA[0], {op: ((24.0, new), (inf, new))})
+    tiling_file.update(path, (7, 5), {op: default[:1]})  # keeps the other tables
+    monkeypatch.setattr(tuned, "FILE", path)
+    use_device(monkeypatch, *HOPPER)
+    assert tuned_tilings(op, make) == default
+    use_device(monkeypatch, *ADA)
+    assert tuned_tilings(op, make) == ((24.0, new), (inf, new))
+
+    bounds: list[float] = []
+    module = import_module(SPECS[op].load.partition(":")[0])
+    monkeypatch.setattr(
+        module, "blank_routings", lambda _, averages, *__: bounds.extend(averages) or ()
+    )
+    monkeypatch.setattr(module.precompile, "compile_for", lambda *_: None)
+    SPECS[op].factory()({**PROBLEM, "group_size": 128, "alpha": 1.0, "limit": 7.0})
+    assert set(bounds) == {24.0}
+
+
+def test_file_of_tilings_is_unchanged_by_reading_and_writing(tiling_file: ModuleType) -> None:
+    tables = tuned.read_tables(tuned.FILE)
+    assert tiling_file.text_of(tables) == tuned.FILE.read_text(encoding="utf-8")
+    rows = tables["moe_experts"]["default"]
+    assert tiling_file.rows_of(tuned_tilings("moe_experts", Tiling.of)) == rows
+    # Experts with static scales use the tables of dynamic ones.
+    assert {op for op in SPECS if "experts" in op} == {
+        *tables,
+        *(f"moe_experts_{dtype}_static" for dtype in ("fp8", "int8")),
+    }
+
+
+def test_best_tiling_of_a_range_is_chosen(tiling_file: ModuleType) -> None:
+    table = ((8.0, "old"), (24.0, "old"), (inf, "old"))
+    times = [
+        (4.0, {"old": 2.0, "fast": 1.0, "once": 0.1}),
+        (8.0, {"old": 3.0, "fast": 2.0}),
+        (30.0, {"old": 1.0, "fast": 2.0}),
+    ]
+    assert list(tiling_file.tuned_table(table, times)) == [
+        (8.0, "fast"),
+        (24.0, "old"),
+        (inf, "old"),
+    ]

@@ -11,8 +11,10 @@ from tokenspeed_testing.shapes import contract_of
 
 from tokenspeed_core import LLM, SamplingParams
 from tokenspeed_kernels import descriptors
-from tokenspeed_kernels.triton.moe.experts_w8a8 import TILINGS
+from tokenspeed_kernels.triton.moe.tilings import Tiling
+from tokenspeed_kernels.triton.moe.tuned import tuned_tilings
 
+TILINGS = tuned_tilings("moe_experts_fp8", Tiling.of)
 HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 CUDA = torch.device("cuda")
 SPECS = {spec.op: spec for spec in descriptors.TRITON_MOE if "fp8" in spec.op}

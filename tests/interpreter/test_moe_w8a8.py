@@ -14,8 +14,8 @@ from tokenspeed_core.api import AxisLimit, KernelSpec
 from tokenspeed_kernels import descriptors, integer_inputs
 from tokenspeed_kernels.reference import fp8, fp8_block, moe_w8a8
 from tokenspeed_kernels.triton.moe import experts_w8a8
-from tokenspeed_kernels.triton.moe.experts_w8a8 import BLOCK_TILINGS, TILINGS
 from tokenspeed_kernels.triton.moe.tilings import Gemm, Tiling
+from tokenspeed_kernels.triton.moe.tuned import tuned_tilings
 
 pytestmark = [
     pytest.mark.interpreter,
@@ -29,7 +29,13 @@ OTHERS = [
 ]
 INT8_SPEC = SPECS["moe_experts_int8"]
 # Most pairs of five experts in each tiling.
-PAIRS = sorted({int(bound * 5) for bound, _ in (*TILINGS[:-1], *BLOCK_TILINGS[:-1])})
+PAIRS = sorted(
+    {
+        int(bound * 5)
+        for op in ("moe_experts_fp8", "moe_experts_fp8_block")
+        for bound, _ in tuned_tilings(op, Tiling.of)[:-1]
+    }
+)
 SHAPE = {"num_experts": 5, "top_k": 2}
 CPU = torch.device("cpu")
 
@@ -107,8 +113,7 @@ def test_every_order_of_operands_matches_the_reference(
 ) -> None:
     gemm = Gemm(32, 128, 4, 3, **order)
     tilings = ((float("inf"), Tiling(block_m, gemm, gemm)),)
-    monkeypatch.setattr(experts_w8a8, "TILINGS", tilings)
-    monkeypatch.setattr(experts_w8a8, "BLOCK_TILINGS", tilings)
+    monkeypatch.setattr(experts_w8a8, "tuned_tilings", lambda *_: tilings)
     case = {**SHAPE, "hidden_size": 144, "intermediate_size": inner, "dtype": "float32"}
     agrees_with_reference(spec.factory()(case), contract_of(spec), case, 11, CPU, strided=True)
 

@@ -20,6 +20,7 @@ from tokenspeed_kernels.reference.biased_experts import GROUP, Experts, ExpertsM
 from tokenspeed_kernels.triton import precompile
 from tokenspeed_kernels.triton.moe.experts import add_up, blank_routings, sort_by_expert
 from tokenspeed_kernels.triton.moe.kernel import find_tile
+from tokenspeed_kernels.triton.moe.tuned import tuned_tilings
 
 _GROUP = tl.constexpr(GROUP)
 _E2M1_BIAS = tl.constexpr(2.0**126)  # from float32's exponent bias, 127, to that of E2M1, 1
@@ -37,17 +38,14 @@ class Tiling:
     num_stages: int
 
 
-TILINGS = (  # (largest average of pairs per expert, tiling)
-    (8.0, Tiling(16, 32, 64, 128, 4, 3)),
-    (24.0, Tiling(32, 64, 128, 128, 4, 3)),
-    (64.0, Tiling(64, 64, 128, 64, 4, 3)),
-    (float("inf"), Tiling(128, 128, 256, 64, 8, 3)),
-)
+# (largest average of pairs per expert, tiling)
+Tilings = tuple[tuple[float, Tiling], ...]
 
 
 def moe_biased_experts(problem: Problem) -> Experts:
     """Return `experts(x, gate_up, gate_up_bias, down, down_bias, weights, ids) -> y [T, N]`; CUDA graphs may replay it."""
-    launch = _launcher(problem)
+    tilings = tuned_tilings("moe_biased_experts", Tiling)
+    launch = _launcher(problem, tilings)
 
     def experts(
         x: Tensor,
@@ -61,7 +59,7 @@ def moe_biased_experts(problem: Problem) -> Experts:
         return launch(x, gate_up, None, gate_up_bias, down, None, down_bias, weights, ids)
 
     blank = partial(precompile.blank, problem["dtype"])
-    _precompile(problem, experts, lambda *shape: (blank(*shape),))
+    _precompile(problem, tilings, experts, lambda *shape: (blank(*shape),))
     return experts
 
 
@@ -70,7 +68,8 @@ def moe_biased_experts_mxfp4(problem: Problem) -> ExpertsMxfp4:
 
     CUDA graphs may replay it.
     """
-    launch = _launcher(problem)
+    tilings = tuned_tilings("moe_biased_experts_mxfp4", Tiling)
+    launch = _launcher(problem, tilings)
 
     def blank(experts: int, rows: int, size: int) -> tuple[Tensor, Tensor]:
         return (
@@ -78,12 +77,13 @@ def moe_biased_experts_mxfp4(problem: Problem) -> ExpertsMxfp4:
             precompile.blank("uint8", experts, rows, size // GROUP),
         )
 
-    _precompile(problem, launch, blank)
+    _precompile(problem, tilings, launch, blank)
     return launch
 
 
 def _precompile(
     problem: Problem,
+    tilings: Tilings,
     experts: Callable[..., Tensor],
     weight: Callable[[int, int, int], tuple[Tensor, ...]],
 ) -> None:
@@ -96,11 +96,11 @@ def _precompile(
         *weight(num_experts, size, inner),
         blank(num_experts, size),
     )
-    for num_tokens, *routing in blank_routings(problem, [bound for bound, _ in TILINGS[:-1]]):
+    for num_tokens, *routing in blank_routings(problem, [bound for bound, _ in tilings[:-1]]):
         precompile.compile_for(experts, blank(num_tokens, size), *operands, *routing)
 
 
-def _launcher(problem: Problem) -> Callable[..., Tensor]:
+def _launcher(problem: Problem, tilings: Tilings) -> Callable[..., Tensor]:
     """Return a function that runs the experts; scales are None for unquantized weights."""
     num_experts, top_k = problem["num_experts"], problem["top_k"]
     size, inner = problem["hidden_size"], problem["intermediate_size"]
@@ -122,7 +122,7 @@ def _launcher(problem: Problem) -> Callable[..., Tensor]:
             return torch.empty((x.shape[0], size), dtype=x.dtype, device=x.device)
         pairs, counts = sort_by_expert(ids, num_experts)
         average = num_pairs / num_experts
-        tiling = next(tiling for bound, tiling in TILINGS if average <= bound)
+        tiling = next(tiling for bound, tiling in tilings if average <= bound)
         num_tiles = num_pairs // tiling.block_m + min(num_experts, num_pairs)
         tile = {
             "E": num_experts,

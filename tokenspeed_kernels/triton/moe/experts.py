@@ -21,10 +21,10 @@ from tokenspeed_kernels.triton.moe.few_tokens import FewTokens
 from tokenspeed_kernels.triton.moe.tilings import (
     Gemm,
     Tiling,
-    Tilings,
     fitting_tilings,
     tiling_for,
 )
+from tokenspeed_kernels.triton.moe.tuned import tuned_tilings
 from tokenspeed_kernels.triton.pdl import supports_pdl
 
 Route = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
@@ -33,15 +33,6 @@ Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 SMALL_SORT = 4096  # one program groups up to this many token-expert pairs
 CURSOR_STRIDE = 32  # integers from one expert's counter to the next one's, 128 bytes
 SMALLEST_SORT = 512  # for up to this many, with few warps
-
-
-# Found by benchmarks/moe_tilings.py on an H200.
-TILINGS: Tilings = (
-    (8.0, Tiling(16, Gemm(64, 128, 4, 5, True), Gemm(128, 128, 4, 3, True))),
-    (24.0, Tiling(32, Gemm(64, 128, 4, 3), Gemm(128, 64, 4, 3, True))),
-    (64.0, Tiling(64, Gemm(64, 64, 4, 3), Gemm(128, 64, 4, 3))),
-    (float("inf"), Tiling(128, Gemm(128, 64, 8, 3), Gemm(256, 64, 8, 4, together=8))),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +99,9 @@ def moe_experts(problem: Problem) -> Experts:
     num_experts, top_k = problem["num_experts"], problem["top_k"]
     size, inner = problem["hidden_size"], problem["intermediate_size"]
     few_tokens, has_pdl = FewTokens(problem), supports_pdl()
-    tilings = fitting_tilings(TILINGS, getattr(torch, problem["dtype"]).itemsize)
+    tilings = fitting_tilings(
+        tuned_tilings("moe_experts", Tiling.of), getattr(torch, problem["dtype"]).itemsize
+    )
 
     def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         num_pairs = ids.numel()

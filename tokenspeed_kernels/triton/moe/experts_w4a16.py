@@ -20,6 +20,7 @@ from tokenspeed_kernels.triton import precompile
 from tokenspeed_kernels.triton.linear.gemm_w4a16 import BIAS, MAX_BLOCK_K, MIDDLE, RUN, halves
 from tokenspeed_kernels.triton.moe.experts import add_up, blank_routings, sort_by_expert
 from tokenspeed_kernels.triton.moe.kernel import find_tile
+from tokenspeed_kernels.triton.moe.tuned import tuned_tilings
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +31,6 @@ class Tiling:
     block_t: int
     num_warps: int
     num_stages: int
-
-
-# (largest average of pairs per expert, tiling)
-TILINGS = (
-    (8.0, Tiling(64, 16, 4, 4)),
-    (24.0, Tiling(64, 32, 4, 4)),
-    (64.0, Tiling(64, 64, 4, 3)),
-    (float("inf"), Tiling(128, 128, 8, 3)),
-)
 
 
 @triton.jit
@@ -196,6 +188,7 @@ def moe_experts_w4a16(problem: Problem) -> ExpertsW4A16:
 
     x may be strided on T; everything else is contiguous. Grids are upper bounds, so CUDA graphs may replay it.
     """
+    tilings = tuned_tilings("moe_experts_w4a16", Tiling)
     num_experts, top_k = problem["num_experts"], problem["top_k"]
     size, inner = problem["hidden_size"], problem["intermediate_size"]
     common = {
@@ -232,7 +225,7 @@ def moe_experts_w4a16(problem: Problem) -> ExpertsW4A16:
         if num_pairs == 0:
             return torch.empty((x.shape[0], size), dtype=x.dtype, device=x.device)
         pairs, counts = sort_by_expert(ids, num_experts)
-        tiling = next(each for bound, each in TILINGS if num_pairs / num_experts <= bound)
+        tiling = next(each for bound, each in tilings if num_pairs / num_experts <= bound)
         num_tiles = num_pairs // tiling.block_t + min(num_experts, num_pairs)
         tile = {
             **common,
@@ -278,14 +271,22 @@ def moe_experts_w4a16(problem: Problem) -> ExpertsW4A16:
         )
         return add_up(scaled, ids, num_experts)
 
-    _precompile(experts, problem, wide["GROUP"], narrow["GROUP"])
+    averages = [bound for bound, _ in tilings[:-1]]
+    _precompile(experts, problem, wide["GROUP"], narrow["GROUP"], averages)
     return experts
 
 
 def _precompile(
-    experts: ExpertsW4A16, problem: Problem, wide_group: int, narrow_group: int
+    experts: ExpertsW4A16,
+    problem: Problem,
+    wide_group: int,
+    narrow_group: int,
+    averages: list[float],
 ) -> None:
-    """Compile the kernels of every tiling for symmetric weights and for zero points, in the checkpoint's order."""
+    """Compile the kernels of every tiling for symmetric weights and for zero points, in the checkpoint's order.
+
+    `averages` are the largest averages of pairs per expert of all tilings but the last.
+    """
     num_experts, dtype = problem["num_experts"], problem["dtype"]
     size, inner = problem["hidden_size"], problem["intermediate_size"]
     codes, floats = partial(precompile.blank, "uint8"), partial(precompile.blank, dtype)
@@ -300,5 +301,5 @@ def _precompile(
             *blank(2 * inner, size, wide_group, has_zero),
             *blank(size, inner, narrow_group, has_zero),
         )
-        for num_tokens, *routing in blank_routings(problem, [bound for bound, _ in TILINGS[:-1]]):
+        for num_tokens, *routing in blank_routings(problem, averages):
             precompile.compile_for(experts, floats(num_tokens, size), *weights, *routing)

@@ -27,12 +27,11 @@ from tokenspeed_kernels.triton.moe.experts import (
     sort_by_expert,
 )
 from tokenspeed_kernels.triton.moe.tilings import (
-    Gemm,
     Tiling,
-    Tilings,
     fitting_tilings,
     tiling_for,
 )
+from tokenspeed_kernels.triton.moe.tuned import tuned_tilings
 from tokenspeed_kernels.triton.quantize.fp8_per_group import GROUP, quantize_fp8_groups
 from tokenspeed_kernels.triton.quantize.fp8_per_token import quantize_fp8
 from tokenspeed_kernels.triton.quantize.integer import (
@@ -41,69 +40,10 @@ from tokenspeed_kernels.triton.quantize.integer import (
     quantize_int8_static,
 )
 
-MAX_INEXACT = 128  # products summed in the tensor cores' short accumulator before a float32 sum
-
 Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 ExpertsStatic = Callable[
     [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor
 ]
-
-
-def _tiling(block_m: int, columns: int, num_warps: int, num_stages: int) -> Tiling:
-    """Return a tiling with the same tiles for both GEMMs."""
-    gemm = Gemm(columns, GROUP, num_warps, num_stages, weights_first=True, max_inexact=MAX_INEXACT)
-    return Tiling(block_m, gemm, gemm)
-
-
-# Found by benchmarks/moe_tilings.py on an H100. Few pairs are bound by memory.
-_MIDDLE = Tiling(
-    64,
-    Gemm(64, GROUP, 4, 4, joined=True, together=8),
-    Gemm(128, GROUP, 4, 4, together=8),
-)
-TILINGS: Tilings = (
-    (8.0, _tiling(16, 64, 4, 4)),
-    (24.0, _tiling(32, 64, 4, 4)),
-    (64.0, _MIDDLE),
-    (
-        192.0,
-        Tiling(
-            128,
-            Gemm(64, GROUP, 8, 3, joined=True, together=8),
-            Gemm(128, GROUP, 8, 3, together=8),
-        ),
-    ),
-    (
-        float("inf"),
-        Tiling(
-            128,
-            Gemm(128, GROUP, 8, 3, joined=True, together=8),
-            Gemm(256, GROUP, 8, 4, together=8),
-        ),
-    ),
-)
-# With block-wise scales, `block_k` is the side of a block, and `columns` divides it, so that a tile of the weight has
-# one scale per iteration. Partial results need registers, so that tiles are smaller.
-BLOCK_TILINGS: Tilings = (
-    *TILINGS[:2],
-    (
-        40.0,
-        Tiling(
-            32,
-            Gemm(128, GROUP, 4, 4, weights_first=True),
-            Gemm(128, GROUP, 4, 4, weights_first=True),
-        ),
-    ),
-    (192.0, _MIDDLE),
-    (
-        float("inf"),
-        Tiling(
-            128,
-            Gemm(64, GROUP, 8, 4, joined=True, together=8),
-            Gemm(128, GROUP, 8, 4, together=8),
-        ),
-    ),
-)
 
 
 def moe_experts_fp8(problem: Problem) -> Experts:
@@ -111,12 +51,12 @@ def moe_experts_fp8(problem: Problem) -> Experts:
 
     x may be strided on T; everything else is contiguous. Grids are upper bounds, so CUDA graphs may replay it.
     """
-    return _per_channel(problem, "float8_e4m3fn", quantize_fp8)
+    return _per_channel(problem, "moe_experts_fp8", "float8_e4m3fn", quantize_fp8)
 
 
 def moe_experts_int8(problem: Problem) -> Experts:
     """Return the experts with INT8 weights and activations; otherwise as `moe_experts_fp8`."""
-    return _per_channel(problem, "int8", quantize_int8)
+    return _per_channel(problem, "moe_experts_int8", "int8", quantize_int8)
 
 
 def moe_experts_fp8_static(problem: Problem) -> ExpertsStatic:
@@ -124,12 +64,12 @@ def moe_experts_fp8_static(problem: Problem) -> ExpertsStatic:
 
     `gate_up_input` and `down_input` are the scales of the activations. Otherwise as `moe_experts_fp8`.
     """
-    return _per_channel_static(problem, "float8_e4m3fn", quantize_fp8_static)
+    return _per_channel_static(problem, "moe_experts_fp8", "float8_e4m3fn", quantize_fp8_static)
 
 
 def moe_experts_int8_static(problem: Problem) -> ExpertsStatic:
     """Return the experts with INT8 weights and activations; otherwise as `moe_experts_fp8_static`."""
-    return _per_channel_static(problem, "int8", quantize_int8_static)
+    return _per_channel_static(problem, "moe_experts_int8", "int8", quantize_int8_static)
 
 
 def moe_experts_fp8_block(problem: Problem) -> Experts:
@@ -137,7 +77,7 @@ def moe_experts_fp8_block(problem: Problem) -> Experts:
 
     Otherwise as `moe_experts_fp8`.
     """
-    runner = _Experts(problem, BLOCK_TILINGS, "block")
+    runner = _Experts(problem, "moe_experts_fp8_block", "block")
     experts = _dynamic(problem, runner, quantize_fp8_groups)
     size, inner = triton.cdiv(problem["hidden_size"], GROUP), problem["intermediate_size"] // GROUP
     runner.precompile(experts, "float8_e4m3fn", (2 * inner, size), (size, inner))
@@ -145,9 +85,9 @@ def moe_experts_fp8_block(problem: Problem) -> Experts:
 
 
 def _per_channel(
-    problem: Problem, dtype: str, make_quantize: Callable[[Problem], Quantize]
+    problem: Problem, tuned: str, dtype: str, make_quantize: Callable[[Problem], Quantize]
 ) -> Experts:
-    runner = _Experts(problem, TILINGS, "channel")
+    runner = _Experts(problem, tuned, "channel")
     experts = _dynamic(problem, runner, make_quantize)
     runner.precompile(experts, dtype, (2 * runner.inner, 1), (runner.size, 1))
     return experts
@@ -179,10 +119,10 @@ def _dynamic(
 
 
 def _per_channel_static(
-    problem: Problem, dtype: str, make_quantize: Callable[[Problem], QuantizeStatic]
+    problem: Problem, tuned: str, dtype: str, make_quantize: Callable[[Problem], QuantizeStatic]
 ) -> ExpertsStatic:
     """Return the function that runs the experts; the scales of their inputs are arguments."""
-    runner = _Experts(problem, TILINGS, "channel")
+    runner = _Experts(problem, tuned, "channel")
     quantize_tokens = make_quantize({**problem, "size": runner.size})
     quantize_hidden = make_quantize({**problem, "size": runner.inner})
 
@@ -208,11 +148,15 @@ def _per_channel_static(
 
 
 class _Experts:
-    """Launches the kernels for one kind of scales."""
+    """Launches the kernels for one kind of scales, with the tilings of the op `tuned`.
 
-    def __init__(self, problem: Problem, tilings: Tilings, kind: str) -> None:
+    With block-wise scales, `block_k` of a tiling is the side of a block, and `columns` divides it, so that a tile of
+    the weight has one scale per iteration. Partial results need registers, so that tiles are smaller.
+    """
+
+    def __init__(self, problem: Problem, tuned: str, kind: str) -> None:
         self._problem, self._kind = problem, kind
-        self._tilings = fitting_tilings(tilings, itemsize=1)
+        self._tilings = fitting_tilings(tuned_tilings(tuned, Tiling.of), itemsize=1)
         self._num_experts, self._top_k = problem["num_experts"], problem["top_k"]
         self.size, self.inner = problem["hidden_size"], problem["intermediate_size"]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -40,6 +42,11 @@ class Tiling:
     block_m: int
     up: Gemm
     down: Gemm
+
+    @classmethod
+    def of(cls, block_m: int, up: Mapping[str, Any], down: Mapping[str, Any]) -> Tiling:
+        """Return the tiling with these fields (see `tuned`)."""
+        return cls(block_m, Gemm(**up), Gemm(**down))
 
     def shared_memory(self, itemsize: int, major: int) -> int:
         """Return the bytes that a program needs at most, for values of `itemsize` bytes and a major compute capability.
