@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
+from tokenspeed_testing.conformance import make_inputs, reference
+from tokenspeed_testing.shapes import contract_of
 from torch import Tensor
 
-from tokenspeed_core.api import Problem
-from tokenspeed_kernels import inputs
-from tokenspeed_kernels.reference import moe, moe_w8a8
+from tokenspeed_core.api import OpContract, Problem
+from tokenspeed_kernels import descriptors
+from tokenspeed_kernels.reference import fp8, fp8_block
 from tokenspeed_kernels.triton.moe import experts, experts_w8a8
 
 pytestmark = [
@@ -23,6 +25,16 @@ CPU = torch.device("cpu")
 SIZES = {"hidden_size": 24, "intermediate_size": 20, "dtype": "float32"}
 FEW: Problem = {"num_experts": 48, "top_k": 3, **SIZES}
 MANY: Problem = {"num_experts": 4, "top_k": 3, **SIZES}  # E is a power of two
+GROUPED: Problem = {
+    **MANY,
+    "hidden_size": 96,
+    "intermediate_size": 64,
+    "group_size": 32,
+    "alpha": 1.7,
+    "limit": 7.0,
+    "dtype": "float16",
+}
+SPECS = {spec.op: spec for spec in descriptors.TRITON_MOE}
 
 
 def some_pairs(given: Mapping[str, Tensor], num_experts: int) -> dict[str, Tensor]:
@@ -33,35 +45,53 @@ def some_pairs(given: Mapping[str, Tensor], num_experts: int) -> dict[str, Tenso
     return {**given, "ids": ids}
 
 
-@pytest.mark.parametrize(
-    ("problem", "num_tokens", "op", "kernel", "reference"),
-    [
-        (FEW, 4, inputs.moe_experts, experts.moe_experts, moe.moe_experts),
-        (MANY, 9, inputs.moe_experts, experts.moe_experts, moe.moe_experts),
-        (MANY, 6, inputs.moe_experts_fp8, experts_w8a8.moe_experts_fp8, moe_w8a8.moe_experts_fp8),
-    ],
-    ids=["few", "many", "fp8"],
-)
-def test_only_pairs_with_an_expert_are_computed(
-    monkeypatch: pytest.MonkeyPatch,
-    problem: Problem,
-    num_tokens: int,
-    op: Callable[..., dict[str, Any]],
-    kernel: Callable[[Problem], Callable[..., Tensor]],
-    reference: Callable[[Problem], Callable[..., Tensor]],
-) -> None:
-    generator = torch.Generator().manual_seed(5)
-    given = op(problem, num_tokens, CPU, generator, strided=False)
-    given = some_pairs(given, problem["num_experts"])
-    expected = reference(problem)(*given.values())
-    run = kernel(problem)
+def poison(given: Mapping[str, Any], contract: OpContract, problem: Problem) -> None:
+    """Make reading the weights, scales or biases of idle experts spoil the result."""
     idle = torch.ones(problem["num_experts"] + 1, dtype=torch.bool)
     idle[given["ids"].long()] = False
-    for name in ("gate_up", "down"):
-        # Reading these weights spoils the result. The E4M3 code of NaN is 0x7F.
-        is_fp8 = given[name].element_size() == 1
-        weight = given[name].view(torch.uint8) if is_fp8 else given[name]
-        weight[idle[:-1]] = 0x7F if is_fp8 else float("nan")
+    num_spoiled = 0
+    for name, value in given.items():
+        if name in contract.rows or value is None or value.ndim == 1:  # a scale of all experts
+            continue
+        assert len(value) == problem["num_experts"]
+        if value.dtype == torch.float8_e4m3fn:
+            value.view(torch.uint8)[idle[:-1]] = 0x7F  # NaN
+        elif value.is_floating_point():
+            value[idle[:-1]] = float("nan")
+        elif name.endswith("_scale"):
+            value[idle[:-1]] = 0xFF  # infinity
+        num_spoiled += value.is_floating_point()
+    assert num_spoiled >= 2
+
+
+@pytest.mark.parametrize(
+    ("op", "problem", "num_tokens"),
+    [
+        ("moe_experts", FEW, 4),
+        ("moe_experts", MANY, 9),
+        *(
+            (f"moe_experts_{each}", MANY, 6)
+            for each in ("fp8", "fp8_static", "int8", "int8_static")
+        ),
+        ("moe_experts_fp8_block", MANY | {"intermediate_size": 128, "dtype": "float16"}, 6),
+        ("moe_experts_w4a16", GROUPED, 6),
+        ("moe_biased_experts", GROUPED, 6),
+        ("moe_biased_experts_mxfp4", GROUPED, 6),
+    ],
+)
+def test_only_pairs_with_an_expert_are_computed(
+    monkeypatch: pytest.MonkeyPatch, op: str, problem: Problem, num_tokens: int
+) -> None:
+    contract = contract_of(SPECS[op])
+    given = make_inputs(contract, problem, num_tokens, CPU, strided=False)
+    given = some_pairs(given, problem["num_experts"])
+    (expected,) = reference(contract, problem, given)
+    # The interpreter rounds to e4m3 wrongly.
+    monkeypatch.setattr(experts_w8a8, "quantize_fp8", fp8.quantize_fp8)
+    monkeypatch.setattr(experts_w8a8, "quantize_fp8_static", fp8.quantize_fp8_static)
+    monkeypatch.setattr(experts_w8a8, "quantize_fp8_groups", fp8_block.quantize_fp8_groups)
+    run = SPECS[op].factory()(problem)
+    poison(given, contract, problem)
     buffers: list[Tensor] = []
     make = torch.empty
 
@@ -74,7 +104,7 @@ def test_only_pairs_with_an_expert_are_computed(
     monkeypatch.setattr(torch, "empty", empty)
     found = run(*given.values())
     monkeypatch.undo()
-    torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-2)
+    torch.testing.assert_close(found.float(), expected, rtol=5e-3, atol=2e-2)
     num_pairs = int((given["ids"] < problem["num_experts"]).sum())
     shapes = {(given["ids"].numel(), problem["intermediate_size"]): "hidden"}
     shapes[given["ids"].numel(), problem["hidden_size"]] = "scaled"
