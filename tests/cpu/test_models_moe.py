@@ -19,6 +19,7 @@ from quantized_build import (
 )
 from safetensors.torch import load_file, save_file
 from tiny_families import FAMILIES, SMALL, save_reference
+from tokenspeed_models_deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from tokenspeed_models_glm import GLM4_MOE
 from tokenspeed_models_glm.describe import describe_glm4_moe
 from tokenspeed_models_minimax import MINIMAX_M2
@@ -31,6 +32,7 @@ from torch import Tensor
 from tokenspeed_core import LLM
 from tokenspeed_core.api import FullAttention
 from tokenspeed_core.errors import CheckpointError
+from tokenspeed_models.descriptors import QWEN3_MOE
 from tokenspeed_models.testing import DenseBuild
 
 MIXTRAL_8X7B: dict[str, Any] = {
@@ -155,7 +157,14 @@ PUBLISHED = [
     pytest.param(describe_glm4_moe, GLM_45_AIR, 106.9, id="GLM-4.5-Air"),
     pytest.param(describe_minimax_m2, MINIMAX_M2_CONFIG, 228.7, id="MiniMax-M2"),
 ]
-SPECS = {"Mixtral": MIXTRAL, "Glm4Moe": GLM4_MOE, "MiniMaxM2": MINIMAX_M2}
+SPECS = {
+    "Mixtral": MIXTRAL,
+    "Glm4Moe": GLM4_MOE,
+    "MiniMaxM2": MINIMAX_M2,
+    "DeepseekV2": DEEPSEEK_V2,
+    "DeepseekV3": DEEPSEEK_V3,
+    "Qwen3Moe": QWEN3_MOE,
+}
 
 
 @pytest.mark.parametrize(("describe", "config", "billions"), PUBLISHED)
