@@ -119,6 +119,15 @@ def test_suffix_follows_the_source_again_after_a_replaced_token() -> None:
     assert propose(drafter, 0, 3) == [18, 19, 20]
 
 
+def test_suffix_prefers_a_longer_match_to_one_after_a_replaced_token() -> None:
+    drafter = SuffixDrafter(context())
+    prompt = [*range(10, 15), 60, 70, 71, *range(15, 20), 51, 60, 61, 62, 1]
+    drafter.begin(0, as_array(*prompt, 10), len(prompt), "")
+    assert propose(drafter, 0, 2) == [11, 12]
+    drafter.extend(as_array(0), as_array(2), as_array(51, 60))
+    assert propose(drafter, 0, 2) == [61, 62]
+
+
 def test_wrong_drafts_lower_the_estimates() -> None:
     drafter = SuffixDrafter(context())
     random = np.random.default_rng(0)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenspeed_drafters import match_index
-from tokenspeed_drafters.match_index import MAX_CONTEXT, ORDERS, MatchIndex, Occurrence
+from tokenspeed_drafters.match_index import MAX_CONTEXT, ORDERS, Matches, MatchIndex
 
 TEXTS = st.lists(st.integers(0, 3), max_size=60)
 
@@ -16,9 +16,9 @@ def as_array(tokens: list[int]) -> np.ndarray:
     return np.asarray(tokens, np.int32)
 
 
-def occurrences(text: list[int], context: list[int], oldest: int = 0) -> list[Occurrence]:
-    """Return all occurrences of suffixes of a context, the newest first, by comparing every position."""
-    found = []
+def matches(text: list[int], context: list[int], oldest: int = 0) -> Matches:
+    """Return the matches of the highest order, by comparing every position."""
+    found = []  # positions and lengths, the newest first
     for end in range(len(text) - 1, oldest, -1):
         length = 0
         while (
@@ -26,17 +26,12 @@ def occurrences(text: list[int], context: list[int], oldest: int = 0) -> list[Oc
             and text[end - 1 - length] == context[-1 - length]
         ):
             length += 1
-        if length:
-            found.append(Occurrence(end, length))
-    return found
-
-
-def of_highest_order(found: list[Occurrence]) -> list[Occurrence]:
+        found.append((end, length))
     for order in ORDERS:
-        long = [each for each in found if each.length >= order]
+        long = [each for each in found if each[1] >= order]
         if long:
-            return long
-    return []
+            return Matches([position for position, _ in long], long[0][1])
+    return Matches([], 0)
 
 
 @pytest.fixture
@@ -56,7 +51,7 @@ def test_search_equals_a_scan_of_the_text(first: list[int], rest: list[int]) -> 
         text = first + rest[: start + 3]
         context = index.context()
         assert context.token_ids == text[-MAX_CONTEXT:]
-        expected = of_highest_order(occurrences(text, context.token_ids))
+        expected = matches(text, context.token_ids)
         assert index.find(context) == expected
 
 
@@ -73,7 +68,7 @@ def test_search_in_other_texts_never_crosses_their_ends(
     request = MatchIndex(256)
     request.append_all(as_array(context))
     last = request.context()
-    expected = of_highest_order(occurrences(joined, last.token_ids))
+    expected = matches(joined, last.token_ids)
     assert index.find(last) == expected
 
 
@@ -104,17 +99,17 @@ def test_only_the_newest_tokens_are_kept(seed: int, sizes: list[int], is_bulk: b
     shift = index.num_tokens - len(
         text
     )  # a text beyond the capacity was shortened before it was added
-    oldest = index.oldest - shift
-    expected = of_highest_order(occurrences(text, context.token_ids, oldest))
-    assert [Occurrence(each.position - shift, each.length) for each in found] == expected
+    expected = matches(text, context.token_ids, index.oldest - shift)
+    assert [each - shift for each in found.positions] == expected.positions
+    assert found.length == expected.length
 
 
 def test_search_visits_a_bounded_number_of_occurrences() -> None:
     index = MatchIndex(4096)
     index.append_all(np.zeros(4000, np.int32))
     found = index.find(index.context())
-    assert len(found) == match_index.MAX_OCCURRENCES
-    assert [each.position for each in found] == list(range(3999, 3999 - len(found), -1))
+    last = 3999
+    assert found.positions == list(range(last, last - match_index.MAX_OCCURRENCES, -1))
 
 
 def test_continuation_of_a_repeated_text_repeats_it() -> None:

@@ -20,7 +20,7 @@ from tokenspeed_drafters.arrays import I32
 
 ORDERS = (8, 4, 2, 1)  # lengths of the hashed contexts, in tokens
 MAX_CONTEXT = 32  # longer matches count as this long
-MAX_OCCURRENCES = 8  # that a search returns
+MAX_OCCURRENCES = 4  # that a search returns
 MAX_VISITED = 24  # entries of a chain that a search looks at
 SEPARATOR = -1  # between texts; matches no token
 BYTES_PER_TOKEN = 4 * (1 + 2 * len(ORDERS))
@@ -32,22 +32,28 @@ _MAX_POSITION = 2**31 - 1
 _FACTORS = [pow(0x9E3779B97F4A7C15, i, 2**64) for i in range(1, ORDERS[0] + 1)]
 
 
-class Occurrence(NamedTuple):
-    """An earlier occurrence of a context: `length` tokens of it precede `position`, where its continuation starts."""
+class Matches(NamedTuple):
+    """Earlier occurrences of a context: the positions of their continuations, the newest first.
 
-    position: int
+    `length` is how many of the context's last tokens precede the newest one.
+    """
+
+    positions: list[int]
     length: int
+
+
+NO_MATCHES = Matches([], 0)
 
 
 class Context:
     """The last tokens before a wanted continuation, at most MAX_CONTEXT."""
 
-    __slots__ = ("hashes", "number", "token_ids")
+    __slots__ = ("data", "hashes", "token_ids")
 
-    def __init__(self, token_ids: list[int], number: int) -> None:
-        """`number` is the tokens as one integer, the last in its highest bits."""
+    def __init__(self, token_ids: list[int], data: bytes) -> None:
+        """`data` is the tokens as bytes."""
         self.token_ids = token_ids
-        self.number = number
+        self.data = data
         sums = [*accumulate(map(mul, reversed(token_ids), _FACTORS), initial=0)]
         self.hashes = [sums[order] if order < len(sums) else 0 for order in ORDERS]
 
@@ -107,48 +113,58 @@ class MatchIndex:
 
     def context(self) -> Context:
         """Return the end of the text."""
-        num_tokens = min(MAX_CONTEXT, self.num_tokens - self.oldest)
-        start = self.num_tokens - num_tokens
-        return Context(self._slice(start, num_tokens), self._number(start, num_tokens))
+        start = max(self.num_tokens - MAX_CONTEXT, self.oldest)
+        num_tokens = self.num_tokens - start
+        return Context(self._slice(start, num_tokens), self._data(start, num_tokens))
 
-    def find(self, context: Context) -> list[Occurrence]:
-        """Return occurrences of the longest suffix of `context` that has one of ORDERS, the newest first.
+    def find(self, context: Context) -> Matches:
+        """Return occurrences of the longest suffix of `context` that has one of ORDERS.
 
         An occurrence at the end of the text, which has no continuation, does not count.
         """
         mask, oldest, end = self._capacity - 1, self.oldest, self.num_tokens
         tokens, last_bucket, last = self._tokens, self._num_buckets - 1, context.token_ids[-1]
-        unchained = self._find_unchained(context)
+        # The tokens that are not chained yet, and earlier ones of their contexts.
+        first = max(self._num_chained - ORDERS[0] + 1, oldest)
+        recent = self._data(first, end - 1 - first) if self._num_chained < end else b""
+        if context.data[-4:] not in recent:
+            recent = b""
         for order, (head, previous), value in zip(
             ORDERS, self._chains, context.hashes, strict=True
         ):
-            found = [each for each in unchained if each.length >= order]
+            suffix = context.token_ids[-order:]
+            if len(suffix) < order:
+                continue
+            found: list[int] = []
+            if recent:
+                self._find_recent(recent, first, context.data[-4 * order :], found)
             position = head[value >> 48 & last_bucket]
             for _ in range(MAX_VISITED):
-                if position < oldest or len(found) >= MAX_OCCURRENCES:
+                start = position - order + 1
+                if start < oldest or len(found) >= MAX_OCCURRENCES:
                     break
-                if position + 1 < end and tokens[position & mask] == last:
-                    length = self._match_length(position, context)
-                    if length >= order:
-                        found.append(Occurrence(position + 1, length))
+                if (
+                    tokens[position & mask] == last
+                    and position + 1 < end
+                    and (order == 1 or self._slice(start, order) == suffix)
+                ):
+                    found.append(position + 1)
                 position = previous[position & mask]
             if found:
-                return found[:MAX_OCCURRENCES]
-        return []
+                return Matches(found, self._match_length(found[0] - 1, order, context.token_ids))
+        return NO_MATCHES
 
-    def _find_unchained(self, context: Context) -> list[Occurrence]:
-        """Return the occurrences of the context's last token that are not chained yet, the newest first."""
-        start, last = self._num_chained, context.token_ids[-1]
-        if start == self.num_tokens:
-            return []
-        recent = self._slice(start, self.num_tokens - 1 - start)
-        found: list[Occurrence] = []
-        next_index = 0
-        for _ in range(recent.count(last)):
-            next_index = recent.index(last, next_index) + 1
-            length = self._match_length(start + next_index - 1, context)
-            found.append(Occurrence(start + next_index, length))
-        return found[::-1]
+    def _find_recent(self, recent: bytes, first: int, suffix: bytes, found: list[int]) -> None:
+        """Append the positions after occurrences of a suffix whose last token is not chained yet, the newest first.
+
+        `recent` are the tokens from the position `first` on.
+        """
+        size = len(suffix)
+        start, end = max(0, 4 * (self._num_chained + 1 - first) - size), len(recent)
+        while len(found) < MAX_OCCURRENCES and (at := recent.rfind(suffix, start, end)) >= 0:
+            if at % 4 == 0:
+                found.append(first + (at + size) // 4)
+            end = at + size - 1
 
     def continuation(self, position: int, num_tokens: int) -> list[int]:
         """Return up to `num_tokens` tokens from a position on. At the end of the text they repeat from the position."""
@@ -177,28 +193,21 @@ class MatchIndex:
             found += self._tokens[: end - self._capacity].tolist()
         return found
 
-    def _number(self, start: int, num_tokens: int) -> int:
-        """Return tokens as one integer, the last in its highest bits."""
+    def _data(self, start: int, num_tokens: int) -> bytes:
         at = start & (self._capacity - 1)
         end = at + num_tokens
-        found = self._bytes[4 * at : 4 * end]
+        found = bytes(self._bytes[4 * at : 4 * end])
         if end > self._capacity:
-            return int.from_bytes(
-                bytes(found) + self._bytes[: 4 * (end - self._capacity)], "little"
-            )
-        return int.from_bytes(found, "little")
+            found += bytes(self._bytes[: 4 * (end - self._capacity)])
+        return found
 
-    def _match_length(self, position: int, context: Context) -> int:
-        """Return how many tokens up to and with a position equal the end of the context."""
-        length = len(context.token_ids)
-        end = (position & (self._capacity - 1)) + 1
-        if end >= length:
-            number = int.from_bytes(self._bytes[4 * (end - length) : 4 * end], "little")
-        else:
-            number = self._number(position + 1 - length, length)
-        # The highest bit that differs belongs to the last token that does.
-        num_bits = (number ^ context.number).bit_length()
-        return min(length - (num_bits + 31 >> 5), position + 1 - self.oldest)
+    def _match_length(self, position: int, length: int, token_ids: list[int]) -> int:
+        """Return how many tokens up to and with a position equal the last of `token_ids`; `length` are known to."""
+        tokens, mask = self._tokens, self._capacity - 1
+        longest = min(len(token_ids), position + 1 - self.oldest)
+        while length < longest and tokens[position - length & mask] == token_ids[-1 - length]:
+            length += 1
+        return length
 
     def _allocate(self, capacity: int) -> None:
         self._capacity = capacity

@@ -1,7 +1,7 @@
 """Continues the longest earlier match of a sequence's last tokens, in the sequence itself or in earlier answers.
 
 Earlier answers are shared by the requests of one tenant only. Each occurrence of the last tokens votes for the token
-that followed it, with the length of its match as weight. A draft ends where its estimated probability gets too low.
+that followed it. A draft ends where its estimated probability gets too low.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import compress
+from itertools import accumulate
+from operator import attrgetter, mul
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,9 +21,10 @@ from tokenspeed_drafters.calibration import Calibration, Source, cell_of, unanim
 from tokenspeed_drafters.match_index import (
     BYTES_PER_TOKEN,
     MAX_CONTEXT,
+    NO_MATCHES,
     SEPARATOR,
+    Matches,
     MatchIndex,
-    Occurrence,
 )
 from tokenspeed_drafters.options import take_integers
 
@@ -34,8 +36,8 @@ _DEFAULTS = {
 }
 _MIN_ANSWERS, _MAX_ANSWERS = 256, 2**27
 _NUM_LEADING = 8  # prompt tokens kept before an answer, so that its first tokens can be found
+_MAX_DEVIATIONS = 3  # that are remembered
 _LOCAL_WINDOW = 32  # tokens after a deviation in which the match may continue
-_LOCAL_LENGTH = 2  # matches elsewhere must be longer to be preferred to a local one
 _EXACT_LENGTH = 8  # a match of this length is followed without new searches
 
 
@@ -116,50 +118,40 @@ class Deviation(NamedTuple):
 
 @dataclass(slots=True)
 class FollowedMatches:
-    """Occurrences in an index that a sequence has matched so far.
+    """The positions in an index that continue earlier occurrences of a sequence's last tokens.
 
-    Their positions are those at which they were found, `num_followed` tokens before the sequence's end.
+    `length` is how many of these tokens precede the newest position.
     """
 
     index: MatchIndex
     source: Source
-    occurrences: list[Occurrence] = field(default_factory=list)
-    num_followed: int = 0
+    positions: list[int] = field(default_factory=list)
+    length: int = 0
 
-    @property
-    def length(self) -> int:
-        """Length of the longest match."""
-        if not self.occurrences:
-            return 0
-        return min(MAX_CONTEXT, self.num_followed + max([each[1] for each in self.occurrences]))
-
-    def replace(self, occurrences: list[Occurrence]) -> None:
-        """Follow other occurrences, which end at the sequence's end."""
-        self.occurrences = occurrences
-        self.num_followed = 0
+    def replace(self, found: Matches, source: Source) -> None:
+        """Follow other matches."""
+        self.positions, self.length = found
+        self.source = source
 
     def follow(self, new_tokens: list[int]) -> Deviation | None:
-        """Advance over the sequence's newest tokens; drop occurrences that continued otherwise.
+        """Advance over the sequence's newest tokens; drop matches that continued otherwise.
 
-        Returns where the best occurrence deviated, if all did. For that, `index` is the sequence's own.
+        Returns where the newest match deviated, if all did. For that, `index` is the sequence's own.
         """
-        num_new, index, start = len(new_tokens), self.index, self.num_followed
-        kept: list[Occurrence] = []
-        best, best_length = None, -1
-        for each in self.occurrences:
-            position = each[0] + start
-            found = index.continuation(position, num_new)
-            if found == new_tokens:
-                kept.append(each)
-            elif not kept and found:
-                num_equal = _num_equal(found, new_tokens)
-                length = min(MAX_CONTEXT, each[1] + start) + num_equal
-                if length > best_length:
-                    own_position = index.num_tokens - num_new + num_equal
-                    best, best_length = Deviation(position + num_equal, own_position), length
-        self.occurrences = kept
-        self.num_followed += num_new
-        return None if kept else best
+        positions, index, num_new = self.positions, self.index, len(new_tokens)
+        self.positions = [
+            position + num_new
+            for position in positions
+            if index.continuation(position, num_new) == new_tokens
+        ]
+        if self.positions:
+            self.length = min(MAX_CONTEXT, self.length + num_new)
+            return None
+        self.length = 0
+        if not positions:
+            return None
+        num_equal = _num_equal(index.continuation(positions[0], num_new), new_tokens)
+        return Deviation(positions[0] + num_equal, index.num_tokens - num_new + num_equal)
 
 
 @dataclass(slots=True)
@@ -177,57 +169,35 @@ _NO_DRAFT = Draft([], [], [], 0.0)
 
 def vote(matches: FollowedMatches, calibration: Calibration, limit: int) -> Draft:
     """Return the continuation on which most occurrences agree."""
-    continuation, start = matches.index.continuation, matches.num_followed
-    found = [continuation(each[0] + start, limit) for each in matches.occurrences]
-    lengths = [min(MAX_CONTEXT, each[1] + start) for each in matches.occurrences]
+    continuation, source, length = matches.index.continuation, matches.source, matches.length
+    found = [continuation(position, limit) for position in matches.positions]
     if [] in found:  # overwritten
-        lengths = [*compress(lengths, found)]
         found = [*filter(None, found)]
     if not found:
         return _NO_DRAFT
-    longest, first = max(lengths), found[0]
-    if found.count(first) == len(found):
-        return _draft(first, unanimous_cells(matches.source, longest, limit), calibration)
-    weights = [length + 1 for length in lengths]
-    token_ids: list[int] = []
     cells: list[int] = []
     for i in range(limit):
+        num_votes = len(found)
+        if found.count(found[0]) == num_votes:
+            cells += unanimous_cells(source, length + i, limit - i)
+            break
         tokens = [each[i] for each in found]
-        token, share = _most_voted(tokens, weights)
-        if share < 1.0:
-            is_kept = [each == token for each in tokens]
-            found, weights = [*compress(found, is_kept)], [*compress(weights, is_kept)]
-        token_ids.append(token)
-        cells.append(cell_of(matches.source, longest + i, share))
-    return _draft(token_ids, cells, calibration)
+        token = max(tokens, key=tokens.count)  # of equal ones, the newest occurrence's
+        found = [each for each in found if each[i] == token]
+        cells.append(cell_of(source, length + i, len(found) / num_votes))
+    return _draft(found[0], cells, calibration)
 
 
 def _draft(token_ids: list[int], cells: list[int], calibration: Calibration) -> Draft:
     """Return a draft of these tokens, up to the end of a text or the first one that is too improbable."""
     if SEPARATOR in token_ids:
         token_ids = token_ids[: token_ids.index(SEPARATOR)]
-    probabilities: list[float] = []
-    num_expected, probability = 0.0, 1.0
-    for cell in cells[: len(token_ids)]:
-        estimate = calibration.probabilities[cell]
-        probability *= estimate
-        if probability < MIN_PROBABILITY:
-            break
-        probabilities.append(estimate)
-        num_expected += probability
-    num_tokens = len(probabilities)
-    return Draft(token_ids[:num_tokens], probabilities, cells, num_expected)
-
-
-def _most_voted(tokens: list[int], weights: list[int]) -> tuple[int, float]:
-    """Return the token with the most votes, and its share of them."""
-    if tokens.count(tokens[0]) == len(tokens):
-        return tokens[0], 1.0
-    votes: dict[int, int] = {}
-    for token, weight in zip(tokens, weights, strict=True):
-        votes[token] = votes.get(token, 0) + weight
-    token = max(votes, key=votes.__getitem__)  # of equal ones, the newest occurrence's
-    return token, votes[token] / sum(weights)
+    estimates = [*map(calibration.probabilities.__getitem__, cells[: len(token_ids)])]
+    chances = [*accumulate(estimates, mul)]
+    if chances and chances[-1] < MIN_PROBABILITY:
+        num_tokens = sum(chance >= MIN_PROBABILITY for chance in chances)
+        del token_ids[num_tokens:], estimates[num_tokens:], chances[num_tokens:]
+    return Draft(token_ids, estimates, cells, sum(chances))
 
 
 class SuffixSequence:
@@ -246,7 +216,7 @@ class SuffixSequence:
         self._own = FollowedMatches(index, Source.OWN)
         self._answers = FollowedMatches(answers.index, Source.ANSWERS)
         self._new_tokens: list[int] = []  # since the last proposal
-        self._draft = _NO_DRAFT
+        self._drafts: list[Draft] = []
         self._deviations: list[Deviation] = []  # the newest first
 
     def extend(self, token_ids: list[int]) -> None:
@@ -259,12 +229,12 @@ class SuffixSequence:
         """Return a draft of at most `limit` tokens; it may be empty."""
         self._learn()
         self._follow()
-        self._draft = vote(self._own, self._calibration, limit)
-        if self._answers.occurrences:
-            answers = vote(self._answers, self._calibration, limit)
-            if answers.num_expected > self._draft.num_expected:
-                self._draft = answers
-        return self._draft
+        self._drafts = [
+            vote(each, self._calibration, limit)
+            for each in (self._own, self._answers)
+            if each.positions
+        ]
+        return max(self._drafts, key=attrgetter("num_expected"), default=_NO_DRAFT)
 
     def answer(self) -> I32:
         """Return the generated tokens, with some prompt tokens before them."""
@@ -272,13 +242,11 @@ class SuffixSequence:
         return np.asarray(self._own.index.last(num_tokens), np.int32)
 
     def _learn(self) -> None:
-        """Compare the last draft with the tokens that came."""
-        draft, self._draft = self._draft, _NO_DRAFT
-        if draft is _NO_DRAFT:
-            return
-        num_right = _num_equal(draft.token_ids, self._new_tokens)
-        num_known = min(len(draft.token_ids), len(self._new_tokens))
-        self._calibration.observe(draft.cells, num_right, has_wrong=num_right < num_known)
+        """Compare the last drafts with the tokens that came."""
+        for draft in self._drafts:
+            num_right = _num_equal(draft.token_ids, self._new_tokens)
+            num_known = min(len(draft.token_ids), len(self._new_tokens))
+            self._calibration.observe(draft.cells, num_right, has_wrong=num_right < num_known)
 
     def _follow(self) -> None:
         """Advance all matches over the new tokens, and search again if longer matches are possible."""
@@ -287,44 +255,45 @@ class SuffixSequence:
         if new_tokens:
             deviation = own.follow(new_tokens)
             if deviation is not None:
-                self._deviations = [deviation, *self._deviations[:1]]
-            if answers.occurrences:
-                answers.follow(new_tokens)
-        own_length = own.length
-        has_exact = own_length >= _EXACT_LENGTH
-        needs_answers = answers.index.num_tokens and answers.length < _EXACT_LENGTH
-        if has_exact and not needs_answers:
+                self._deviations = [deviation, *self._deviations[: _MAX_DEVIATIONS - 1]]
+            answers.follow(new_tokens)
+        if own.length >= _EXACT_LENGTH:
+            answers.replace(NO_MATCHES, Source.ANSWERS)
             return
         context = own.index.context()
-        if needs_answers:
-            answers.replace(answers.index.find(context))
-        if has_exact:
-            return
+        if answers.index.num_tokens and answers.length < _EXACT_LENGTH:
+            answers.replace(answers.index.find(context), Source.ANSWERS)
         found = own.index.find(context)
-        if found and found[0].length > max(own_length, _LOCAL_LENGTH):
-            own.replace(found)
-            own.source = Source.OWN
-        elif not own.occurrences:
-            nearby = self._after_deviations(context.token_ids[-1])
-            own.replace(nearby or found)
-            own.source = Source.LOCAL if nearby else Source.OWN
+        if not own.positions:
+            own.replace(self._after_deviations(context.token_ids[-1]), Source.LOCAL)
+        if found.length > own.length and (
+            not own.positions
+            or self._chance(Source.OWN, found.length) >= self._chance(own.source, own.length)
+        ):
+            own.replace(found, Source.OWN)
 
-    def _after_deviations(self, last: int) -> list[Occurrence]:
+    def _chance(self, source: Source, length: int) -> float:
+        """Return the estimated probability of a token after matches of this length that agree."""
+        return self._calibration.probabilities[cell_of(source, length, 1.0)]
+
+    def _after_deviations(self, last: int) -> Matches:
         """Return the first occurrence of the last token in the window after each earlier deviation.
 
         If there is none, assume that the tokens since the newest deviation replaced the same number of tokens.
         """
         index = self._own.index
-        found: list[Occurrence] = []
+        found: list[int] = []
         for each in self._deviations:
             nearby = index.continuation(each.position, self._window_after(each))
             if last in nearby:
-                found.append(Occurrence(each.position + nearby.index(last) + 1, 1))
+                found.append(each.position + nearby.index(last) + 1)
+        if found:
+            return Matches(found, 1)
         for each in self._deviations[:1]:
             num_after = index.num_tokens - each.own_position
-            if not found and num_after < self._window_after(each):
-                found.append(Occurrence(each.position + num_after, 0))
-        return found
+            if num_after < self._window_after(each):
+                found.append(each.position + num_after)
+        return Matches(found, 0)
 
     def _window_after(self, deviation: Deviation) -> int:
         """Return the length of the window after a deviation, without the tokens since then."""
