@@ -57,10 +57,11 @@ class FinishedStep(NamedTuple):
         num_accepted = 0
         if kept is not None:
             num_accepted = int(kept.sum()) - int(np.count_nonzero(kept))
+        num_chunk_tokens = len(plan.token_ids)
         return cls(
             plan.num_rows,
-            plan.num_tokens,
-            len(plan.token_ids),
+            plan.num_decodes + plan.num_draft_tokens + num_chunk_tokens,  # without a sum over rows
+            num_chunk_tokens,
             num_accepted,
             seconds,
             is_steady,
