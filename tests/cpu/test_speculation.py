@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from draft_requests import VOCAB, check, known, requests
+from draft_statistics import accept_by_force, chi_square, expected_counts
 from drafted import Guesser, Reply, finish, make_engine, soak
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -143,44 +144,37 @@ class FewTokens(Guesser):
         return self.random.choice(self.tokens_of_model, most).tolist()
 
 
-def test_sampled_tokens_follow_the_distribution_of_the_model(runner: LocalRunner) -> None:
-    """Chi-square over three tokens, the last two drafted, each one of three that are possible."""
-    possible, prompt, num = (11, 23, 57), [5, 6, 7], 1000
-    made = {
-        "temperature": 25.0,
-        "top_k": 3,
-        "bias_ids": np.asarray(possible, np.int32),
-        "bias_values": np.full(3, 90.0, np.float32),
-    }
+POSSIBLE = (11, 23, 57)
+SAMPLING: dict[str, Any] = {
+    "temperature": 1.0,
+    "top_k": 3,
+    "bias_ids": np.asarray(POSSIBLE, np.int32),
+    "bias_values": np.full(3, 90.0, np.float32),
+}
 
-    def probabilities(tokens: list[int]) -> np.ndarray[Any, np.dtype[np.float64]]:
-        wanted = {"max_tokens": 1, "logprobs": VOCAB}
-        reply = finish(make_engine(runner), [request(0, [*prompt, *tokens], **wanted)])[0]
-        values = dict(zip(reply.logprobs[0][1:], reply.values[1:], strict=True))
-        weights = np.exp(np.asarray([values[each] for each in possible]) / made["temperature"])
-        return weights / weights.sum()
 
+@pytest.fixture(scope="module")
+def expected_starts(runner: LocalRunner) -> dict[tuple[int, ...], float]:
+    return expected_counts(runner, 500, VOCAB, **SAMPLING)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1])
+def test_sampled_tokens_follow_the_distribution_of_the_model(
+    runner: LocalRunner,
+    expected_starts: dict[tuple[int, ...], float],
+    share: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A share of the draft tokens is accepted by force. If it is not 0, the statistic exceeds its limit."""
+    if share:
+        accept_by_force(runner, share, monkeypatch)
     drafter = FewTokens(VOCAB)
-    drafter.tokens_of_model = possible
+    drafter.tokens_of_model = POSSIBLE
     engine = make_engine(runner, drafter, max_drafts=2)
-    wanted = [request(i, prompt, max_tokens=3, seed=i, **made) for i in range(num)]
-    replies = finish(engine, wanted)
-    counts = np.zeros((3, 3, 3))
-    for reply in replies.values():
-        counts[tuple(possible.index(token) for token in reply.token_ids)] += 1
-    expected = np.zeros((3, 3, 3))
-    for i, first in enumerate(possible):
-        for j, second in enumerate(possible):
-            part = probabilities([])[i] * probabilities([first])[j]
-            expected[i, j] = num * part * probabilities([first, second])
-    is_common = expected >= 5
-    assert expected[is_common].sum() > 0.95 * num
-    assert is_common.sum() >= 10
-    chi_square = ((counts - expected) ** 2 / expected)[is_common].sum()
-    freedom = int(is_common.sum())
-    assert chi_square < freedom + 3.1 * (2 * freedom) ** 0.5 + 5  # 1 of 1,000
+    statistic = chi_square(engine, expected_starts, **SAMPLING)
+    assert (statistic > 1) == (share > 0)
     stats = engine.scheduler.counters.snapshot(engine.scheduler.kv, 0)
-    assert all(0.1 * num < each for each in stats.num_accepted[:1])
+    assert stats.num_accepted[1] > 20
 
 
 @pytest.mark.parametrize("num_requests", [60, pytest.param(5000, marks=pytest.mark.release)])

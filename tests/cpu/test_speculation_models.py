@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from draft_requests import check
+from draft_statistics import accept_by_force, chi_square, expected_counts
 from drafted import Reply, finish, make_engine, soak
 from host_graphs import capture_decodes
 from hypothesis import HealthCheck, given, settings
@@ -250,6 +251,26 @@ def test_model_accepts_all_of_its_own_drafts(own_runner: LocalRunner, case: dict
     # Without free pages, entries of draft tokens are not kept, and the next ones are worse.
     share = 0.8 if "num_pages" in case else 0.99
     assert stats.num_saved_steps >= share * stats.num_draft_tokens
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_sampled_tokens_follow_the_distribution_of_the_model(
+    own_runner: LocalRunner, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Draft tokens share the sampler's random numbers. Their distribution is flatter, and a share is accepted by force."""
+    draft = own_runner._assembly.draft_model
+    assert draft is not None
+    logits = draft.logits
+    monkeypatch.setattr(draft, "logits", lambda hidden: 0.1 * logits(hidden))
+    sampling = {"temperature": 0.6, "top_k": 3}
+    expected = expected_counts(own_runner, 300, 97, **sampling)
+    if share:
+        accept_by_force(own_runner, share, monkeypatch)
+    engine = make_engine(own_runner, max_drafts=2)
+    statistic = chi_square(engine, expected, **sampling)
+    assert (statistic > 1) == (share > 0)
+    stats = engine_stats(engine)
+    assert 20 < stats.num_accepted[1] < 0.9 * stats.num_draft_rows
 
 
 @pytest.mark.release
