@@ -33,6 +33,7 @@ from tokenspeed_core.errors import ConfigError, PluginError
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.resolved import Resolved
 from tokenspeed_core.scheduler.drafts import FinishedStep
+from tokenspeed_core.worker.assemble import plan_for
 from tokenspeed_core.worker.local import LocalRunner, build
 from tokenspeed_core.worker.staged import BucketSize
 
@@ -505,18 +506,37 @@ def test_wrong_draft_models_are_refused(tmp_path: Path) -> None:
         load(speculative_config={"method": "draft_model", "model": str(tmp_path)})
 
 
-def test_draft_backends_have_an_effect(catalog: Catalog) -> None:
-    def resolved(**settings: Any) -> Resolved:
+@pytest.mark.parametrize(
+    ("setting", "family", "layer", "settings"),
+    [
+        ("draft_moe_backend", "moe", 4, {}),
+        ("drafter_attention_backend", "attention", 4, {}),
+        (
+            "drafter_attention_backend",
+            "attention",
+            5,
+            {
+                "model": "demo",
+                "speculative_algorithm": "eagle3",
+                "speculative_draft_model_path": "demo-eagle3",
+            },
+        ),
+    ],
+)
+def test_draft_backends_have_an_effect(
+    catalog: Catalog, setting: str, family: str, layer: int, settings: dict[str, Any]
+) -> None:
+    """On the layers of the draft model only."""
+
+    def resolved(**changes: Any) -> Resolved:
         given = {"model": "demo-deepseek", "device": "cpu", "speculative_algorithm": "mtp"}
-        return resolve(Config.from_keywords(**{**given, **settings}), catalog)
+        return resolve(Config.from_keywords(**{**given, **settings, **changes}), catalog)
 
-    from tokenspeed_core.worker.assemble import plan_for
-
-    plan = plan_for(resolved(draft_moe_backend="torch"), catalog, None)
-    chosen = [op for op in plan.ops if op.family == "moe" and op.asked_by != "auto"]
+    plan = plan_for(resolved(**{setting: "torch"}), catalog, None)
+    chosen = [op for op in plan.ops if op.family == family and op.asked_by != "auto"]
     assert chosen
-    assert {layer for op in chosen for layer in op.layers} == {4}
+    assert {each for op in chosen for each in op.layers} == {layer}
     with pytest.raises(PluginError, match="no-such"):
-        plan_for(resolved(drafter_attention_backend="no-such"), catalog, None)
-    with pytest.raises(ConfigError, match=r"draft-moe-backend.*not a model"):
-        resolved(speculative_algorithm="suffix", draft_moe_backend="torch")
+        plan_for(resolved(**{setting: "no-such"}), catalog, None)
+    with pytest.raises(ConfigError, match=f"{setting}.*not a model".replace("_", "-")):
+        resolve(Config.from_keywords(speculative_algorithm="suffix", **{setting: "torch"}), catalog)
