@@ -15,7 +15,7 @@ _RULES = {
     "must be a number": ("float_parsing", "float_type", "finite_number"),
     "must be true or false": ("bool_parsing", "bool_type"),
     "must be a size such as 2GB, 512MiB or a number of bytes": ("byte_size", "byte_size_unit"),
-    "must be a JSON object": ("dict_type",),
+    "must be a JSON object": ("dict_type", "model_type"),
     "must be a name, or names in order of preference": ("tuple_type",),
     "must be text": ("string_type",),
 }

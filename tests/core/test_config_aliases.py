@@ -22,7 +22,7 @@ compilation-config config-format context-length convert cpu-offload-gb cuda-grap
 data-parallel-backend decode-attention-backend deepep-mode disable-cascade-attn disable-cuda-graph
 disable-custom-all-reduce disable-frontend-multiprocessing disable-log-stats disable-overlap-schedule
 disable-radix-cache disable-uvicorn-access-log disaggregation-mode distributed-executor-backend
-dp-size enable-deterministic-inference enable-dp-attention enable-eplb enable-hierarchical-cache enable-lora
+draft-tensor-parallel-size dp-size enable-deterministic-inference enable-dp-attention enable-eplb enable-hierarchical-cache enable-lora
 enable-log-outputs enable-mixed-chunk enable-p2p-check enable-priority-scheduling enable-reasoning
 enable-return-hidden-states enable-sleep-mode enable-torch-compile ep-num-redundant-experts eplb-algorithm
 fastapi-root-path fully-sharded-loras generation-config guided-decoding-backend hf-chat-template-name

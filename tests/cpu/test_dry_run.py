@@ -95,6 +95,13 @@ def test_dry_run_refuses_the_settings_a_start_refuses(
     assert "\n" not in str(caught.value)
 
 
+def test_dry_run_reads_how_many_layers_a_head_combines() -> None:
+    config = {"method": "eagle3", "model": "demo-eagle3", "layers_to_capture": [1]}
+    with pytest.raises(ConfigError, match="3 layers with --eagle3-layers-to-capture") as caught:
+        dry_run(ServerConfig.from_keywords(device="cpu", speculative_config=config))
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("settings", [{"uds": "x", "port": 1}, {"ssl_certfile": "/nope"}])
 def test_dry_run_refuses_wrong_addresses(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"--uds|--ssl-certfile"):

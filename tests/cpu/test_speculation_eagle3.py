@@ -23,7 +23,7 @@ from tokenspeed_core import LLM, SamplingParams
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.factory import resolve
 from tokenspeed_core.engine.messages import Submit
-from tokenspeed_core.errors import CheckpointError, ConfigError
+from tokenspeed_core.errors import TokenSpeedError
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.worker.local import LocalRunner, build
 
@@ -200,7 +200,7 @@ def test_blocks_are_free_after_aborts(runner: LocalRunner) -> None:
 
 
 def refused(**flags: Any) -> str:
-    with pytest.raises((ConfigError, CheckpointError)) as caught:
+    with pytest.raises(TokenSpeedError) as caught:
         LLM(device="cpu", **flags)
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -218,13 +218,15 @@ def test_unusable_heads_are_refused_in_one_line(tmp_path: Path) -> None:
     assert "architectures" in use("demo")
     assert "layers 1, 2, 3" in use(EAGLE3.name, model="demo-deepseek")
     assert "layers 1, 9" in use(EAGLE3.name, eagle3_layers_to_capture="1,9")
-    assert "fc.weight" in use(EAGLE3.name, eagle3_layers_to_capture="1,2")
+    assert "reads 3 layers" in use(EAGLE3.name, eagle3_layers_to_capture="1,2")
     config = json.loads((Path(EAGLE3.path) / "config.json").read_text())
     for key, value in (("hidden_size", 512), ("vocab_size", 2048)):
         (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
         assert str(value) in use(str(tmp_path))
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": None}))
     assert "safetensors" in use(str(tmp_path)), "no weights"
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"a": 1}}))
+    assert "quantized" in use(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -252,6 +254,17 @@ def test_unusable_heads_are_refused_in_one_line(tmp_path: Path) -> None:
                 "eagle3_layers_to_capture": "1",
             },
             "layers_to_capture there",
+        ),
+        ({"speculative_config": "[1]"}, "JSON object"),
+        ({"speculative_algorithm": "NEXTN"}, "use mtp"),
+        ({"speculative_config": {"method": "deepseek_mtp"}}, "use mtp"),
+        (
+            {
+                "speculative_algorithm": "eagle3",
+                "speculative_draft_model_path": EAGLE3.name,
+                "drafter_attention_backend": "fa3",
+            },
+            "Backends that fit: torch.",
         ),
     ],
 )

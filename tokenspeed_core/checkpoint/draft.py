@@ -19,7 +19,7 @@ def resolve_draft(
     main = config.resolved(revision=None)  # --revision is the target's
     path, _ = locate(name, main, catalog, with_weights)
     json = read_json(path / "config.json")
-    if "quantization_config" in json:
+    if json.get("quantization_config"):
         raise CheckpointError(
             f"{path}: quantized draft models are not supported; use an unquantized checkpoint"
         )

@@ -22,7 +22,7 @@ from tokenspeed_core.config.speculation_settings import (
     MAX_DRAFTS,
     Speculation,
 )
-from tokenspeed_core.errors import ConfigError
+from tokenspeed_core.errors import ConfigError, PluginError
 from tokenspeed_core.plugins.catalog import Catalog, make
 from tokenspeed_core.plugins.entry import Entry
 from tokenspeed_core.scheduler.draft_depth import AdaptiveDepth
@@ -30,6 +30,8 @@ from tokenspeed_core.scheduler.drafts import DraftSource, HostDrafts
 from tokenspeed_core.scheduler.model_drafts import ModelDrafts
 from tokenspeed_core.scheduler.scheduler import Scheduler
 from tokenspeed_core.targets import load_target
+
+_OTHER_NAMES = {"nextn": "mtp", "standalone": "draft_model"}  # of drafters in other engines
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ def find_drafter(
     """
     if wanted is None:
         return None
-    entry = catalog.get("drafters", wanted.drafter, flag=wanted.flag)
+    entry = _entry(wanted, catalog)
     spec = catalog.need(entry, AnyDrafterSpec)
     try:
         spec.check_options(wanted.options)
@@ -95,6 +97,15 @@ def find_drafter(
         except ValueError as error:
             raise ConfigError(f"{wanted.flag} {wanted.drafter}: {error}") from error
     return DrafterChoice(entry, spec, _max_drafts(wanted, model), wanted.options, model)
+
+
+def _entry(wanted: Speculation, catalog: Catalog) -> Entry:
+    """Return the drafter that the settings name. Raises PluginError."""
+    name, installed = wanted.drafter, catalog.names("drafters")
+    other = "mtp" if name.endswith("_mtp") else _OTHER_NAMES.get(name)
+    if other in installed and name not in installed:
+        raise PluginError(f"{wanted.flag} {name}: no such drafter; use {other}")
+    return catalog.get("drafters", name, flag=wanted.flag)
 
 
 def _max_drafts(wanted: Speculation, model: DraftModelInfo | None) -> int:

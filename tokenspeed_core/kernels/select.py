@@ -386,9 +386,14 @@ class Selector:
     def _nothing_fits(self, planned: PlannedOp, layer: int | None) -> NothingFitsError:
         """Return the error for a problem without a kernel, with every candidate's reasons."""
         names, verdicts = planned.wanted, planned.verdicts
+        layers = () if layer is None else (layer,)
+        plan = KernelPlan(
+            self.platform.name or self.platform.kind, (replace(planned, layers=layers),)
+        )
+        if any(each.for_draft and each.flag == planned.asked_by for each in self.overrides):
+            return NothingFitsError(_draft_message(planned, plan.platform), plan)
         axes = ", ".join(f"{axis}={value}" for axis, value in planned.problem)
-        device = self.platform.name or self.platform.kind
-        lines = [f"no kernel for op {planned.op!r} ({axes}) on {device}"]
+        lines = [f"no kernel for op {planned.op!r} ({axes}) on {plan.platform}"]
         if names != ("auto",):
             lines[0] += f": {planned.asked_by} selects {', '.join(names)}"
         installed = {verdict.backend for verdict in verdicts}
@@ -409,9 +414,21 @@ class Selector:
             lines.append(f"  backends that fit: {fitting}; use {planned.alternative()}")
         else:
             lines.append("; ".join(filter(None, ("  backends that fit: none", self.hint))))
-        layers = () if layer is None else (layer,)
-        plan = KernelPlan(device, (replace(planned, layers=layers),))
         return NothingFitsError("\n".join(lines), plan)
+
+
+def _draft_message(planned: PlannedOp, device: str) -> str:
+    """Return why none of the backends that the user named fits a layer of the draft model, in one line."""
+    reasons = []
+    for name in planned.wanted:
+        found = [each.reasons for each in planned.verdicts if each.backend == name]
+        texts = [reason.what for reason in min(found, key=len)] if found else ["no such kernel"]
+        reasons.append(f"{name}: {', '.join(texts)}")
+    fitting = dict.fromkeys(each.backend for each in planned.verdicts if each.fits)
+    return (
+        f"{planned.asked_by}: no {planned.op} kernel for the draft model on {device} ({'; '.join(reasons)}). "
+        f"Backends that fit: {', '.join(fitting) or 'none'}."
+    )
 
 
 def _first(

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from tokenspeed_core.api import DraftModelInfo, DraftRequest, FullAttention, HiddenStates
 from tokenspeed_models.config import ConfigReader, DecoderConfig
 from tokenspeed_models.describe import count_parameters, read_llama
 from tokenspeed_models.drafters.target import hidden_size
+from tokenspeed_models.loading.safetensors_header import read_header
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator")
 LAYERS_OPTION = "layers_to_capture"
@@ -75,6 +77,7 @@ def plan(request: DraftRequest) -> DraftModelInfo:
             f"{head.path} is a head for a vocabulary of {decoder.vocab_size} tokens, and the target has "
             f"{target.vocab_size}. Use a head that was trained for this model."
         )
+    _check_width(head.path, c, LAYERS_OPTION if LAYERS_OPTION in request.options else "config.json")
     return DraftModelInfo(
         load="tokenspeed_models.drafters.eagle3:Eagle3Head",
         config={"eagle3": c},
@@ -85,6 +88,24 @@ def plan(request: DraftRequest) -> DraftModelInfo:
         hidden=HiddenStates.LAYERS,
         layers=c.layers,
     )
+
+
+def _check_width(folder: Path, c: Eagle3Config, origin: str) -> None:
+    """Raise ValueError if the head's weights, unless they are absent, combine another number of layers.
+
+    `origin` says what names the layers.
+    """
+    for file in sorted(folder.glob("*.safetensors")):
+        for entry in read_header(file):
+            if entry.name.removeprefix("model.") != "fc.weight" or len(entry.shape) != 2:
+                continue
+            num_read, rest = divmod(entry.shape[1], c.decoder.hidden_size)
+            if not rest and num_read != len(c.layers):
+                raise ValueError(
+                    f"{folder}: the head reads {num_read} layers (fc.weight), but {origin} names {len(c.layers)}. "
+                    f"Name {num_read} layers with --eagle3-layers-to-capture, or {LAYERS_OPTION} in "
+                    "--speculative-config."
+                )
 
 
 def read_eagle3(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,10 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenspeed_drafters import NGRAM, SUFFIX
 from tokenspeed_drafters.match_index import BYTES_PER_TOKEN
+from tokenspeed_drafters.models import plan_mtp
 from tokenspeed_drafters.ngram import find_ngram
 from tokenspeed_drafters.suffix import SuffixDrafter, Tenants
 
-from tokenspeed_core.api.drafters import Drafter, DrafterContext
+from tokenspeed_core.api.drafters import DraftCheckpoint, Drafter, DrafterContext, DraftRequest
+from tokenspeed_core.api.models import ANY_ARCHITECTURE, ModelSpec
+
+
+def test_mtp_names_the_architecture_without_a_family() -> None:
+    config = {"architectures": ["OddForCausalLM"]}
+    target = DraftCheckpoint(Path(), config, ModelSpec(ANY_ARCHITECTURE, "a:b", "a:b"), None)
+    with pytest.raises(ValueError, match="multi-token prediction of OddForCausalLM"):
+        plan_mtp(DraftRequest(target, None, {}))
 
 
 def as_array(*numbers: int) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tokenspeed_core.api import DraftModelInfo, DraftRequest, HiddenStates
+from tokenspeed_core.api import ANY_ARCHITECTURE, DraftModelInfo, DraftRequest, HiddenStates
 
 
 def check(options: Mapping[str, Any]) -> None:
@@ -18,6 +18,11 @@ def plan_mtp(request: DraftRequest) -> DraftModelInfo:
     """Return the target's layers for multi-token prediction. Raises ValueError if it has none."""
     target = request.target
     assert target.spec is not None, "a resolved target has a family"
+    if target.spec.architecture == ANY_ARCHITECTURE:
+        named = ", ".join(target.config.get("architectures") or ())
+        raise ValueError(
+            f"no installed family supports the layers for multi-token prediction of {named}. Choose another drafter."
+        )
     return target.spec.plan_mtp(target.config, target.path)
 
 
