@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import numpy as np
 from engine_world import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,6 +13,14 @@ from tokenspeed_testing.requests import request
 from tokenspeed_core.engine.messages import Heartbeat, to_api
 from tokenspeed_core.engine.stats import EngineStats
 from tokenspeed_core.engine.wire import pack
+
+
+@dataclass
+class DraftSourceState:
+    """What the statistics show of a `DraftSource`."""
+
+    is_paused: bool
+    budget: float
 
 
 def stats_of(world: World) -> EngineStats:
@@ -61,3 +72,19 @@ def test_preempted_sequences_are_counted_once() -> None:
     assert sum(stats.queue.counts) == sum(stats.prefill.counts) == 4
     assert stats.num_prompt_tokens == 28
     assert stats.num_output_tokens == 64
+
+
+def test_draft_tokens_are_counted_by_position() -> None:
+    world = World()
+    counters, kv = world.scheduler.counters, world.scheduler.kv
+    for drafts, accepted in (([2, 1], [2, 0]), ([4, 1, 1], [1, 1, 0])):
+        counters.verify(np.asarray(drafts, np.int32), np.asarray(accepted, np.int32))
+    drafting = DraftSourceState(is_paused=False, budget=1.5)
+    stats = counters.snapshot(kv, 0, drafting)  # type: ignore[arg-type]
+    assert (stats.num_draft_rows, stats.num_draft_tokens) == (5, 9)
+    assert stats.num_drafted == (5, 2, 1, 1)
+    assert stats.num_accepted == (3, 1, 0, 0)
+    assert (stats.drafts_per_row, stats.is_draft_paused, stats.draft_budget) == (2.0, False, 1.5)
+    drafting.is_paused = True
+    stats = counters.snapshot(kv, 0, drafting)  # type: ignore[arg-type]
+    assert (stats.drafts_per_row, stats.is_draft_paused) == (0.0, True)

@@ -118,6 +118,24 @@ def test_drafter_gets_the_tokens_of_a_pause_at_once(monkeypatch: pytest.MonkeyPa
         assert tokens == world.model.expected(prompt, len(tokens))
 
 
+def test_statistics_show_pauses_and_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, depth, _ = paused_world(monkeypatch)
+    depth.budget = 0.25
+    stats = world.engine.stats()
+    assert (stats.is_draft_paused, stats.draft_budget, stats.drafts_per_row) == (True, 0.25, 0.0)
+    depth.is_paused = False
+    for _ in range(4):
+        world.step()
+    stats = world.engine.stats()
+    assert not stats.is_draft_paused
+    assert 1 <= stats.drafts_per_row <= 3
+    assert stats.num_drafted[0] == stats.num_draft_rows
+    assert sum(stats.num_drafted) == stats.num_draft_tokens
+    assert world.scheduler.drafts is not None
+    world.scheduler.drafts._switch_off()  # type: ignore[attr-defined]
+    assert world.engine.stats().is_draft_paused, "the drafter failed"
+
+
 def test_few_sequences_begin_before_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     world, depth, calls = paused_world(monkeypatch)
     depth.is_paused, depth.seconds = False, 1.5

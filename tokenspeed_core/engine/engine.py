@@ -96,7 +96,9 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return the counters since the start, and the state of the KV cache."""
         scheduler = self.scheduler
-        return scheduler.counters.snapshot(scheduler.kv, scheduler.num_preemptions)
+        return scheduler.counters.snapshot(
+            scheduler.kv, scheduler.num_preemptions, scheduler.drafts
+        )
 
     def submit(self, request: Submit) -> Rejected | None:
         """Queue a request, or return why it is rejected.

@@ -57,7 +57,7 @@ class Histogram:
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
-    """The engine at one moment. Pages are of the KV cache; all other numbers are sums since the start."""
+    """The engine at one moment. Pages are of the KV cache; all other numbers but the last three are sums since the start."""
 
     num_preemptions: int
     num_prompt_tokens: int  # of admitted sequences, cached ones included
@@ -78,6 +78,10 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     num_accepted: tuple[
         int, ...
     ] = ()  # how often the first draft token of a row was accepted, the second, …
+    num_drafted: tuple[int, ...] = ()  # how often a row had a first draft token, a second, …
+    drafts_per_row: float = 0.0  # in the newest step with draft tokens, of rows with any; 0: paused
+    is_draft_paused: bool = False
+    draft_budget: float = 0.0  # time that drafts may still lose, in steps without drafts
 
     @property
     def num_saved_steps(self) -> int:

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 
-from tokenspeed_core.api.step import I32, StepPlan
+from tokenspeed_core.api.step import I32, I64, StepPlan
 from tokenspeed_core.engine.stats import (
     HOST_BOUNDS,
     REQUEST_BOUNDS,
@@ -18,6 +18,7 @@ from tokenspeed_core.engine.stats import (
     Histogram,
 )
 from tokenspeed_core.kv_cache.manager import KVManager
+from tokenspeed_core.scheduler.drafts import DraftSource
 from tokenspeed_core.scheduler.sequence import Sequence
 
 
@@ -39,10 +40,10 @@ class EngineCounters:
         self._host = Histogram(HOST_BOUNDS)
         self._queue = Histogram(REQUEST_BOUNDS)
         self._prefill = Histogram(REQUEST_BOUNDS)
-        self._num_draft_tokens = 0
-        self._num_rows = np.zeros(
-            1, np.int64
-        )  # with draft tokens, by how many of them were accepted
+        # Rows with draft tokens: by the number of these, and by how many of them were accepted.
+        self._num_drafted = np.zeros(1, np.int64)
+        self._num_rows = np.zeros(1, np.int64)
+        self._last_drafts = np.zeros(0, np.int32)  # of the rows that had any in the newest step
 
     def admit(self, sequence: Sequence, num_cached: int, *, has_prefix_cache: bool) -> None:
         """Count the first admission of a sequence, with `num_cached` tokens found in the prefix cache."""
@@ -61,11 +62,13 @@ class EngineCounters:
 
     def verify(self, num_drafts: I32, num_accepted: I32) -> None:
         """Count the draft tokens of the rows that had any, and those that were accepted."""
-        drafts = num_drafts.tolist()
-        self._num_draft_tokens += sum(drafts)
-        if max(drafts) >= len(self._num_rows):
-            self._num_rows = np.pad(self._num_rows, (0, max(drafts) + 1 - len(self._num_rows)))
+        num_missing = max(num_drafts.tolist()) + 1 - len(self._num_rows)
+        if num_missing > 0:
+            self._num_drafted = np.pad(self._num_drafted, (0, num_missing))
+            self._num_rows = np.pad(self._num_rows, (0, num_missing))
+        self._num_drafted += np.bincount(num_drafts, minlength=len(self._num_rows))
         self._num_rows += np.bincount(num_accepted, minlength=len(self._num_rows))
+        self._last_drafts = num_drafts
 
     def finish_step(self, plan: StepPlan, num_output_tokens: int, seconds: float) -> None:
         """Count a collected step and the host time since the previous one."""
@@ -75,9 +78,16 @@ class EngineCounters:
         self._host.observe(self.host_seconds)
         self.host_seconds = 0.0
 
-    def snapshot(self, kv: KVManager, num_preemptions: int) -> EngineStats:
-        """Return the counters and the state of the KV cache."""
+    def snapshot(
+        self, kv: KVManager, num_preemptions: int, drafts: DraftSource | None = None
+    ) -> EngineStats:
+        """Return the counters, and the state of the KV cache and of drafting."""
         pages = kv.counts()
+        num_drafted, num_accepted = _at_least(self._num_drafted), _at_least(self._num_rows)
+        is_paused = drafts is not None and drafts.is_paused
+        drafts_per_row = 0.0
+        if len(self._last_drafts) and not is_paused:
+            drafts_per_row = float(self._last_drafts.mean())
         return EngineStats(
             num_preemptions,
             self._num_prompt_tokens,
@@ -94,7 +104,15 @@ class EngineCounters:
             self._queue.snapshot(),
             self._prefill.snapshot(),
             int(self._num_rows.sum()),
-            self._num_draft_tokens,
-            # A row that accepted three tokens accepted the first, the second and the third.
-            tuple(self._num_rows[:0:-1].cumsum()[::-1].tolist()),
+            sum(num_drafted),
+            num_accepted,
+            num_drafted,
+            drafts_per_row,
+            is_paused,
+            0.0 if drafts is None else drafts.budget,
         )
+
+
+def _at_least(num_rows: I64) -> tuple[int, ...]:
+    """Return how many rows have at least 1, 2, … tokens, from the numbers of rows with 0, 1, 2, …"""
+    return tuple(num_rows[:0:-1].cumsum()[::-1].tolist())

@@ -148,6 +148,11 @@ class AdaptiveDepth:
         """Whether drafting pauses until its budget is _STAKE again."""
         return self.account.pause > 0
 
+    @property
+    def budget(self) -> float:
+        """The time that draft tokens may still lose, in plain steps; negative: the loss beyond it."""
+        return self.account.balance
+
     def follows_prompts(self, num_tokens: int) -> bool:
         """Return whether a draft model runs after a step with prompts, of which the longest has this many tokens.
 

@@ -107,6 +107,10 @@ class DraftDepth(Protocol):
     def is_paused(self) -> bool:
         """Whether no step gets draft tokens for now, however many rows it has."""
 
+    @property
+    def budget(self) -> float:
+        """The time that draft tokens may still lose, in steps without them; negative: the loss beyond it."""
+
     def follows_prompts(self, num_tokens: int) -> bool:
         """Return whether a draft model runs after a step with prompts.
 
@@ -174,6 +178,16 @@ class DraftSource(ABC):
     def is_on(self) -> bool:
         """Whether decode rows may get draft tokens now."""
         return self._depth.max_drafts(len(self._columns.decoding())) > 0
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether no step gets draft tokens for now, however many rows it has."""
+        return self._depth.is_paused
+
+    @property
+    def budget(self) -> float:
+        """The budget of `DraftDepth`."""
+        return self._depth.budget
 
     @property
     def is_idle(self) -> bool:
@@ -259,6 +273,11 @@ class HostDrafts(DraftSource):
     def is_on(self) -> bool:
         """Whether the drafter works, and drafts are not paused."""
         return not self._is_off and self._depth.max_drafts(len(self._columns.decoding())) > 0
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the drafter failed, or drafts are paused."""
+        return self._is_off or self._depth.is_paused
 
     def wants_results(self) -> bool:
         """Return whether any row would get draft tokens, as far as the collected tokens show.

@@ -70,6 +70,7 @@ class FakeLLM:
             num_draft_tokens=3 * num,
             num_accepted=(num, num // 2),
             num_output_tokens=0,
+            num_drafted=(num, num, num),
         )
 
     def reset_prefix_cache(self) -> None:

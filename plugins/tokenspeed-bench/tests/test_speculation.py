@@ -18,7 +18,14 @@ from tokenspeed_bench.table import of_run
 from tokenspeed_bench.traffic import load
 
 
-def page(steps: int, drafts: int, accepted: list[int], outputs: int, prefix: str) -> str:
+def page(
+    steps: int,
+    drafts: int,
+    accepted: list[int],
+    outputs: int,
+    prefix: str,
+    drafted: tuple[int, ...] = (),
+) -> str:
     """Return the metrics page of a server with two engines, each with these counters."""
     lines = []
     for engine in range(2):
@@ -31,9 +38,10 @@ def page(steps: int, drafts: int, accepted: list[int], outputs: int, prefix: str
             lines += [f"# TYPE {prefix}:{name}_total counter"]
             lines += [f"{prefix}:{name}_total{{{labels}}} {float(value)}"]
             lines += [f"{prefix}:{name}_created{{{labels}}} 1.7e+09"]
-        for place, num in enumerate(accepted):
-            name = f"{prefix}:spec_decode_num_accepted_tokens_per_pos_total"
-            lines += [f'{name}{{{labels},position="{place}"}} {float(num)}']
+        for what, counts in (("accepted", accepted), ("draft", drafted)):
+            name = f"{prefix}:spec_decode_num_{what}_tokens_per_pos_total"
+            for place, num in enumerate(counts):
+                lines += [f'{name}{{{labels},position="{place}"}} {float(num)}']
     return "\n".join(lines) + "\n"
 
 
@@ -41,6 +49,16 @@ def page(steps: int, drafts: int, accepted: list[int], outputs: int, prefix: str
 def test_counters_of_all_engines_are_added(prefix: str) -> None:
     found = read_counts(page(10, 30, [8, 5, 1], 24, prefix))
     assert found == DraftCounts(20, 60, (16, 10, 2), 48)
+    found = read_counts(page(10, 18, [8, 5], 24, prefix, (10, 6, 2)))
+    assert found == DraftCounts(20, 36, (16, 10), 48, (20, 12, 4))
+
+
+def test_acceptance_at_a_position_is_the_share_of_drafts_there() -> None:
+    before = DraftCounts(10, 10, (5,), 15, (10,))
+    after = DraftCounts(110, 140, (65, 15), 190, (110, 30))
+    figures = after.since(before).figures()
+    assert figures["drafted_at_position"] == [100, 30]
+    assert figures["accepted_at_position"] == [0.6, 0.5]
 
 
 def test_server_without_speculation_has_no_counts() -> None:

@@ -124,6 +124,7 @@ def _drafts(engine: Engine) -> DraftCounts:
         stats.num_draft_tokens,
         tuple(stats.num_accepted),
         stats.num_output_tokens,
+        tuple(stats.num_drafted),
     )
 
 

@@ -18,6 +18,8 @@ _SAMPLE = re.compile(
     r"^\w+:(?P<name>spec_decode_\w+|generation_tokens)_total(?P<labels>\{.*\})? (?P<value>\S+)$",
     re.MULTILINE,
 )
+_ACCEPTED = "spec_decode_num_accepted_tokens_per_pos"
+_DRAFTED = "spec_decode_num_draft_tokens_per_pos"
 _POSITION = re.compile(r'position="(\d+)"')
 
 
@@ -26,29 +28,32 @@ class DraftCounts:
     """Sums since an engine's start.
 
     `num_steps` counts decodes of a sequence with draft tokens, `num_drafts` these tokens, and `num_accepted` how often
-    the first of them was accepted, the second, and so on. `num_outputs` counts generated tokens.
+    the first of them was accepted, the second, and so on. `num_outputs` counts generated tokens. `num_drafted` counts the
+    steps with a first draft token, a second, and so on; it is empty for servers that do not report it.
     """
 
     num_steps: int = 0
     num_drafts: int = 0
     num_accepted: tuple[int, ...] = ()
     num_outputs: int = 0
+    num_drafted: tuple[int, ...] = ()
 
     def since(self, before: DraftCounts) -> DraftCounts:
         """Return the counts after an earlier moment."""
-        pairs = zip_longest(self.num_accepted, before.num_accepted, fillvalue=0)
         return DraftCounts(
             self.num_steps - before.num_steps,
             self.num_drafts - before.num_drafts,
-            tuple(after - earlier for after, earlier in pairs),
+            _since(self.num_accepted, before.num_accepted),
             self.num_outputs - before.num_outputs,
+            _since(self.num_drafted, before.num_drafted),
         )
 
     def figures(self) -> dict[str, Any]:
         """Return the figures of a run.
 
-        `accepted_per_step` counts the steps with 0, 1, … accepted drafts. `accepted_at_position` is the share of steps
-        that accepted their first, second, … draft.
+        `accepted_per_step` counts the steps with 0, 1, … accepted drafts. `drafted_at_position` counts the steps with a
+        first, second, … draft. `accepted_at_position` is the share of these drafts that was accepted; if they are
+        unknown, of the steps.
         """
         num_accepted = sum(self.num_accepted)
         at_least = (self.num_steps, *self.num_accepted, 0)
@@ -62,32 +67,47 @@ class DraftCounts:
             "acceptance": round(num_accepted / max(1, self.num_drafts), 4),
             "tokens_per_step": round(1 + num_accepted / max(1, self.num_steps), 4),
             "accepted_per_step": per_step,
+            "drafted_at_position": list(self.num_drafted),
             "accepted_at_position": [
-                round(count / max(1, self.num_steps), 4) for count in self.num_accepted
+                round(accepted / max(1, drafted), 4)
+                for accepted, drafted in zip_longest(
+                    self.num_accepted,
+                    self.num_drafted[: len(self.num_accepted)],
+                    fillvalue=self.num_steps,
+                )
             ],
         }
+
+
+def _since(after: tuple[int, ...], before: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(late - early for late, early in zip_longest(after, before, fillvalue=0))
 
 
 def read_counts(page: str) -> DraftCounts | None:
     """Return the sums over all engines of a page in Prometheus's format, None if it has no such counters."""
     sums: dict[str, int] = {}
-    accepted: dict[int, int] = {}
+    at_position: dict[str, dict[int, int]] = {_ACCEPTED: {}, _DRAFTED: {}}
     for sample in _SAMPLE.finditer(page):
         name, value = sample["name"], int(float(sample["value"]))
         position = _POSITION.search(sample["labels"] or "")
         if position is None:
             sums[name] = sums.get(name, 0) + value
-        elif name == "spec_decode_num_accepted_tokens_per_pos":
-            place = int(position[1])
-            accepted[place] = accepted.get(place, 0) + value
+        elif name in at_position:
+            counts, place = at_position[name], int(position[1])
+            counts[place] = counts.get(place, 0) + value
     if "spec_decode_num_drafts" not in sums:
         return None
     return DraftCounts(
         sums["spec_decode_num_drafts"],
         sums.get("spec_decode_num_draft_tokens", 0),
-        tuple(accepted.get(place, 0) for place in range(1 + max(accepted, default=-1))),
+        _as_tuple(at_position[_ACCEPTED]),
         sums.get("generation_tokens", 0),
+        _as_tuple(at_position[_DRAFTED]),
     )
+
+
+def _as_tuple(counts: Mapping[int, int]) -> tuple[int, ...]:
+    return tuple(counts.get(place, 0) for place in range(1 + max(counts, default=-1)))
 
 
 def counted(

@@ -82,7 +82,29 @@ def make_stats() -> EngineStats:
     """Return statistics with 7 preemptions and half of 100 blocks in use."""
     steps, host = Histogram(STEP_BOUNDS).snapshot(), Histogram(HOST_BOUNDS).snapshot()
     times = Histogram(REQUEST_BOUNDS).snapshot()
-    return EngineStats(7, 1, 2, 3, 4, 5, 20, 30, 45, 5, steps, host, times, times, 4, 12, (3, 2))
+    return EngineStats(
+        7,
+        1,
+        2,
+        3,
+        4,
+        5,
+        20,
+        30,
+        45,
+        5,
+        steps,
+        host,
+        times,
+        times,
+        4,
+        12,
+        (3, 2),
+        (4, 4, 4),
+        3.0,
+        True,
+        -1.5,
+    )
 
 
 class FakeEngine:

@@ -110,6 +110,11 @@ def test_heartbeat_carries_engine_statistics(tmp_path: Path) -> None:
         assert sample(page, "spec_decode_num_accepted_tokens_total") == 5
         name = "spec_decode_num_accepted_tokens_per_pos_total"
         assert [sample(page, name, position=str(i)) for i in range(2)] == [3, 2]
+        name = "spec_decode_num_draft_tokens_per_pos_total"
+        assert [sample(page, name, position=str(i)) for i in range(3)] == [4, 4, 4]
+        assert sample(page, "spec_decode_draft_tokens_per_row") == 3
+        assert sample(page, "spec_decode_paused") == 1
+        assert sample(page, "spec_decode_budget_steps") == -1.5
         assert sample(page, "num_requests_running") == stats["requests"]["running"] == 0
         assert stats["engine"] == "ready"
         accept = {"accept": "application/openmetrics-text; version=1.0.0"}

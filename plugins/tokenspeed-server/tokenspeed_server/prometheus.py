@@ -138,6 +138,25 @@ class _Writer:
             "position",
             {str(position): count for position, count in enumerate(stats.num_accepted)},
         )
+        yield self.counters(
+            "spec_decode_num_draft_tokens_per_pos",
+            "Draft tokens by their position in the draft.",
+            "position",
+            {str(position): count for position, count in enumerate(stats.num_drafted)},
+        )
+        yield self.gauge(
+            "spec_decode_draft_tokens_per_row",
+            "Draft tokens per row with any, in the newest step with draft tokens; 0 during a pause.",
+            stats.drafts_per_row,
+        )
+        yield self.gauge(
+            "spec_decode_paused", "1 while drafting is paused, else 0.", stats.is_draft_paused
+        )
+        yield self.gauge(
+            "spec_decode_budget_steps",
+            "Time that draft tokens may still lose, in steps without them.",
+            stats.draft_budget,
+        )
         for name, text, bounds, counts in (
             ("request_queue_time", "Time from arrival to admission.", REQUEST_BOUNDS, stats.queue),
             (

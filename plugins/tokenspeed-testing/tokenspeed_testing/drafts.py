@@ -19,6 +19,7 @@ class FixedDepth:
     """The same number of draft tokens for every row."""
 
     is_paused = False
+    budget = 0.0  # the loss is not limited
 
     def __init__(self, max_drafts: int) -> None:
         self._max_drafts = max_drafts
