@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from tokenspeed_testing.drafts import FixedDepth
 
-from tokenspeed_core.api.drafters import Drafts
+from tokenspeed_core.api.drafters import Drafter, Drafts
+from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.api.step import I32
 from tokenspeed_core.engine.engine import Engine
+from tokenspeed_core.engine.grammars import Grammars
 from tokenspeed_core.engine.messages import Submit, TokenLogprobs
 from tokenspeed_core.kv_cache.manager import KVManager
 from tokenspeed_core.scheduler.drafts import DraftDepth, HostDrafts
@@ -79,7 +81,7 @@ class Guesser:
 
 def make_engine(
     runner: LocalRunner,
-    drafter: Guesser | None = None,
+    drafter: Drafter | None = None,
     *,
     max_drafts: int = 0,
     num_pages: int | None = None,
@@ -87,6 +89,7 @@ def make_engine(
     caching: bool = True,
     draft_depth: DraftDepth | None = None,
     with_prompts: bool = True,
+    grammars: Callable[[Scheduler], Grammars] | None = None,
     **limits: Any,
 ) -> Engine:
     """Return an engine on an empty runner. Without a `drafter`, the draft model of the runner drafts if it may."""
@@ -119,7 +122,8 @@ def make_engine(
             ModelDrafts(draft_depth or FixedDepth(max_drafts), changed, scheduler.columns),
             with_prompts=with_prompts,
         )
-    return Engine(scheduler, runner, depth=depth)
+    made = None if grammars is None else grammars(scheduler)
+    return Engine(scheduler, runner, depth=depth, grammars=made)
 
 
 def finish(
@@ -127,11 +131,13 @@ def finish(
     requests: Sequence[Submit],
     *,
     aborts: Mapping[int, int] | None = None,
+    stop_at: Mapping[int, int] | None = None,
     preempt_every: int = 0,
 ) -> dict[int, Reply]:
     """Run requests, two of which arrive with each step.
 
-    `aborts` says after which step a sequence is aborted. A sequence is preempted after every `preempt_every` steps.
+    `aborts` says after which step a sequence is aborted, and `stop_at` after which token, as stop strings do. A sequence
+    is preempted after every `preempt_every` steps.
     """
     replies: dict[int, Reply] = defaultdict(Reply)
     waiting, step = list(requests), 0
@@ -140,23 +146,29 @@ def finish(
         for submit in waiting[:2]:
             assert engine.submit(submit) is None
         del waiting[:2]
+        stopped = []
         for outputs in engine.step():
             for delta in outputs.each():
                 reply = replies[delta.sequence_id]
                 reply.token_ids += delta.token_ids
                 reply.finish = delta.finish
+                if (stop_at or {}).get(delta.sequence_id) in delta.token_ids:
+                    stopped.append(delta.sequence_id)
                 if delta.logprobs is not None:
                     reply.add_logprobs(delta.logprobs, num_top[delta.sequence_id])
         step += 1
         slots = np.flatnonzero(engine.scheduler.columns.sequence_id >= 0)
         if preempt_every and step % preempt_every == 0 and len(slots):
             engine.scheduler.preempt(int(slots[step % len(slots)]))
-        engine.abort([each for each, when in (aborts or {}).items() if when == step])
+        engine.abort(stopped + [each for each, when in (aborts or {}).items() if when == step])
     return replies
 
 
-def soak(engine: Engine, kinds: Sequence[Submit], num_requests: int) -> None:
-    """Run requests of random kinds with preemptions. A quarter is aborted, and all blocks are free in the end."""
+def soak(engine: Engine, kinds: Sequence[Submit], num_requests: int) -> list[tuple[Submit, Reply]]:
+    """Run requests of random kinds with preemptions. A quarter is aborted, and a quarter stops at a token of its prompt.
+
+    All blocks are free in the end, and no request failed.
+    """
     random, made = np.random.default_rng(1), []
     for number in range(num_requests):
         kind = kinds[int(random.integers(len(kinds)))]
@@ -165,7 +177,10 @@ def soak(engine: Engine, kinds: Sequence[Submit], num_requests: int) -> None:
     aborts = {
         int(i): int(random.integers(num_requests)) for i in random.permutation(num_requests)[::4]
     }
-    finish(engine, made, aborts=aborts, preempt_every=7)
+    stop_at = {i: int(random.choice(made[i].prompt)) for i in range(0, num_requests, 4)}
+    replies = finish(engine, made, aborts=aborts, stop_at=stop_at, preempt_every=7)
     pool = engine.scheduler.kv.pool
     assert pool.num_available == pool.num_pages
     assert pool.counts().pending == pool.counts().held == 0
+    assert not [each for each, reply in replies.items() if reply.finish == FinishReason.ERROR]
+    return [(each, replies[each.request_id]) for each in made]
