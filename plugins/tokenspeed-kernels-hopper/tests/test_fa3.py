@@ -18,6 +18,7 @@ import torch
 from tokenspeed_kernels_hopper import FA3, FA3_SCORES
 from tokenspeed_kernels_hopper.fa3 import MIN_QUERIES, MIN_TOKENS, gathering_pays
 from tokenspeed_testing.attention import check_attention
+from tokenspeed_testing.explain import explain
 from tokenspeed_testing.signatures import kept, library_of, read
 from torch import Tensor
 
@@ -153,6 +154,22 @@ def test_sinks_and_chunks_run_only_by_name(changes: dict[str, Any]) -> None:
     assert taken(plain) == "fa3"
     assert taken(replace(plain, **changes)) == "triton"
     assert taken(replace(plain, **changes), "fa3") == "fa3"
+
+
+def test_library_that_does_not_load_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "tokenspeed_kernels_hopper.load_fa3", raising=False)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    problem = AttentionProblem("prefill", 64, 8, 64, "bfloat16", "bfloat16", 16, 0.125, None)
+    catalog = Catalog.discover()
+    selector = Selector(
+        installed_kernels(catalog),
+        PlatformInfo("cuda", (9, 0)),
+        ops=installed_ops(catalog),
+        rankings=installed_rankings(catalog),
+        module_exists=lambda name: name != "flashinfer",
+    )
+    assert selector.select_attention(problem).spec.backend == "triton"
+    assert "it does not load" in explain(selector.plan(), "attention")
 
 
 @pytest.mark.parametrize(

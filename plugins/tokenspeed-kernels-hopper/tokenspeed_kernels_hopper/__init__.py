@@ -25,7 +25,7 @@ FA3 = KernelSpec(
         block_sizes=(16, 32),
         features=frozenset({"graph_safe", "window"}),
     ),
-    load="tokenspeed_kernels_hopper.fa3:attention",
+    load="tokenspeed_kernels_hopper.load_fa3:attention",
     requires=("flash_attn_interface",),
     obtain="pip install 'tokenspeed-kernels-hopper[fa3]'",
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +35,6 @@ class Fa3Attention:
     def __init__(
         self, problem: AttentionProblem, limits: AttentionLimits, device: torch.device
     ) -> None:
-        import_module(LIBRARY)
         self._attend = torch.ops.flash_attn_3.fwd.default
         self._scale = problem.scale
         window = problem.window or 0  # the window of a query counts the query itself; 0 is none
