@@ -14,7 +14,7 @@ class SharedPrefixOptions(BaseModel):
 
     shared_prefix: bool = Field(
         True,
-        description="Cascade attention: read keys that decode rows share once instead of once per row.",
+        description="Cascade attention: read keys once per group of decode rows that shares them, not once per row.",
     )
 
 

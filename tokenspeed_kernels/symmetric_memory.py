@@ -96,7 +96,7 @@ def catch_up(num_rendezvous: int, device: torch.device) -> None:
     """Rendezvous alone until this process has done so `num_rendezvous` times.
 
     torch numbers the rendezvous of a process, over all groups, and those of a group must have the same number. Processes
-    have different counts if one of them has been in another engine before, such as a program that makes two.
+    have different counts if one of them has been in another engine before, as in a program that creates two.
     """
     if _num_rendezvous == num_rendezvous:
         return

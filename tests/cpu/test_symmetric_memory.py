@@ -191,7 +191,7 @@ def allocate_repeatedly(build: RankBuild, num_before: int) -> int:
     return NumberedRendezvous.count
 
 
-def test_a_process_that_was_in_an_engine_before_meets_new_processes(pool: ProcessPool) -> None:
+def test_process_of_an_earlier_engine_shares_memory_with_new_ones(pool: ProcessPool) -> None:
     assert list(pool.run(allocate_repeatedly, tensor_parallel(4), 3)) == [5] * 4
 
 

@@ -254,7 +254,7 @@ def test_rows_of_the_best_group_share() -> None:
 
 @given(st.data())
 @settings(max_examples=10, deadline=None)
-def test_group_saves_a_quarter_of_the_best_at_least(data: st.DataObject) -> None:
+def test_group_saves_at_least_a_quarter_of_the_best(data: st.DataObject) -> None:
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
     num_rows, block_size = data.draw(st.integers(9, 40)), data.draw(st.sampled_from([8, 16, 64]))
     num_columns = 1600 // block_size

@@ -97,11 +97,11 @@ MLA = (
         "cache",
         "(block_table int32 [S, M], seq_lens int32 [S]) -> shared int32 [2 + S]: the number of tokens in the leading "
         "blocks that a group of rows shares; a row whose table starts with these blocks; and for each row the number, or "
-        "0 if it is not in the group. At least one token of each row is not counted. The group is one for which reading "
-        "its tokens once saves most, as far as a search at few depths finds it. All are 0 if that does not pay: for "
-        "fewer than 9 rows in the group, fewer than 256 shared tokens, or fewer than 262,144 tokens times rows. The "
-        "result is None if no table of this shape can reach these minimums. Table entries past a row's length may hold "
-        "anything",
+        "0 if it is not in the group. At least one token of each row is not counted. The search prefers the group for "
+        "which reading its tokens once saves most, but it compares rows at a few depths only and may miss that group. "
+        "All values are 0 for fewer than 9 rows in the group, fewer than 256 shared tokens, or fewer than 262,144 tokens "
+        "times rows, because reading them once does not pay. The result is None if no table of this shape can reach "
+        "these minimums. Table entries past a row's length may hold anything",
         _SHARED,
         f"{REFERENCE}.cache:find_shared_prefix",
         f"{_INPUTS}:find_shared_prefix",

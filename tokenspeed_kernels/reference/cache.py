@@ -17,9 +17,9 @@ MIN_SHARED_TOKENS = 256
 # parts to merge cost more than that saves, because repeated reads hit the L2 cache. On an H100 with 16 heads, 32 rows
 # that share 4,096 tokens got slower, and 64 rows faster.
 MIN_SHARED_READS = 262_144
-# The search for a shared prefix compares rows at 256 tokens, and at each of these multiples of the depth before.
+# The search for a shared prefix compares rows at a depth of 256 tokens, and then at depths that grow by this factor.
 DEPTH_FACTOR = 4
-# Rows that may lead a group, and numbers of shared tokens to choose from: those of as many rows, evenly spaced.
+# The search tries at most this many rows, evenly spaced, first to find a group and then for the length of its prefix.
 MAX_CANDIDATES = 32
 
 
@@ -157,7 +157,7 @@ def find_shared_prefix(problem: Problem) -> Callable[[Tensor, Tensor], Tensor | 
         reads = numbers * num_sharing
         pays = (num_sharing >= MIN_SHARING_ROWS) & (numbers >= MIN_SHARED_TOKENS)
         reads = torch.where(pays & (reads >= MIN_SHARED_READS), reads, 0)
-        # Of equal numbers of reads, those with the most tokens.
+        # Of candidates that save the same number of reads, the longest prefix.
         best = torch.where((reads == reads.max()) & (reads > 0), numbers, 0).max()
         each = torch.where(num_tokens >= best, best, 0)
         shared = torch.cat((best.view(1), torch.where(best > 0, lead, 0), each))
@@ -167,7 +167,7 @@ def find_shared_prefix(problem: Problem) -> Callable[[Tensor, Tensor], Tensor | 
 
 
 def _leading_row(table: Tensor, seq_lens: Tensor, block_size: int, max_len: int) -> Tensor:
-    """Return a row [1] of the group of rows that shares most tokens, counted at a few depths; 0 if no group does."""
+    """Return the index [1] of a row in the group with the most rows times depth, at a few depths; 0 without a group."""
     step = -(-table.shape[0] // MAX_CANDIDATES)
     lead = torch.zeros(1, dtype=torch.int64, device=table.device)
     most, goes_on = lead, lead == 0

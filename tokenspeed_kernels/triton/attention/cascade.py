@@ -2,7 +2,8 @@
 
 Rows share keys when their block tables start with the same blocks, for example those of a common system prompt. The
 group and the length of its prefix are computed on the device once per forward, so a captured graph finds them in each
-replay. Rows outside the group attend to all of their keys themselves. Each row of the group attends to the rest of its keys separately, and both results are merged by their log-sum-exp.
+replay. Each row of the group attends to the rest of its keys separately, and both results are merged by their
+log-sum-exp. Rows outside the group attend to all of their keys separately.
 Sources: cascade attention (Ye et al., 2024) and Hydragen (Juravsky et al., 2024).
 """
 
@@ -34,7 +35,7 @@ MERGED_PARTS = 8
 MAX_SLOTS = 65536  # partial results: one per query head, row and split
 MAX_BLOCK_M = 64  # query heads in a tile, from several rows
 BLOCK_N = 32  # keys per loop iteration
-PART = 64  # keys: parts are multiples of it
+PART = 64  # keys; the sizes of parts are multiples of it
 MAX_PARTS = 1024  # of a step with few rows
 
 
@@ -97,8 +98,8 @@ class SharedPrefix:
     def launch(self, num_rows: int, max_parts: int, wanted_parts: int) -> SharedLaunch | None:
         """Return the launch for a step with one query token per row, or None if there is nothing to gain.
 
-        Parts are those of the keys that are not shared, at least one per row. They are `wanted_parts` or a few more
-        than there are rows, and at most `max_parts`.
+        The keys that are not shared are divided into parts, at least one per row. Their number is the larger of
+        `wanted_parts` and 1.5 per row, and at most `max_parts`.
         """
         if not self._is_possible or num_rows < MIN_SHARING_ROWS:
             return None
@@ -168,7 +169,7 @@ class SharedPrefix:
 
 @triton.jit
 def _num_own_parts(seq_lens_ptr, found_ptr, row, num_rows, part, PART: tl.constexpr):
-    """Return how many parts of `part` times PART keys the keys of some rows have that they do not share; at least one."""
+    """Return the number of parts of `part` times PART keys in the keys that some rows do not share, at least one per row."""
     inside = row < num_rows
     seq_len = tl.load(seq_lens_ptr + row, mask=inside, other=0)
     own = seq_len - tl.load(found_ptr + 2 + row, mask=inside, other=0)
@@ -191,9 +192,9 @@ def divide_keys(
 ):
     """Divide the keys that rows do not share into parts of equal size, at most `num_parts`. One program.
 
-    Stores of each part its row, or -1 if it is unused; its index << 16 | the number of parts of the row; its first key,
-    and the one after its last. Their size is the smallest possible multiple of PART. A row has at most `max_splits`
-    parts, one after another, and at least one, which may be empty.
+    Stores four integers per part: its row, or -1 if the part is unused; its index in the row << 16 | the row's number of
+    parts; its first key; and the key after its last one. The size is the smallest multiple of PART for which the parts
+    suffice. A row has one to `max_splits` consecutive parts; a single part may be empty.
     """
     many = tl.arange(0, MANY_ROWS)
     total = tl.zeros([], dtype=tl.int32)
@@ -203,7 +204,7 @@ def divide_keys(
         total += tl.sum(count, axis=0)
         longest = tl.maximum(longest, tl.max(count, axis=0))
     low = tl.maximum(tl.cdiv(total, num_parts), tl.cdiv(longest, max_splits))
-    # With this size, only the last part of each row is not full.
+    # A size that suffices: at most num_parts - num_rows parts are full, and each row has at most one other part.
     high = tl.where(num_parts > num_rows, tl.cdiv(total, num_parts - num_rows), longest)
     high = tl.maximum(tl.minimum(high, longest), low)
     while low < high:

@@ -103,7 +103,7 @@ def fill_found(
 def _load_blocks(
     seq_lens_ptr, table_ptr, table_stride, row, num_rows, num_blocks, BLOCK_SIZE: tl.constexpr
 ):
-    """Return the last of the first `num_blocks` blocks of some rows, and another number for rows that are not longer."""
+    """Return block `num_blocks - 1` of some rows; for rows that are not longer, a negative number that no other row has."""
     seq_len = tl.load(seq_lens_ptr + row, mask=row < num_rows, other=0)
     is_longer = seq_len > num_blocks * BLOCK_SIZE
     cell = table_ptr + row.to(tl.int64) * table_stride + num_blocks - 1
@@ -131,10 +131,11 @@ def count_shared(
     MANY_ROWS: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ):
-    """Choose a row, and store how many keys each row shares with it, without its own last one. Grid (tiles of rows).
+    """Choose a leading row, and store how many keys each row shares with it. Grid (tiles of rows).
 
-    The row is from the group that shares most keys at one of a few depths: the rows with the same block there. All
-    programs choose the same one. The numbers of keys are multiples of BLOCK_N.
+    Rows with the same block at a depth form a group. The leading row is from the group with the most rows times depth,
+    at a few depths. All programs choose the same row. A row's last key does not count as shared. The numbers of keys
+    are multiples of BLOCK_N.
     """
     candidate = tl.arange(0, CANDIDATES) * STEP
     many = tl.arange(0, MANY_ROWS)
@@ -206,7 +207,10 @@ def choose_group(
     MANY_ROWS: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ):
-    """Choose the number of keys, of those in `found`, with which a group shares most keys; 0 in other rows. One program."""
+    """Choose the length of the shared prefix, of the numbers in `found`, that saves most reads. One program.
+
+    Replaces the number of each row by this length, or by 0 if the row shares fewer keys.
+    """
     many = tl.arange(0, MANY_ROWS)
     candidate = tl.arange(0, CANDIDATES) * STEP
     num_keys = tl.load(found_ptr + 2 + candidate, mask=candidate < num_rows, other=0)

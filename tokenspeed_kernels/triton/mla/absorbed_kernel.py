@@ -1,7 +1,7 @@
 """Attention of absorbed queries to the entries of a paged latent cache, with split entries merged if needed.
 
 The query heads of one or more tokens form the rows of a tile, so that each entry is loaded once for all of them, and
-serves as key and as value. Entries that all rows share are loaded once for the heads of several rows, as in cascade
+serves as key and as value. Entries that a group of rows shares are loaded once for the heads of several rows, as in cascade
 attention (Ye et al., 2024) and Hydragen (Juravsky et al., 2024). Softmax is online (Milakov and Gimelshein, 2018);
 partial results of split entries are merged by their log-sum-exps, as in FlashDecoding (Dao et al., 2023). Scores are
 in base 2.
