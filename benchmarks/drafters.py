@@ -142,7 +142,7 @@ def answers_of(task: str, num_items: int) -> list[Answer]:
 
 
 def factory(name: str) -> Callable[[DrafterContext], Drafter]:
-    """Return what makes a drafter on the host, from the name of its algorithm."""
+    """Return the factory of a drafter on the host by the name of its algorithm."""
     if name == PEER:
         return Peer
     (entry,) = entry_points(group="tokenspeed.drafters", name=name)
@@ -151,7 +151,7 @@ def factory(name: str) -> Callable[[DrafterContext], Drafter]:
 
 
 class Replay:
-    """Runs answers through a drafter, and counts."""
+    """Runs answers through a drafter, and counts its steps, tokens and time."""
 
     def __init__(self, drafter: Drafter, max_drafts: int) -> None:
         """Start with counts of 0."""
@@ -214,7 +214,7 @@ def measure(name: str, task: str, answers: list[Answer], max_drafts: int) -> dic
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that matter."""
+    """Return the versions of Python and of the packages that affect the result."""
     found = {"python": platform.python_version(), "numpy": np.__version__}
     with suppress(PackageNotFoundError):
         found["arctic-inference"] = version("arctic-inference")

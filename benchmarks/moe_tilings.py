@@ -20,8 +20,8 @@ model and number of tokens.
 INT4 experts (w4a16) and experts with biases (biased, mxfp4) are timed as whole ops, with a flushed L2 cache.
 
 `--out` writes the best tilings for this compute capability, which kernels read when they are made. A tiling covers a
-range of pairs per expert; ranges without a case keep their tiling. Tilings with a larger error than the one in use are
-left out.
+range of pairs per expert; ranges that were not timed keep their tiling. Tilings with an error more than 2 % larger than
+that of the one in use are left out.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ MAX_ERROR = 1.02  # of a tiling that `--out` writes, relative to the tiling in u
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """The op, what is timed by default, and for 8 bits the scales and what quantizes inputs."""
+    """An op and the models to time by default; for 8 bits, the kind of scales and the function that quantizes inputs."""
 
     name: str
     models: tuple[str, ...]
@@ -539,9 +539,9 @@ def best_pair(times: dict[str, list[Timing]]) -> str:
 
 
 def pairs_of(times: dict[str, list[Timing]]) -> dict[Tiling, float]:
-    """Return the µs of every two GEMMs with the same pairs per tile, the ones in use first.
+    """Return the µs of each tiling: two GEMMs with the same pairs per tile. The tiling in use is the first.
 
-    GEMMs with a larger error than the one in use are left out.
+    GEMMs with a larger error than the one in use (`MAX_ERROR`) are left out.
     """
     precise = {
         name: [

@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenspeed_kernels.triton.moe.tuned import FILE, Row, Tables, read_tables, table_key
 
-Table = Iterable[tuple[float, Any]]  # largest averages of pairs per expert, and tilings
+Table = Iterable[tuple[float, Any]]  # the largest average of pairs per expert, and the tiling
 
 
 def update(path: Path, capability: tuple[int, int], new: Mapping[str, Table]) -> None:
@@ -30,8 +30,8 @@ def tuned_table(
 ) -> Iterator[tuple[float, Any]]:
     """Yield a table with the best tiling for each range of pairs per expert, the old one for ranges without times.
 
-    `times` holds cases: the pairs per expert, and the µs of each tiling. The best one has the lowest product, over the
-    cases of a range, of its time divided by that of the fastest tiling, and was timed in all of them.
+    `times` holds cases: the pairs per expert, and the µs of each tiling. The best tiling of a range was timed in all of
+    its cases, and has the lowest slowdown against the fastest tiling of each case (geometric mean).
     """
     lower = 0.0
     for bound, current in table:

@@ -105,7 +105,8 @@ def test_joined_weights_cannot_be_first() -> None:
         Gemm(64, 128, 4, 4, weights_first=True, joined=True)
 
 
-NEW: dict[str, tuple[Any, Any]] = {  # what makes a tiling, and a tiling that no default has
+# The factory of tilings, and a tiling that is not in the default table.
+NEW: dict[str, tuple[Any, Any]] = {
     "moe_experts": (Tiling.of, Tiling(16, Gemm(32, 64, 2, 2), Gemm(32, 64, 2, 2, together=3))),
     "moe_experts_w4a16": (experts_w4a16.Tiling, experts_w4a16.Tiling(32, 16, 2, 2)),
     "moe_biased_experts": (biased_experts.Tiling, biased_experts.Tiling(16, 32, 32, 64, 2, 2)),
