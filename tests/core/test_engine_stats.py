@@ -17,7 +17,7 @@ from tokenspeed_core.engine.wire import pack
 
 @dataclass
 class DraftSourceState:
-    """What the statistics show of a `DraftSource`."""
+    """The part of a `DraftSource` that the statistics read."""
 
     is_paused: bool
     budget: float

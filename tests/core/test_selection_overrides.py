@@ -337,7 +337,7 @@ def test_family_override_skips_ops_without_its_backend() -> None:
     backends = [selector.select(op, LOGITS).spec.backend for op in ("greedy", "sample")]
     assert backends == ["greedy-only", "plain"]
     selector.check()
-    skipped = "greedy-only: no kernel of this op; --sampling-backend does not apply (sample)"
+    skipped = "greedy-only: no kernel for this op; --sampling-backend does not apply (sample)"
     assert kernel_table(selector.plan()).partition("backends not used:\n  ")[2].startswith(skipped)
 
 

@@ -73,7 +73,7 @@ def expected_counts(
 
 
 def accept_by_force(runner: LocalRunner, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a runner accept a share of all draft tokens whatever it chooses."""
+    """Make a runner accept a share of all draft tokens, whatever tokens it samples."""
     assembly, random = runner._assembly, np.random.default_rng(0)
     verify: Callable[..., None] = assembly.kernels.verify
 

@@ -66,7 +66,7 @@ def both_logits(
 def plugin_logits(
     build: RankBuild, folder: str, load: str, config: dict[str, Any]
 ) -> list[torch.Tensor]:
-    """Return what `both_logits` does for a family whose package is in a folder."""
+    """Return the result of `both_logits` for a family in a package in a folder."""
     sys.path.insert(0, folder)
     try:
         return both_logits(build, load, config)

@@ -526,7 +526,7 @@ def test_wrong_draft_models_are_refused(tmp_path: Path) -> None:
 def test_draft_backends_have_an_effect(
     catalog: Catalog, setting: str, family: str, layer: int, settings: dict[str, Any]
 ) -> None:
-    """On the layers of the draft model only."""
+    """The flags select kernels for the layers of the draft model only."""
 
     def resolved(**changes: Any) -> Resolved:
         given = {"model": "demo-deepseek", "device": "cpu", "speculative_algorithm": "mtp"}

@@ -84,7 +84,8 @@ class AttentionStep:
     host_query_start: tuple[int, ...] | None  # exact on the host, outside graphs
     # Upper bounds on the host, outside graphs. They are exact without draft tokens.
     host_seq_lens: tuple[int, ...] | None
-    shares_prefix: bool = True  # False: the rows do not all share their first 256 tokens
+    # False: fewer than 9 rows share their first 256 tokens, and all rows are short.
+    shares_prefix: bool = True
     # True: these are the decodes of a mixed step, which may run concurrently with its prefills.
     overlaps_prefill: bool = False
 

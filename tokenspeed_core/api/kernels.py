@@ -31,8 +31,8 @@ FEATURES = (
 )
 """`window`: sliding-window attention. `chunked`: attention within chunks. `soft_cap`: attention with capped scores.
 `sinks`: attention with sinks. `value_head_size`: values of another size than keys. `bidirectional`: prompts without a
-causal mask. `shared_prefix`: `mla_decode` reads entries that a group of rows shares once; the result of `find_shared_prefix` is
-passed to such kernels only. `graph_safe`: a captured call can replay on new data of the same shapes.
+causal mask. `shared_prefix`: `mla_decode` reads cache entries only once for a group of rows that shares them; the result of
+`find_shared_prefix` is passed to such kernels only. `graph_safe`: a captured call can replay on new data of the same shapes.
 `batch_invariant`: a row's bits do not depend on other rows."""
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*(/[a-z0-9][a-z0-9_.-]*)?\Z")  # name, or vendor/name

@@ -12,17 +12,16 @@ from typing import Any, Protocol
 class ProcessGroup:
     """Processes that share a part of the model, and this process's place among them.
 
-    In a message, `str(group)` is its size with the `flags` that the user gave.
-
     `name` is "attn" (attention heads, and the vocabulary of the embedding and the output head), "dense" (features of
     MLPs), "moe" (features of each expert), "experts" (whole experts), "data" (data-parallel processes, each with its own
-    tokens) or "world" (all processes).
+    tokens) or "world" (all processes). `str(group)` is its size and the user's flags, for messages.
     """
 
     name: str
     rank: int  # this process's index in `ranks`
     ranks: tuple[int, ...]  # the members' ranks in the world, in order
-    flags: str = ""  # that determine the sizes of all groups, such as "--tensor-parallel-size 2"
+    # The given flags that set the sizes of groups, such as "--tensor-parallel-size 2".
+    flags: str = ""
 
     @property
     def size(self) -> int:

@@ -27,7 +27,8 @@ _SIZES = (
 class ParallelSizes:
     """The sizes of the process groups, the number of nodes, the processes of an engine on each node, and the engines.
 
-    Engines that share experts (`shares_experts`) have one process each. `flags` are the given flags that determine the sizes, for messages.
+    Engines that share experts (`shares_experts`) have one process each. `flags` are the given flags that set the sizes,
+    for messages.
     """
 
     attn: int
@@ -288,8 +289,9 @@ class ParallelSettings(Settings):
         found = {attn, dense, moe * experts}
         if world_size not in found or not found <= {1, world_size}:
             raise ValueError(
-                f"{flags}: the engine has {world_size} processes. Each process group needs all of them or one, and at "
-                f"least one group needs all; found attention TP {attn}, dense TP {dense}, MoE TP x EP {moe * experts}. "
+                f"{flags}: the engine has {world_size} processes. The size of each process group must be {world_size} or "
+                f"1, and at least one must be {world_size}; found attention TP {attn}, dense TP {dense}, MoE TP x EP "
+                f"{moe * experts}. "
                 "Change one of these flags."
             )
         return ParallelSizes(

@@ -335,7 +335,7 @@ class Config(ParallelSettings, SpeculationSettings):
         if self.all2all_backend != AUTO and not self.parallel_sizes().shares_experts:
             raise ValueError(
                 "--all2all-backend has no effect: no engines share experts; set --data-parallel-size with "
-                "--enable-expert-parallel, or remove it"
+                "--enable-expert-parallel, or remove --all2all-backend"
             )
         sizes, largest = self.cudagraph_capture_sizes, self.max_cudagraph_capture_size
         if sizes and largest is not None and max(sizes) > largest:

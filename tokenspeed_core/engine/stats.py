@@ -79,7 +79,8 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
         int, ...
     ] = ()  # how often the first draft token of a row was accepted, the second, …
     num_drafted: tuple[int, ...] = ()  # how often a row had a first draft token, a second, …
-    drafts_per_row: float = 0.0  # in the newest step with draft tokens, of rows with any; 0: paused
+    # The average of the rows with draft tokens in the latest step that had any; 0: paused.
+    drafts_per_row: float = 0.0
     is_draft_paused: bool = False
     draft_budget: float = 0.0  # time that drafts may still lose, in steps without drafts
 

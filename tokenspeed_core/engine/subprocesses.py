@@ -45,7 +45,7 @@ class Program:
     """A child's command, the data that it reads from its pipe, its listening socket, and other descriptors.
 
     Descriptors have the same numbers in the child. `given_fds` are closed in this process when the child has started.
-    `name` is the child's in messages about its end, if it has one.
+    `name` identifies the child in messages about its end; it may be empty.
     """
 
     command: Sequence[str]

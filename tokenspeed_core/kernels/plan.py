@@ -26,7 +26,7 @@ class Verdict:
     """One candidate for one problem: whether it could run (`fits`), and the `reasons` why it does not.
 
     `needs_name`: it fits, but `auto` does not choose it because it is a third-party kernel without a ranking.
-    `is_absent`: a flag names the backend, which has kernels of other ops of the family only.
+    `is_absent`: a flag names the backend, but it has kernels only for other ops of the family.
     """
 
     backend: str

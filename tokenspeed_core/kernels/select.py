@@ -210,8 +210,8 @@ class Selector:
         if any(self._kernels_of_other_ops(override, each) for each in contracts):
             fitting = {v.backend for planned in found for v in planned.verdicts if v.fits}
             return (
-                f"{override.flag} has no effect: {', '.join(override.backends)} has no kernel of the ops that this model "
-                f"uses, {', '.join(sorted(uses))}. Choose another backend ({', '.join(sorted(fitting))}), or remove "
+                f"{override.flag} has no effect: {', '.join(override.backends)} has no kernel for the ops that this model "
+                f"uses: {', '.join(sorted(uses))}. Choose another backend ({', '.join(sorted(fitting))}), or remove "
                 "the flag."
             )
         return (
@@ -343,9 +343,10 @@ class Selector:
     def _kernels_of_other_ops(
         self, override: Override, contract: OpContract
     ) -> list[InstalledKernel]:
-        """Return the family's kernels that an override names, none if one of them is for this op or its parts.
+        """Return the kernels of an override's backends for other ops of the family, none if one has a kernel for this op.
 
-        If it returns any, the override does not apply to this op.
+        A kernel of an op that this op fuses counts as one for this op. If any kernels are returned, the override does not
+        apply to this op.
         """
         ops = self._with_parts(contract.name)
         found = [each for each in self.kernels if each.spec.backend in override.backends]
@@ -360,12 +361,12 @@ class Selector:
         return {op}.union(*(self._with_parts(part) for part in parts))
 
     def _absent(self, contract: OpContract, problem: Problem) -> Iterator[Verdict]:
-        """Yield a verdict on each backend that an override names for other ops of the family only."""
+        """Yield a verdict on each backend that a flag names but that has kernels only for other ops of the family."""
         for override in self.overrides:
             if override.applies(contract, problem):
                 kernels = self._kernels_of_other_ops(override, contract)
                 flag = override.flag.partition(" (")[0]
-                reason = Reason(f"no kernel of this op; {flag} does not apply")
+                reason = Reason(f"no kernel for this op; {flag} does not apply")
                 for name, distribution in dict.fromkeys(
                     (each.spec.backend, each.distribution) for each in kernels
                 ):

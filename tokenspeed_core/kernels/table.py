@@ -89,7 +89,7 @@ def _aligned(rows: list[tuple[str, str, str, str]]) -> Iterable[str]:
 def _reasons(plan: KernelPlan) -> list[tuple[str, list[str]]]:
     """Return the first reason against each backend, each with the ops that it concerns.
 
-    Backends that a flag names and that an op lacks come first.
+    Backends that a flag names, but that have no kernel for an op, come first.
     """
     ops: dict[tuple[str, str], dict[str, None]] = {}
     verdicts = [(planned, verdict) for planned in plan.ops for verdict in planned.verdicts]

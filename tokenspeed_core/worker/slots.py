@@ -170,7 +170,7 @@ class SlotState:
 
 
 SHARED_PREFIX = 256  # tokens; reading a shorter shared prefix is faster than searching for it
-SHARING_ROWS = 9  # that share such a prefix; fewer profit from the L2 cache
+SHARING_ROWS = 9  # minimum of rows that share it: with fewer, repeated reads hit the L2 cache
 SHORT = 4096  # maximum number of tokens of a sequence in a step without shared-prefix attention
 DRAWS, SPECIAL = 1, 2
 """Bits of a slot's sampling. DRAWS: its tokens are drawn at random. SPECIAL: it has penalties, biases, processors,

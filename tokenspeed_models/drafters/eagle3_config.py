@@ -91,9 +91,9 @@ def plan(request: DraftRequest) -> DraftModelInfo:
 
 
 def _check_width(folder: Path, c: Eagle3Config, origin: str) -> None:
-    """Raise ValueError if the head's weights, unless they are absent, combine another number of layers.
+    """Raise ValueError if the head's `fc.weight` combines a different number of layers than `c.layers` names.
 
-    `origin` says what names the layers.
+    Heads without weights pass. `origin` is the option or file that names the layers.
     """
     for file in sorted(folder.glob("*.safetensors")):
         for entry in read_header(file):

@@ -52,8 +52,8 @@ class DraftCounts:
         """Return the figures of a run.
 
         `accepted_per_step` counts the steps with 0, 1, … accepted drafts. `drafted_at_position` counts the steps with a
-        first, second, … draft. `accepted_at_position` is the share of these drafts that was accepted; if they are
-        unknown, of the steps.
+        first, second, … draft. `accepted_at_position` is the share of these drafts that were accepted. If their number
+        is unknown, it is the share of all steps that accepted such a draft.
         """
         num_accepted = sum(self.num_accepted)
         at_least = (self.num_steps, *self.num_accepted, 0)

@@ -157,7 +157,7 @@ class MatchIndex:
     def _find_recent(self, recent: bytes, first: int, suffix: bytes, found: list[int]) -> None:
         """Append the positions after occurrences of a suffix whose last token is not chained yet, the newest first.
 
-        `recent` are the tokens from the position `first` on.
+        `recent` has the tokens from the position `first` on, as bytes.
         """
         size = len(suffix)
         start, end = max(0, 4 * (self._num_chained + 1 - first) - size), len(recent)
@@ -202,7 +202,7 @@ class MatchIndex:
         return found
 
     def _match_length(self, position: int, length: int, token_ids: list[int]) -> int:
-        """Return how many tokens up to and with a position equal the last of `token_ids`; `length` are known to."""
+        """Return how many tokens up to a position equal the last of `token_ids`. At least `length` of them do."""
         tokens, mask = self._tokens, self._capacity - 1
         longest = min(len(token_ids), position + 1 - self.oldest)
         while length < longest and tokens[position - length & mask] == token_ids[-1 - length]:

@@ -36,7 +36,7 @@ _DEFAULTS = {
 }
 _MIN_ANSWERS, _MAX_ANSWERS = 256, 2**27
 _NUM_LEADING = 8  # prompt tokens kept before an answer, so that its first tokens can be found
-_MAX_DEVIATIONS = 3  # that are remembered
+_MAX_DEVIATIONS = 3  # that a sequence remembers
 _LOCAL_WINDOW = 32  # tokens after a deviation in which the match may continue
 _EXACT_LENGTH = 8  # a match of this length is followed without new searches
 
@@ -136,7 +136,7 @@ class FollowedMatches:
     def follow(self, new_tokens: list[int]) -> Deviation | None:
         """Advance over the sequence's newest tokens; drop matches that continued otherwise.
 
-        Returns where the newest match deviated, if all did. For that, `index` is the sequence's own.
+        Returns where the newest match deviated, if all did. The result is valid only if `index` is the sequence's own.
         """
         positions, index, num_new = self.positions, self.index, len(new_tokens)
         self.positions = [
@@ -182,7 +182,7 @@ def vote(matches: FollowedMatches, calibration: Calibration, limit: int) -> Draf
             cells += unanimous_cells(source, length + i, limit - i)
             break
         tokens = [each[i] for each in found]
-        token = max(tokens, key=tokens.count)  # of equal ones, the newest occurrence's
+        token = max(tokens, key=tokens.count)  # with equal votes, that of the newest match
         found = [each for each in found if each[i] == token]
         cells.append(cell_of(source, length + i, len(found) / num_votes))
     return _draft(found[0], cells, calibration)

@@ -50,7 +50,7 @@ def read_config(config: Mapping[str, Any]) -> PreTrainedConfig:
         )
     try:
         result: PreTrainedConfig = found.from_dict(values)
-    except Exception as error:  # a class raises anything if a value is invalid
+    except Exception as error:  # may be of any type if a value is invalid
         raise ValueError(f"config.json is invalid for {model_type}: {one_line(error)}") from error
     result.name_or_path = folder or ""
     return result
@@ -77,7 +77,7 @@ def make_model(
                 experts_implementation=implementation,
                 trust_remote_code=trusts_code,
             )
-        except Exception as error:  # a model raises anything if its configuration is incomplete
+        except Exception as error:  # may be of any type if the configuration is incomplete
             reason = f"it cannot be built: {one_line(error)}"
             if isinstance(error, KeyError) and error.args == (implementation,):
                 reason = "it does not use the attention interface of transformers"

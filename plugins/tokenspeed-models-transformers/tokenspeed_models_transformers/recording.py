@@ -111,8 +111,8 @@ def record(model: PreTrainedModel) -> Recording:
         return torch.empty_like(x)
 
     ids = torch.zeros(1, _NUM_TOKENS, dtype=torch.int64, device="meta")
-    # With a mask of the batch's padding, transformers does not compare positions in search of packed sequences. Hybrid
-    # models read its values.
+    # If there is a padding mask, transformers does not compare positions to find packed sequences. Hybrid models read
+    # its values, so it is not on the meta device.
     padding = torch.ones(ids.shape, dtype=torch.int64)
     AttentionInterface.register(RECORD, note_attention)
     ALL_EXPERTS_FUNCTIONS.register(RECORD, note_experts)
@@ -121,7 +121,7 @@ def record(model: PreTrainedModel) -> Recording:
             model(input_ids=ids, position_ids=ids, attention_mask=padding, use_cache=False)
         except UnsupportedModelError:
             raise
-        except Exception as error:  # a model raises anything if its configuration is incomplete
+        except Exception as error:  # may be of any type if the configuration is incomplete
             raise UnsupportedModelError(_reason(error)) from error
     if not calls:
         raise UnsupportedModelError(
@@ -140,7 +140,7 @@ def record(model: PreTrainedModel) -> Recording:
 def _reason(error: Exception) -> str:
     """Return why a recorded forward failed with an exception."""
     message = str(error)
-    # Only the mask of the padding is on another device.
+    # Only the padding mask is not on the meta device, so it causes errors about different devices.
     if f"'{Mask.__name__}'" in message or "device meta" in message:
         return "it uses its attention mask outside of the attention interface of transformers"
     if "meta tensor" in message or "register_meta" in message:
@@ -234,13 +234,13 @@ def observe(
 
 
 def _make_mask(mask_function: Callable[..., Tensor], **arguments: Any) -> Mask:
-    """Return what a mask function lets queries see. It must be the same for any query."""
+    """Return the `Mask` of a mask function, which is unsupported if its window depends on the query's position."""
     first, second = (_seen_from(query, mask_function) for query in (_FAR, _FAR + 1))
     return first if first == second else Mask(unsupported="chunked attention is not supported")
 
 
 def _seen_from(query: int, mask_function: Callable[..., Tensor]) -> Mask:
-    """Return the window of a query far from both ends, and whether it sees as many later keys."""
+    """Return the `Mask` of one query far from both ends: its window, and whether it sees as many later keys."""
     keys = torch.arange(2 * _FAR)
     try:
         seen = mask_function(torch.tensor(0), torch.tensor(0), torch.tensor(query), keys)

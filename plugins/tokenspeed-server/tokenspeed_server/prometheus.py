@@ -146,7 +146,7 @@ class _Writer:
         )
         yield self.gauge(
             "spec_decode_draft_tokens_per_row",
-            "Draft tokens per row with any, in the newest step with draft tokens; 0 during a pause.",
+            "Average draft tokens of rows that have any, in the latest step with draft tokens; 0 during a pause.",
             stats.drafts_per_row,
         )
         yield self.gauge(
@@ -154,7 +154,7 @@ class _Writer:
         )
         yield self.gauge(
             "spec_decode_budget_steps",
-            "Time that draft tokens may still lose, in steps without them.",
+            "Time that drafting may still lose before it pauses, in steps without draft tokens.",
             stats.draft_budget,
         )
         for name, text, bounds, counts in (

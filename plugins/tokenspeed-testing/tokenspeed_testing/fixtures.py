@@ -30,7 +30,7 @@ class Rows:
     num_queries: tuple[int, ...]
     seq_lens: tuple[int, ...]
     num_shared: int = 0
-    others: tuple[int, ...] = ()  # not the first row
+    others: tuple[int, ...] = ()  # indices of rows, never 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
