@@ -21,10 +21,14 @@ from tokenspeed_core.worker.attention import AttentionGroup
 from tokenspeed_core.worker.build import ModelBuild
 from tokenspeed_core.worker.inputs import GroupInputs
 from tokenspeed_core.worker.latent import LatentKernels, LatentLayer
-from tokenspeed_core.worker.slots import SHARED_PREFIX
+from tokenspeed_core.worker.slots import SHARED_PREFIX, SHARING_ROWS
 from tokenspeed_kernels.options import SharedPrefixOptions
 from tokenspeed_kernels.reference import cache
-from tokenspeed_kernels.reference.cache import MIN_SHARED_TOKENS, find_shared_prefix
+from tokenspeed_kernels.reference.cache import (
+    MIN_SHARED_TOKENS,
+    MIN_SHARING_ROWS,
+    find_shared_prefix,
+)
 
 NUM_ROWS, BLOCK_SIZE = 9, 64
 SIZES = LatentSizes(num_heads=2, latent_size=4, rope_size=2, nope_size=3, value_size=3)
@@ -93,6 +97,7 @@ def step_of(num_shared: int, shares_prefix: bool = True) -> AttentionStep:
 
 def test_each_forward_searches_once() -> None:
     assert SHARED_PREFIX <= MIN_SHARED_TOKENS
+    assert SHARING_ROWS <= MIN_SHARING_ROWS
     search, num_searches = find_shared_prefix({"block_size": BLOCK_SIZE}), 0
 
     def find(block_table: Tensor, seq_lens: Tensor) -> Tensor | None:

@@ -38,16 +38,12 @@ class TableKeeper:
         for slot, index, block in zip(delta.slots, delta.indices, delta.blocks, strict=True):
             self._tables[slot][int(index)] = int(block)
         decodes = plan.slots[: plan.num_decodes]
-        if len(decodes) > 1:
-            heads = [
-                [self._tables[slot].get(i) for i in range(self._num_leading)] for slot in decodes
-            ]
-            shares = any(None not in head and heads.count(head) >= SHARING_ROWS for head in heads)
-            flag = self.flags.no_shared_prefix(plan)
-            assert flag == (
-                not shares and max(plan.num_computed_tokens[: plan.num_decodes]) < SHORT
-            )
-            self.flagged.append(flag)
+        heads = [[self._tables[slot].get(i) for i in range(self._num_leading)] for slot in decodes]
+        shares = any(None not in head and heads.count(head) >= SHARING_ROWS for head in heads)
+        longest = max(plan.num_computed_tokens[: plan.num_decodes], default=0)
+        flag = self.flags.no_shared_prefix(plan)
+        assert flag == (not shares and longest < SHORT)
+        self.flagged.append(flag)
         num_tokens = plan.wants_logits.astype(np.int32)
         tokens = np.full(int(num_tokens.sum()), 7, np.int32)
         self._results[plan.step_id] = StepResult(plan.step_id, num_tokens, tokens, None)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenspeed_testing.attention import Rows, attend, attends, limits_of, make_fixture
 
 from tokenspeed_core.api.attention import AttentionLimits, AttentionProblem, AttentionStep
-from tokenspeed_core.worker.slots import SHARED_PREFIX, SHORT
+from tokenspeed_core.worker.slots import SHARED_PREFIX, SHARING_ROWS, SHORT
 from tokenspeed_kernels.options import MAX_SPLITS, AttentionOptions
 from tokenspeed_kernels.reference.cache import (
     DEPTH_FACTOR,
@@ -123,6 +123,7 @@ def test_split_row_is_merged_in_each_forward() -> None:
 
 def test_no_search_if_the_host_rules_out_sharing() -> None:
     assert SHARED_PREFIX <= MIN_SHARED_TOKENS
+    assert SHARING_ROWS <= MIN_SHARING_ROWS
     assert SHORT <= LONG_SPLIT, "short rows are not split"
     fixture = make_fixture(PROBLEM, rows_of(LENGTHS, 320), CPU, seed=0)
     kernel = TritonAttention(PROBLEM, limits_of(fixture), CPU)

@@ -172,7 +172,7 @@ class LocalRunner:
             plan.num_rows - num_decodes,
             len(plan.token_ids),
             plan.prompt_targets is not None or not plan.wants_logits[:num_decodes].all(),
-            num_decodes == 0 or self._flags.no_shared_prefix(plan),
+            self._flags.no_shared_prefix(plan),
         )
 
     def choose_shared_step(self, sizes: Sequence[StepSize]) -> bool:

@@ -239,10 +239,14 @@ class SlotFlags:
 
     def no_shared_prefix(self, plan: StepPlan) -> bool:
         """Return whether a step's decodes are short and fewer than `SHARING_ROWS` share `SHARED_PREFIX` tokens."""
-        num, others = plan.num_decodes, SHARING_ROWS - 1
+        num, distance = plan.num_decodes, SHARING_ROWS - 1
+        if plan.num_computed_tokens[:num].max(initial=0) >= SHORT:
+            return False
+        if num < SHARING_ROWS:
+            return True
+        # Equal values are neighbors once sorted.
         ends = np.sort(self._prefix_ends[:, plan.slots[:num]], axis=1)
-        shares = num > others and bool((ends[:, others:] == ends[:, : num - others]).any())
-        return not shares and int(plan.num_computed_tokens[:num].max()) < SHORT
+        return not (ends[:, distance:] == ends[:, :-distance]).any()
 
     def asked(self, slots: I32) -> int:
         """Return the bitwise or of the sampling bits of some slots."""
