@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from tokenspeed_kernels.triton.attention.cascade import (
     SharedLaunch,
     SharedPrefix,
 )
+from tokenspeed_kernels.triton.attention.shared_prefix import MANY_ROWS
 
 pytestmark = [
     pytest.mark.interpreter,
@@ -218,8 +220,10 @@ def equal_rows(num_rows: int, num_columns: int) -> torch.Tensor:
     return row.repeat(num_rows, 1)
 
 
-@pytest.mark.parametrize("num_rows", [31, 70])
-@pytest.mark.parametrize("first_odd", [0, 32, 256, 511])
+@pytest.mark.parametrize(
+    ("num_rows", "first_odd"),
+    [*product((31, 70), (0, 32, 256, 511)), (MANY_ROWS + 40, 256)],
+)
 def test_row_with_other_blocks_does_not_shorten_the_prefix(num_rows: int, first_odd: int) -> None:
     table, odd_row = equal_rows(num_rows, 640), first_odd % 7
     table[odd_row, first_odd:] += 1000
