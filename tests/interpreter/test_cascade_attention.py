@@ -197,6 +197,7 @@ def check_parts(shared: SharedPrefix, launch: SharedLaunch, seq_lens: torch.Tens
     ]
     assert parts[: len(expected)] == expected
     assert all(row == -1 for row, *_ in parts[len(expected) :])
+    assert max(counts(size)) <= MAX_SPLITS
     smaller = counts(size - PART) if size > PART else []
     assert not smaller or sum(smaller) > launch.num_parts or max(smaller) > MAX_SPLITS
 
@@ -225,7 +226,7 @@ def equal_rows(num_rows: int, num_columns: int) -> torch.Tensor:
     [*product((31, 70), (0, 32, 256, 511)), (MANY_ROWS + 40, 256)],
 )
 def test_row_with_other_blocks_does_not_shorten_the_prefix(num_rows: int, first_odd: int) -> None:
-    table, odd_row = equal_rows(num_rows, 640), first_odd % 7
+    table, odd_row = equal_rows(num_rows, 640), num_rows - 1 - first_odd % 7
     table[odd_row, first_odd:] += 1000
     found, lead, *each = found_in(table, torch.full((num_rows,), 4840, dtype=torch.int32), 8)
     assert found == 4832
