@@ -33,11 +33,16 @@ LITE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
-@pytest.mark.parametrize("num_heads", [16, 128])
-def test_large_prefills_conform(num_heads: int, kv_dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("num_heads", "nope_size", "value_size"), [(16, 128, 128), (128, 128, 128), (20, 192, 256)]
+)
+def test_large_prefills_conform(
+    num_heads: int, nope_size: int, value_size: int, kv_dtype: str
+) -> None:
     spec = next(spec for spec in descriptors.TRITON_ATTENTION if spec.op == "mla_prefill")
     contract, device = contract_of(spec), torch.device("cuda")
-    problem = {**LITE, "num_heads": num_heads, "dtype": "bfloat16", "kv_dtype": kv_dtype}
+    sizes = {"num_heads": num_heads, "nope_size": nope_size, "value_size": value_size}
+    problem = {**LITE, **sizes, "dtype": "bfloat16", "kv_dtype": kv_dtype}
     kernel = MlaPrefill(problem, max_small_step=0, absorbed_tokens=32)
     for num_rows in (1, 6, 7):  # the host knows the lengths of odd numbers of rows
         agrees_with_reference(kernel, contract, problem, num_rows, device, strided=True)

@@ -65,8 +65,8 @@ class AbsorbedAttention:
         memory = shared_memory()
         if memory is not None:
             self.num_multiprocessors = torch.cuda.get_device_properties().multi_processor_count
-            sizes = (self._latent_size, self._rope_size)
-            best_shared = fitting_tiling(memory, sum(map(triton.next_power_of_2, sizes)))
+            size = sum(map(triton.next_power_of_2, (self._latent_size, self._rope_size)))
+            best_shared = fitting_tiling(SHARED, memory, size, size)
         self._shared_tiling = shared_tiling or (WIDE if self._is_wide else best_shared)
 
     def decode(
@@ -264,16 +264,18 @@ class AbsorbedAttention:
         return max(MIN_SHARED_SPLITS, min(splits, MAX_SHARED_SPLITS))
 
 
-def fitting_tiling(shared_memory: int, entry_size: int) -> Tiling:
-    """Return the first tiling of `SHARED` with queries and entries of 16 bits in `shared_memory` bytes, or the last one."""
-    return next(
-        (
-            each
-            for each in SHARED
-            if 2 * entry_size * (each.block_m + each.num_stages * each.block_n) <= shared_memory
-        ),
-        SHARED[-1],
-    )
+def fitting_tiling(
+    tilings: tuple[Tiling, ...], shared_memory: int, query_size: int, entry_size: int
+) -> Tiling:
+    """Return the first tiling with queries and entries of 16 bits in `shared_memory` bytes, or the last one.
+
+    The sizes are values of a query, and values of an entry that an iteration loads.
+    """
+    for each in tilings:
+        num_values = query_size * each.block_m + entry_size * each.num_stages * each.block_n
+        if 2 * num_values <= shared_memory:
+            return each
+    return tilings[-1]
 
 
 def mla_decode(problem: Problem) -> Callable[..., Tensor]:

@@ -18,14 +18,22 @@ from torch import Tensor
 from tokenspeed_core.api import Problem
 from tokenspeed_kernels.reference.mla import mla_absorb, mla_project
 from tokenspeed_kernels.triton import precompile
-from tokenspeed_kernels.triton.mla.absorbed import LOG2_E, AbsorbedAttention, Tiling
+from tokenspeed_kernels.triton.mla.absorbed import (
+    LOG2_E,
+    AbsorbedAttention,
+    Tiling,
+    fitting_tiling,
+)
 from tokenspeed_kernels.triton.mla.expanded_kernel import attend, gather
+from tokenspeed_kernels.triton.shared_memory import shared_memory
 
 MAX_SMALL_STEP = 512  # query tokens up to which everything is absorbed
 ABSORBED_TOKENS = 1024  # query tokens that are absorbed at a time, which bounds the memory
 LN_2 = 0.6931471805599453
 
-NARROW, WIDE = Tiling(128, 64, 8, 3), Tiling(32, 32, 4, 1)  # for 16 bits, and for float32
+WIDE = Tiling(32, 32, 4, 1)  # for float32
+# For 16 bits: the first that fits the device.
+NARROW = (Tiling(128, 64, 8, 3), Tiling(128, 64, 8, 2), Tiling(128, 32, 8, 2), WIDE)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,10 +65,23 @@ class MlaPrefill:
         self._value_size: int = problem["value_size"]
         self._block_size: int = problem["block_size"]
         self._is_wide = problem["dtype"] == "float32"
-        self._tiling = tiling or (WIDE if self._is_wide else NARROW)
+        self._block_d, self._block_r, self._block_v = (
+            max(16, triton.next_power_of_2(size))
+            for size in (self._nope_size, self._rope_size, self._value_size)
+        )
+        self._tiling = tiling or self._best_tiling()
         self._max_small_step, self._absorbed_tokens = max_small_step, absorbed_tokens
         self._absorb, self._project = mla_absorb(problem), mla_project(problem)
         self._absorbed = AbsorbedAttention(problem)
+
+    def _best_tiling(self) -> Tiling:
+        if self._is_wide:
+            return WIDE
+        memory = shared_memory()
+        if memory is None:
+            return NARROW[0]
+        key_size = self._block_d + self._block_r
+        return fitting_tiling(NARROW, memory, key_size, key_size + self._block_v)
 
     def __call__(
         self,
@@ -274,9 +295,9 @@ class MlaPrefill:
             R=self._rope_size,
             V=self._value_size,
             WIDTH=entries.shape[1],
-            BLOCK_D=max(16, triton.next_power_of_2(self._nope_size)),
-            BLOCK_R=max(16, triton.next_power_of_2(self._rope_size)),
-            BLOCK_V=max(16, triton.next_power_of_2(self._value_size)),
+            BLOCK_D=self._block_d,
+            BLOCK_R=self._block_r,
+            BLOCK_V=self._block_v,
             BLOCK_M=tiling.block_m,
             BLOCK_N=tiling.block_n,
             CONTEXT=context_start is not None,
