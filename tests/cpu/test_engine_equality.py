@@ -34,7 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "a step ahead": {"depth": 2, "chunked_prefill_size": 16},
 }
 # These differ from others only in parts that are compared without an engine, such as routing, soft caps and names of weights.
-SIMILAR = ("DeepseekV2", "Gemma2", "Mixtral", "Olmo2", "Phi3")
+SIMILAR = ("DeepseekV2", "Gemma2", "Glm4MoeLite", "Mixtral", "Olmo2", "Phi3")
 # Qwen3 runs every case. The others differ in their layers, which one or two cases of each test cover.
 BRIEF: dict[str, tuple[Any, ...]] = {
     "DeepseekV3": ("a step ahead", "cpu", 1),

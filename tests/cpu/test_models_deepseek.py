@@ -1,4 +1,4 @@
-"""DeepSeek and Kimi K2: published configurations, and forms that only their checkpoints have."""
+"""DeepSeek, Kimi K2 and GLM-4.7-Flash: published configurations, and forms that only their checkpoints have."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ from safetensors.torch import load_file, save_file
 from tiny_families import save_reference
 from tokenspeed_models_deepseek import DEEPSEEK_V3, KIMI_K25
 from tokenspeed_models_deepseek.describe import (
+    describe_glm4_moe_lite,
     describe_kimi_k2,
     describe_kimi_k25,
     describe_v2,
     describe_v3,
+    glm4_moe_lite_config,
+    read_v3,
 )
 from tokenspeed_models_deepseek.model import (
     DeepseekMTP,
@@ -33,6 +36,7 @@ from tokenspeed_models_deepseek.model import (
     KimiK25ForConditionalGeneration,
 )
 from tokenspeed_quantization.schemes import FP8_BLOCK
+from transformers import Glm4MoeLiteConfig
 
 from tokenspeed_core import LLM, SamplingParams
 from tokenspeed_core.api import LatentAttention
@@ -130,6 +134,59 @@ K2: dict[str, Any] = {
     "topk_group": 1,
     "vocab_size": 163840,
 }
+GLM_47_FLASH: dict[str, Any] = {
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "pad_token_id": 154820,
+    "eos_token_id": [154820, 154827, 154829],
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 10240,
+    "max_position_embeddings": 202752,
+    "model_type": "glm4_moe_lite",
+    "moe_intermediate_size": 1536,
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "num_attention_heads": 20,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.8,
+    "num_experts_per_tok": 4,
+    "first_k_dense_replace": 1,
+    "num_hidden_layers": 47,
+    "num_key_value_heads": 20,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 1.0,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+    "transformers_version": "5.0.0rc0",
+    "q_lora_rank": 768,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "vocab_size": 154880,
+}
+# The keys that have no default.
+LITE_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "kv_lora_rank",
+    "max_position_embeddings",
+    "moe_intermediate_size",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "vocab_size",
+)
 # `quantization_config` of DeepSeek-V3
 BLOCK_WISE: dict[str, Any] = {
     "quant_method": "fp8",
@@ -148,8 +205,9 @@ K25 = {"architectures": ["KimiK25ForConditionalGeneration"], "text_config": K2}
         (describe_v3, V3, 671_026_404_352, 163840),
         (describe_kimi_k2, K2, 1_026_408_209_408, 131072),
         (describe_kimi_k25, K25, 1_026_408_209_408, 131072),
+        (describe_glm4_moe_lite, GLM_47_FLASH, 29_943_390_976, 202752),
     ],
-    ids=["V2-Lite", "V3", "K2", "K2.5"],
+    ids=["V2-Lite", "V3", "K2", "K2.5", "GLM-4.7-Flash"],
 )
 def test_published_configurations_are_described(
     describe: Any, config: dict[str, Any], num_parameters: int, max_model_len: int
@@ -158,7 +216,9 @@ def test_published_configurations_are_described(
     assert info.architecture == config["architectures"][0] or describe is describe_kimi_k2
     assert (info.num_parameters, info.max_model_len) == (num_parameters, max_model_len)
     text = config.get("text_config", config)
-    assert (info.dtype, info.eos_token_ids) == ("bfloat16", (text["eos_token_id"],))
+    eos = text["eos_token_id"]
+    assert info.eos_token_ids == (tuple(eos) if isinstance(eos, list) else (eos,))
+    assert info.dtype == "bfloat16"
     assert info.cache_groups == (LatentAttention("latent", info.num_layers, 512, 64),)
     assert values_per_token(info.cache_groups[0]) == 576 * text["num_hidden_layers"]
 
@@ -173,14 +233,43 @@ def test_published_configurations_are_described(
         (describe_v3, {"n_group": 7}, "7 groups of 256"),
         (describe_v3, {"kv_lora_rank": None}, "kv_lora_rank is missing"),
         (describe_kimi_k25, {"text_config": None}, "text_config is None"),
+        (describe_glm4_moe_lite, {"topk_method": "greedy"}, "topk_method is 'greedy'"),
+        (describe_glm4_moe_lite, {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        (describe_glm4_moe_lite, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (describe_glm4_moe_lite, {"rope_scaling": {"type": "own"}}, "own"),
+        (describe_glm4_moe_lite, {"mlp_layer_types": ["sparse"]}, "mlp_layer_types"),
+        (
+            describe_glm4_moe_lite,
+            {"mlp_layer_types": ["sparse"] * 46 + ["dense"]},
+            "mlp_layer_types",
+        ),
     ],
 )
 def test_unsupported_values_are_named_by_their_keys(
     describe: Any, changes: dict[str, Any], message: str
 ) -> None:
-    config = {describe_v2: V2_LITE, describe_v3: V3, describe_kimi_k25: K25}[describe]
+    config = {
+        describe_v2: V2_LITE,
+        describe_v3: V3,
+        describe_kimi_k25: K25,
+        describe_glm4_moe_lite: GLM_47_FLASH,
+    }[describe]
     with pytest.raises(ValueError, match=message):
         describe({**config, **changes})
+
+
+def test_missing_keys_of_glm_4_7_flash_have_the_defaults_of_transformers() -> None:
+    written = Glm4MoeLiteConfig().to_dict()
+    required = {key: value for key, value in written.items() if key in LITE_SIZES}
+    found, expected = (read_v3(glm4_moe_lite_config(each)) for each in (required, written))
+    assert found.moe == expected.moe
+    assert (found.query_rank, found.norm_eps) == (expected.query_rank, expected.norm_eps)
+
+
+def test_layer_types_of_glm_4_7_flash_are_read() -> None:
+    kinds = ["dense"] * 3 + ["sparse"] * 44
+    config = glm4_moe_lite_config({**GLM_47_FLASH, "mlp_layer_types": kinds})
+    assert read_v3(config).moe.layers == frozenset(range(3, 47))
 
 
 def test_layers_for_multi_token_prediction_are_not_read(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tokenspeed_models_deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from tokenspeed_models_deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
 from tokenspeed_models_gemma import GEMMA2, GEMMA3
 from tokenspeed_models_glm import GLM4_MOE
 from tokenspeed_models_gpt_oss import GPT_OSS
@@ -213,6 +213,25 @@ CASES: list[tuple[str, ModelSpec, str, dict[str, Any]]] = [
         DEEPSEEK_V3,
         "DeepseekV3",
         {**DEEPSEEK, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
+    ),
+    (
+        "glm-4.7-flash",
+        GLM4_MOE_LITE,
+        "Glm4MoeLite",
+        {**DEEPSEEK, "q_lora_rank": 24, "v_head_dim": 36, "n_group": 1, "topk_group": 1},
+    ),
+    (
+        "glm-4.7-flash-dense-layers-and-biases",
+        GLM4_MOE_LITE,
+        "Glm4MoeLite",
+        {
+            **DEEPSEEK,
+            "q_lora_rank": 24,
+            "attention_bias": True,
+            "mlp_layer_types": ["dense", "dense", "sparse"],
+            "rope_interleave": False,
+            "tie_word_embeddings": True,
+        },
     ),
     ("gemma2", GEMMA2, "Gemma2", GEMMA),
     (

@@ -19,7 +19,7 @@ from quantized_build import (
 )
 from safetensors.torch import load_file, save_file
 from tiny_families import FAMILIES, SMALL, save_reference
-from tokenspeed_models_deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from tokenspeed_models_deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
 from tokenspeed_models_glm import GLM4_MOE
 from tokenspeed_models_glm.describe import describe_glm4_moe
 from tokenspeed_models_minimax import MINIMAX_M2
@@ -163,6 +163,7 @@ SPECS = {
     "MiniMaxM2": MINIMAX_M2,
     "DeepseekV2": DEEPSEEK_V2,
     "DeepseekV3": DEEPSEEK_V3,
+    "Glm4MoeLite": GLM4_MOE_LITE,
     "Qwen3Moe": QWEN3_MOE,
 }
 

@@ -1,8 +1,10 @@
-"""The layer for multi-token prediction of GLM-4.5 checkpoints, against the layers of transformers."""
+"""The layer for multi-token prediction of GLM checkpoints, against the layers of transformers."""
 
 from __future__ import annotations
 
 import json
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +14,56 @@ from drafted import FixedDepth
 from quantized_build import TOKENS, load
 from safetensors.torch import load_file, save_file
 from tiny_families import save_reference
+from tokenspeed_models_deepseek import GLM4_MOE_LITE
 from tokenspeed_models_glm import GLM4_MOE
-from tokenspeed_models_glm.model import Glm4MoeForCausalLM, Glm4MoeMTP
 from torch import Tensor
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer, Glm4MoeRMSNorm
+from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import (
+    Glm4MoeLiteDecoderLayer,
+    Glm4MoeLiteRMSNorm,
+)
 
 from tokenspeed_core import LLM, SamplingParams
+from tokenspeed_core.api import ModelSpec
 from tokenspeed_core.errors import ConfigError
+from tokenspeed_core.targets import load_target
 from tokenspeed_models.testing import DenseBuild
 
 NAME = "model.layers.3"
+TWO_PROCESSES = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
 
 
-def save_with_draft_layer(folder: Path) -> tuple[Any, dict[str, Tensor]]:
+@dataclass(frozen=True)
+class Family:
+    """A family, the modules of transformers in a draft layer, and the key for the number of such layers."""
+
+    spec: ModelSpec
+    layer: Any
+    norm: Any
+    num_draft_layers: str
+
+
+FAMILIES = {
+    "Glm4Moe": Family(GLM4_MOE, Glm4MoeDecoderLayer, Glm4MoeRMSNorm, "num_mtp_layers"),
+    "Glm4MoeLite": Family(
+        GLM4_MOE_LITE, Glm4MoeLiteDecoderLayer, Glm4MoeLiteRMSNorm, "num_nextn_predict_layers"
+    ),
+}
+
+
+def make_layer(family: str, config: Any) -> Any:
+    """Return a layer of transformers with experts, after the model's last layer."""
+    config = deepcopy(config)
+    if family == "Glm4MoeLite":
+        config.mlp_layer_types.append("sparse")
+    return FAMILIES[family].layer(config, config.num_hidden_layers)
+
+
+def save_with_draft_layer(family: str, folder: Path) -> tuple[Any, dict[str, Tensor]]:
     """Write a checkpoint in the published layout, and return its transformers model and the draft layer's weights."""
-    reference = save_reference("Glm4Moe", folder, num_mtp_layers=1)
-    config = reference.config
-    hidden = config.hidden_size
-    layer = Glm4MoeDecoderLayer(config, config.num_hidden_layers)
+    reference = save_reference(family, folder, **{FAMILIES[family].num_draft_layers: 1})
+    hidden = reference.config.hidden_size
+    layer = make_layer(family, reference.config)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     layer.mlp.gate.e_score_correction_bias.uniform_(-0.2, 0.2)
@@ -64,16 +98,18 @@ def published(draft: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def reference_logits(reference: Any, draft: dict[str, Tensor], token_ids: list[int]) -> Tensor:
+def reference_logits(
+    family: str, reference: Any, draft: dict[str, Tensor], token_ids: list[int]
+) -> Tensor:
     """Return the logits of the layer for all tokens but the last, computed by modules of transformers."""
     config, eps = reference.config, reference.config.rms_norm_eps
-    layer = Glm4MoeDecoderLayer(config, config.num_hidden_layers)
+    layer = make_layer(family, config)
     prefix = f"{NAME}."
     own = {name.removeprefix(prefix): tensor for name, tensor in draft.items()}
     layer.load_state_dict({name: own[name] for name in layer.state_dict()})
 
     def norm(name: str, x: Tensor) -> Tensor:
-        module = Glm4MoeRMSNorm(config.hidden_size, eps)
+        module = FAMILIES[family].norm(config.hidden_size, eps)
         module.load_state_dict({"weight": own[f"{name}.weight"]})
         found: Tensor = module(x)
         return found
@@ -94,13 +130,12 @@ def reference_logits(reference: Any, draft: dict[str, Tensor], token_ids: list[i
     return logits
 
 
-def test_drafts_equal_the_layers_of_transformers(tmp_path: Path) -> None:
-    reference, draft = save_with_draft_layer(tmp_path)
-    build = DenseBuild()
-    target = load(GLM4_MOE, tmp_path, build)
-    assert isinstance(target, Glm4MoeForCausalLM)
-    info = GLM4_MOE.plan_mtp(json.loads((tmp_path / "config.json").read_text()), tmp_path)
-    assert info.load.endswith(f":{Glm4MoeMTP.__name__}")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_equal_the_layers_of_transformers(family: str, tmp_path: Path) -> None:
+    reference, draft = save_with_draft_layer(family, tmp_path)
+    build, spec = DenseBuild(), FAMILIES[family].spec
+    target = load(spec, tmp_path, build)
+    info = spec.plan_mtp(json.loads((tmp_path / "config.json").read_text()), tmp_path)
     not_counted = ("embed_tokens.weight", "shared_head.head.weight", "e_score_correction_bias")
     counted = [tensor for name, tensor in draft.items() if not name.endswith(not_counted)]
     assert info.num_parameters == sum(tensor.numel() for tensor in counted)
@@ -108,23 +143,29 @@ def test_drafts_equal_the_layers_of_transformers(tmp_path: Path) -> None:
     with torch.inference_mode():
         hidden = target.forward(tokens[:-1], positions)
         build.clear()
-        model = Glm4MoeMTP(info.config, build, target)
+        model = load_target(info.load)(info.config, build, target)
         model.load_weights(load_file(tmp_path / "model.safetensors").items())
         found = model.logits(model.forward(tokens[1:], positions, hidden, None))
-    expected = reference_logits(reference, draft, TOKENS)
+    expected = reference_logits(family, reference, draft, TOKENS)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
-    "processes", [{}, {"tensor_parallel_size": 2, "enable_expert_parallel": True}]
+    ("family", "processes"),
+    [
+        ("Glm4Moe", {}),
+        ("Glm4Moe", TWO_PROCESSES),
+        ("Glm4MoeLite", {}),
+        pytest.param("Glm4MoeLite", TWO_PROCESSES, marks=pytest.mark.release),
+    ],
 )
 def test_draft_layer_changes_no_token(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: dict[str, Any]
+    family: str, processes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         "tokenspeed_core.engine.drafting.AdaptiveDepth", lambda num_seqs, most: FixedDepth(most)
     )
-    save_with_draft_layer(tmp_path)
+    save_with_draft_layer(family, tmp_path)
     prompts = [{"prompt_token_ids": TOKENS[:length]} for length in (5, 17, 23)]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     answers = []
@@ -145,7 +186,8 @@ def test_draft_layer_changes_no_token(
     assert num_drafted > 0
 
 
-def test_checkpoint_without_the_layer_is_refused(tmp_path: Path) -> None:
-    save_reference("Glm4Moe", tmp_path, num_mtp_layers=0)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpoint_without_the_layer_is_refused(family: str, tmp_path: Path) -> None:
+    save_reference(family, tmp_path, **{FAMILIES[family].num_draft_layers: 0})
     with pytest.raises(ConfigError, match="no layers for multi-token prediction"):
         LLM(str(tmp_path), device="cpu", skip_tokenizer_init=True, speculative_algorithm="mtp")

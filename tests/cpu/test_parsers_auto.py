@@ -42,6 +42,13 @@ DEEPSEEK = (
             "glm45",
         ),
         (
+            "[gMASK]<sop>{{ '<think>' + reasoning_content + '</think>' }}"
+            "{{- '<tool_call>' + tc.name }}<arg_key>{{ k }}</arg_key><arg_value>",
+            "Glm4MoeLiteForCausalLM",
+            "glm45",
+            "glm45",
+        ),
+        (
             "{%- set toolcall_begin_token = '<minimax:tool_call>' -%}{{- ']~b]ai' ~ '<think>' }}"
             + THINK,
             "MiniMaxM2ForCausalLM",

@@ -12,7 +12,7 @@ from integer_checkpoints import Stored
 from quantized_build import TOKENS, transformers_logits
 from quantized_forms import by_compressed_tensors
 from safetensors.torch import load_file, save_file
-from test_models_deepseek import BLOCK_WISE, K2, V3
+from test_models_deepseek import BLOCK_WISE, GLM_47_FLASH, K2, V3
 from test_models_moe import GLM_45, MINIMAX_M2_CONFIG
 from tiny_families import save_reference
 from tokenspeed_server.settings import ServerConfig
@@ -100,6 +100,7 @@ PER_CHANNEL: dict[str, Any] = {
     "quant_method": "compressed-tensors",
     "quantization_status": "compressed",
 }
+GLM_47_FLASH_FP8 = {**PER_CHANNEL, "ignore": ["lm_head", "re:.*mlp\\.gate$"]}
 # `hf_quant_config.json` of nvidia/DeepSeek-V3-0324-NVFP4: attention, routers and the draft layer are not quantized
 NVFP4_EXPERTS: dict[str, Any] = {
     "producer": {"name": "modelopt", "version": "0.27.0"},
@@ -168,6 +169,12 @@ def layers_of(plan: KernelPlan) -> dict[str, list[int]]:
             None,
             {"linear_fp8": [0, 1, 2, 3, 4], "moe_experts_fp8": [3, 4]},
             id="GLM-4.6-FP8",
+        ),
+        pytest.param(
+            {**GLM_47_FLASH, "quantization_config": GLM_47_FLASH_FP8},
+            None,
+            {"linear_fp8": [0, 1, 2, 3, 4], "moe_experts_fp8": [1, 2, 3, 4]},
+            id="GLM-4.7-Flash in FP8",
         ),
         pytest.param(
             MINIMAX_M2_CONFIG,

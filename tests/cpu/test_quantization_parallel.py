@@ -129,6 +129,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
         FORMS["fp8 blocks"][0],
         1e-4,
     ),
+    "Glm4MoeLite": (
+        "tokenspeed_models_deepseek.model:Glm4MoeLiteForCausalLM",
+        {**DEEPSEEK, "v_head_dim": 128},
+        FORMS["fp8 per channel"][0],
+        0.06,
+    ),
     "GptOss": (
         "tokenspeed_models_gpt_oss.model:GptOssForCausalLM",
         GPT_OSS,

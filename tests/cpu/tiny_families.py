@@ -141,6 +141,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "mscale_all_dim": 1.0,
         },
     },
+    "Glm4MoeLite": {
+        **_DEEPSEEK,
+        "q_lora_rank": 24,
+        "qk_nope_head_dim": 12,
+        "v_head_dim": 28,
+        "n_group": 1,
+        "topk_group": 1,
+    },
 }
 
 # Families with experts, and the keys that give those a number of experts that processes can divide.
@@ -153,6 +161,7 @@ EXPERTS = (
     "GptOss",
     "DeepseekV2",
     "DeepseekV3",
+    "Glm4MoeLite",
 )
 EIGHT_EXPERTS = {
     "Qwen3Moe": {"num_experts": 8},

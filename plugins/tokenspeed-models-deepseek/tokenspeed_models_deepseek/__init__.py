@@ -1,10 +1,10 @@
-"""The descriptors of the DeepSeek and Kimi K2 families. Imports no tensor library."""
+"""The descriptors of the DeepSeek and Kimi K2 families, and of GLM-4.7-Flash. Imports no tensor library."""
 
 from __future__ import annotations
 
 from tokenspeed_core.api import ModelSpec
 
-__all__ = ["DEEPSEEK_V2", "DEEPSEEK_V3", "KIMI_K2", "KIMI_K25"]
+__all__ = ["DEEPSEEK_V2", "DEEPSEEK_V3", "GLM4_MOE_LITE", "KIMI_K2", "KIMI_K25"]
 
 _DESCRIBE, _MODEL = "tokenspeed_models_deepseek.describe", "tokenspeed_models_deepseek.model"
 
@@ -18,6 +18,12 @@ DEEPSEEK_V3 = ModelSpec(
     describe=f"{_DESCRIBE}:describe_v3",
     load=f"{_MODEL}:DeepseekV3ForCausalLM",
     mtp=f"{_DESCRIBE}:plan_mtp",
+)
+GLM4_MOE_LITE = ModelSpec(
+    architecture="Glm4MoeLiteForCausalLM",
+    describe=f"{_DESCRIBE}:describe_glm4_moe_lite",
+    load=f"{_MODEL}:Glm4MoeLiteForCausalLM",
+    mtp=f"{_DESCRIBE}:plan_glm4_moe_lite_mtp",
 )
 KIMI_K2 = ModelSpec(
     architecture="KimiK2ForCausalLM",

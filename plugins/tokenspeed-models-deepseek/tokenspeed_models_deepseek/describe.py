@@ -1,4 +1,7 @@
-"""Reads and describes the `config.json` of DeepSeek V2 and V3, and of Kimi K2. Imports no tensor library."""
+"""Reads and describes the `config.json` of DeepSeek V2 and V3, Kimi K2, and GLM-4.7-Flash.
+
+Imports no tensor library.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,19 @@ from tokenspeed_models.moe_config import MoeConfig, RoutingConfig
 from tokenspeed_models.rope_config import RopeConfig, YarnScaling, read_rope, yarn_mscale
 
 Json = Mapping[str, Any]
+
+# The defaults of transformers for GLM-4.7-Flash that differ from DeepSeek-V3's.
+_GLM4_MOE_LITE = {
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "q_lora_rank": 768,
+    "rms_norm_eps": 1e-5,
+    "routed_scaling_factor": 1.8,
+    "topk_group": 1,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +157,26 @@ def text_config(config: Json) -> Json:
     return {**{key: config[key] for key in inherited if key in config}, **text}
 
 
+def glm4_moe_lite_config(config: Json) -> Json:
+    """Return the DeepSeek-V3 configuration of the model that a GLM-4.7-Flash configuration describes.
+
+    Newer configurations list the kind of each layer in `mlp_layer_types`. Raises ValueError if dense layers are not the
+    first.
+    """
+    found = {**_GLM4_MOE_LITE, **config}
+    kinds = config.get("mlp_layer_types")
+    if kinds is not None:
+        num_layers = ConfigReader(config).integer("num_hidden_layers")
+        num_dense = kinds.count("dense") if isinstance(kinds, list) else 0
+        if kinds != ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense):
+            raise ValueError(
+                f"config.json: mlp_layer_types is {kinds!r}. "
+                f"Supported: {num_layers} layers, dense ones first, then sparse ones."
+            )
+        found["first_k_dense_replace"] = num_dense
+    return found
+
+
 def describe_v2(config: Json) -> ModelInfo:
     """Describe a DeepSeek-V2 checkpoint."""
     return _info("DeepseekV2ForCausalLM", read_v2(config))
@@ -161,6 +197,11 @@ def describe_kimi_k25(config: Json) -> ModelInfo:
     return _info("KimiK25ForConditionalGeneration", read_v3(text_config(config)))
 
 
+def describe_glm4_moe_lite(config: Json) -> ModelInfo:
+    """Describe a GLM-4.7-Flash checkpoint."""
+    return _info("Glm4MoeLiteForCausalLM", read_v3(glm4_moe_lite_config(config)))
+
+
 def plan_mtp(config: Json, path: Path) -> DraftModelInfo:
     """Describe the first layer for multi-token prediction. Raises ValueError if there is no such layer."""
     c = read_v3(config)
@@ -174,6 +215,11 @@ def plan_mtp(config: Json, path: Path) -> DraftModelInfo:
         num_layer_parameters=_count_layers(layer),
         cache_group=LatentAttention("latent", 1, c.sizes.latent_size, c.sizes.rope_size),
     )
+
+
+def plan_glm4_moe_lite_mtp(config: Json, path: Path) -> DraftModelInfo:
+    """Describe the layer for multi-token prediction of a GLM-4.7-Flash checkpoint, as `plan_mtp` does."""
+    return plan_mtp(glm4_moe_lite_config(config), path)
 
 
 def _info(architecture: str, c: DeepseekConfig) -> ModelInfo:

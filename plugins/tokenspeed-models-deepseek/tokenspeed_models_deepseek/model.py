@@ -21,7 +21,13 @@ from tokenspeed_models.layers import (
     RMSNorm,
     rotary_table,
 )
-from tokenspeed_models_deepseek.describe import DeepseekConfig, read_v2, read_v3, text_config
+from tokenspeed_models_deepseek.describe import (
+    DeepseekConfig,
+    glm4_moe_lite_config,
+    read_v2,
+    read_v3,
+    text_config,
+)
 
 Json = Mapping[str, Any]
 _TEXT = "language_model."  # begins the names of the language model's weights in Kimi K2.5
@@ -79,7 +85,7 @@ def _mlp(c: DeepseekConfig, build: BuildContext, layer: int, name: str) -> MLP |
 
 
 class DeepseekMTP(MultiTokenPredictor):
-    """The first layer for multi-token prediction of a DeepSeek-V3 checkpoint."""
+    """The first layer for multi-token prediction of a checkpoint. `config` has DeepSeek-V3's keys."""
 
     def __init__(self, config: Json, build: BuildContext, target: DeepseekModel) -> None:
         c = read_v3(config)
@@ -112,6 +118,13 @@ class DeepseekV3ForCausalLM(DeepseekModel):
 
     def __init__(self, config: Json, build: BuildContext) -> None:
         super().__init__(read_v3(config), build)
+
+
+class Glm4MoeLiteForCausalLM(DeepseekModel):
+    """GLM-4.7-Flash checkpoints."""
+
+    def __init__(self, config: Json, build: BuildContext) -> None:
+        super().__init__(read_v3(glm4_moe_lite_config(config)), build)
 
 
 class KimiK25ForConditionalGeneration(DeepseekModel):

@@ -103,7 +103,6 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "flex_olmo": {},
     "glm4": {"head_dim": 8},
-    "glm4_moe_lite": LATENT | EXPERTS,
     "gpt_bigcode": {},
     "gptj": {"rotary_dim": 4},
     "granitemoehybrid": {
@@ -132,6 +131,7 @@ NATIVE: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 8, "attn_logit_softcapping": 2.0} | WINDOWS,
     "gemma3_text": WINDOWS,
     "glm4_moe": EXPERTS,
+    "glm4_moe_lite": LATENT | EXPERTS,
     "gpt_oss": {"head_dim": 8, "num_local_experts": 4} | WINDOWS,
     "llama": {"tie_word_embeddings": True},
     "mistral": {"sliding_window": 9},
