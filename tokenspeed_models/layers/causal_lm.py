@@ -105,14 +105,14 @@ class CausalLM:
         ]
         for index, layer in enumerate(self.layers):
             slots.extend(layer.slots(f"model.layers.{index}."))
-        num_layers = len(self.layers)
-        ignored = [
-            f"model.layers.{layer}."
-            for layer in range(num_layers, num_layers + self._num_draft_layers)
-        ]
+        ignored = [f"{self.draft_layer_name(index)}." for index in range(self._num_draft_layers)]
         if self.head.is_tied:
             ignored.append("lm_head.weight")
         return WeightMap(slots, ignored, self.renames, self._groups)
+
+    def draft_layer_name(self, index: int) -> str:
+        """Return the name in the checkpoint of a layer for speculative decoding, such as "model.layers.61"."""
+        return f"model.layers.{len(self.layers) + index}"
 
     def sharding(self) -> Iterator[ShardingSpec]:
         """List the sharding specs of all modules in order of computation."""

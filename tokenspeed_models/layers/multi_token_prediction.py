@@ -19,9 +19,9 @@ from tokenspeed_models.weights import WeightMap
 class MultiTokenPredictor:
     """Implements the core's `DraftModel` with one decoder layer; embedding and head are the target's.
 
-    The layer's input joins a normalized hidden state of the target, after its final norm, and the normalized embedding
-    of the token that follows. Its own normalized output takes the place of the target's in the next pass. `name` is the
-    layer's name in the checkpoint, such as "model.layers.61".
+    The layer's input joins the normalized embedding of a token and the normalized hidden state of the target, after its
+    final norm, of the token before. `is_hidden_first` reverses the two. The layer's own normalized output takes the
+    place of the target's in the next pass. `name` is the layer's name in the checkpoint, such as "model.layers.61".
     """
 
     def __init__(
@@ -33,9 +33,10 @@ class MultiTokenPredictor:
         name: str,
         hidden_size: int,
         norm_eps: float,
+        is_hidden_first: bool = False,
     ) -> None:
         self._target, self._layer, self._name = target, layer, name
-        self._groups = build.group
+        self._groups, self._is_hidden_first = build.group, is_hidden_first
         self._embedding_norm = RMSNorm(build, hidden_size, norm_eps)
         self._hidden_norm = RMSNorm(build, hidden_size, norm_eps)
         joined = (Projection("eh_proj", hidden_size, None),)
@@ -60,7 +61,8 @@ class MultiTokenPredictor:
         """Return hidden states [R, hidden] of `wanted`. token_ids [T] follow the positions [T] of hidden [T, hidden]."""
         assert hidden is not None, "multi-token prediction reads hidden states"
         embedded = self._embedding_norm(self._target.embed(token_ids))
-        x = self._join(torch.cat((embedded, self._hidden_norm(hidden)), dim=-1))
+        inputs = (embedded, self._hidden_norm(hidden))
+        x = self._join(torch.cat(inputs[::-1] if self._is_hidden_first else inputs, dim=-1))
         x, residual = self._layer.forward(x, None, positions, wanted)
         return self._norm.add(x, residual)[0]
 
