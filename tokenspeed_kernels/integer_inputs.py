@@ -41,9 +41,11 @@ def linear_mxfp4(
     shape = {**problem, "group_size": 32}
     given = linear_w4a16(shape, num, at, seed, strided)
     exponent = torch.randint(-3, 2, given["scale"].shape, generator=seed)
-    scale = torch.exp2(exponent - round(0.5 * math.log2(problem["in_size"]))).to(at)
-    return {name: given[name] for name in ("x", "weight")} | {
-        "scale": scale.to(torch.float32),
+    code = 127 + exponent - round(0.5 * math.log2(problem["in_size"]))
+    return {
+        "x": given["x"],
+        "weight": given["weight"],
+        "scale": code.to(at, torch.uint8),
         "bias": given["bias"],
     }
 

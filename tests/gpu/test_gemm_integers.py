@@ -75,7 +75,7 @@ def test_converted_e2m1_codes_are_exact(dtype: str, *, has_asm: bool) -> None:
     kernel._has_asm = has_asm
     seed = torch.Generator().manual_seed(6)
     given = integer_inputs.linear_mxfp4(problem, 64, CUDA, seed, strided=False)
-    ones = torch.ones_like(given["scale"])
+    ones = torch.full_like(given["scale"], 127)
     x = torch.eye(64, device=CUDA, dtype=getattr(torch, dtype))
     found = kernel.multiply(x, given["weight"], ones, None, None)
     assert torch.equal(found.float(), dequantize_e2m1(given["weight"], ones).T)

@@ -68,8 +68,8 @@ W4A16 = (
     OpContract(
         "linear_mxfp4",
         "linear",
-        "(x [T, I], weight uint8 [O, I / 2], scale float32 [O, I / 32], bias [O] | None) -> y [T, O]: as linear_w4a16 with "
-        "E2M1 codes: value = e2m1(code) * scale for groups of 32 columns, in the same order of codes",
+        "(x [T, I], weight uint8 [O, I / 2], scale uint8 [O, I / 32], bias [O] | None) -> y [T, O]: as linear_w4a16 with "
+        "E2M1 codes: value = e2m1(code) * 2^(scale - 127) for groups of 32 columns, in the same order of codes",
         {"in_size": "input features I, a multiple of 32", "out_size": "output features O"},
         f"{REFERENCE}.w4a16:linear_mxfp4",
         f"{_INPUTS}:linear_mxfp4",

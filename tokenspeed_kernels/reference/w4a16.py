@@ -80,9 +80,12 @@ def e2m1(codes: Tensor) -> Tensor:
 
 
 def dequantize_e2m1(weight: Tensor, scale: Tensor) -> Tensor:
-    """Return the values [..., O, I], float32, of bytes of E2M1 codes with float scales [..., O, I / 32]."""
+    """Return the values [..., O, I], float32, of bytes of E2M1 codes with scales uint8 [..., O, I / 32].
+
+    A scale is an exponent with a bias of 127 (E8M0).
+    """
     values = e2m1(unpack_int4(weight)).reshape(*scale.shape, -1)
-    return (values * scale.unsqueeze(-1).to(torch.float32)).flatten(-2)
+    return torch.ldexp(values, scale.unsqueeze(-1).int() - 127).flatten(-2)
 
 
 def linear_mxfp4(problem: Problem) -> LinearMxfp4:

@@ -74,14 +74,10 @@ def compressed_tensors(tensors: Tensors) -> Tensors:
 
 
 def mxfp4(tensors: Tensors) -> Tensors:
-    """Return the operands for weight_packed uint8 [O, I / 2], two adjacent codes in a byte, and weight_scale [O, I / 32].
-
-    A scale is an exponent with a bias of 127.
-    """
-    packed, exponent = tensors["weight_packed"], tensors["weight_scale"]
+    """Return the operands for weight_packed uint8 [O, I / 2], two adjacent codes in a byte, and weight_scale [O, I / 32]."""
+    packed = tensors["weight_packed"]
     codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
-    scale = torch.exp2(exponent.to(torch.float32) - 127)
-    return {"weight": pack_int4(codes), "scale": scale}
+    return {"weight": pack_int4(codes), "scale": tensors["weight_scale"]}
 
 
 def _gptq(tensors: Tensors, offset: int) -> Tensors:

@@ -136,7 +136,7 @@ def mxfp4_stored() -> QuantizationScheme:
             ),
             (
                 StoredTensor("weight", "uint8", (OUT, halves)),
-                StoredTensor("scale", "float32", (OUT, groups)),
+                StoredTensor("scale", "uint8", (OUT, groups)),
             ),
             repack=f"{REPACK}:mxfp4",
         ),

@@ -204,6 +204,12 @@ def e2m1(code, dtype: tl.constexpr):
     return tl.where(code >= 8, -size, size).to(dtype)
 
 
+@triton.jit
+def e8m0(code):
+    """Return the powers of two, float32, of E8M0 codes, that is of exponents with a bias of 127; 0 for code 0."""
+    return (code.to(tl.uint32) << 23).to(tl.float32, bitcast=True)
+
+
 @precompile.jit(do_not_specialize=["num_rows"])
 def _multiply(
     x_ptr,
@@ -264,10 +270,12 @@ def _multiply(
         low_x = tl.load(x_ptrs + start, mask=real[None, :], other=0.0)
         high_x = tl.load(x_ptrs + start + RUN, mask=real[None, :], other=0.0)
         group = start // GROUP
-        scale = tl.load(scale_ptr + group_ptr + group).to(tl.float32)
+        scale = tl.load(scale_ptr + group_ptr + group)
         if IS_E2M1:
+            scale = e8m0(scale)
             low, high = e2m1_halves(packed, dtype, HAS_ASM)
         else:
+            scale = scale.to(tl.float32)
             if HAS_ZERO:
                 offset = tl.load(zero_ptr + group_ptr + group).to(tl.float32) + BIAS
             else:
@@ -319,16 +327,17 @@ def _dequantize(
     packed = tl.load(w_ptr + row * (K // 2) + byte, mask=within, other=0)
     column = byte // RUN * (2 * RUN) + byte % RUN
     at = row * (K // GROUP) + column // GROUP
-    scale = tl.load(scale_ptr + at, mask=within, other=0.0)
+    scale = tl.load(scale_ptr + at, mask=within, other=0)
     if HAS_ZERO:
         zero = tl.load(zero_ptr + at, mask=within, other=0).to(tl.float32)
     else:
         zero = tl.full((BLOCK,), MIDDLE, tl.float32)
     if IS_E2M1:
+        wide = e8m0(scale)
         low, high = e2m1(packed & 15, tl.float32), e2m1(packed >> 4, tl.float32)
     else:
+        wide = scale.to(tl.float32)
         low, high = (packed & 15).to(tl.float32) - zero, (packed >> 4).to(tl.float32) - zero
-    wide = scale.to(tl.float32)
     y_ptrs = y_ptr + row * K + column
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     tl.store(y_ptrs, (low * wide).to(dtype), mask=within)
@@ -474,5 +483,5 @@ def linear_w4a16(problem: Problem) -> LinearW4A16:
 def linear_mxfp4(problem: Problem) -> LinearMxfp4:
     """Return `linear(x, weight, scale, bias) -> y [T, O]`; see the op's contract for shapes."""
     kernel = LinearW4A16Kernel({**problem, "group_size": MX_GROUP}, is_e2m1=True)
-    kernel.compile(problem["dtype"], has_zero=False, scale_dtype="float32")
+    kernel.compile(problem["dtype"], has_zero=False, scale_dtype="uint8")
     return lambda x, weight, scale, bias: kernel(x, weight, scale, None, None, bias)
