@@ -4,7 +4,7 @@
     python benchmarks/moe_tilings.py [--ops bf16] [--models qwen3-30b-a3b] [--tokens 16 64 256 8192] [--json FILE]
     python benchmarks/moe_tilings.py --ops fp8 int8 fp8_block --tokens 8192 1024 256
     python benchmarks/moe_tilings.py --ops fp8 --tokens 8192 1024 --models qwen3-30b-a3b deepseek-v2-lite
-    python benchmarks/moe_tilings.py --ops w4a16 biased mxfp4 --out tokenspeed_kernels/triton/moe/tuned.json
+    python benchmarks/moe_tilings.py --ops w4a16 mxfp4 biased biased-mxfp4 --out tokenspeed_kernels/triton/moe/tuned.json
 
 Needs a CUDA device. Tokens choose random experts. Models of less than 2 GB per layer are timed in a CUDA graph of a few
 layers, each with separate weights. Every tiling is compared with float32 first. Times are µs per layer, medians of 15.
@@ -17,7 +17,8 @@ relative to the error that the quantization of the inputs causes. It includes th
 GEMMs share the pairs per tile, so the last lines give the best two GEMMs with the same pairs per tile for each op,
 model and number of tokens.
 
-INT4 experts (w4a16) and experts with biases (biased, mxfp4) are timed as whole ops, with a flushed L2 cache.
+INT4 and MXFP4 experts (w4a16, mxfp4) and experts with biases (biased, biased-mxfp4) are timed as whole ops, with a
+flushed L2 cache.
 
 `--out` writes the best tilings for this compute capability, which kernels read when they are made. A tiling covers a
 range of pairs per expert; ranges that were not timed keep their tiling. Tilings with an error more than 2 % larger than

@@ -1,4 +1,4 @@
-"""Time tilings of whole ops of experts: INT4 experts and experts with biases, whose two GEMMs share a tiling."""
+"""Time tilings of whole ops of experts: 4-bit experts and experts with biases, whose two GEMMs share a tiling."""
 
 from __future__ import annotations
 
@@ -45,8 +45,9 @@ class WholeOp:
 
 WHOLE_OPS = {
     "w4a16": WholeOp("moe_experts_w4a16", experts_w4a16, COMMON),
+    "mxfp4": WholeOp("moe_experts_mxfp4", experts_w4a16, COMMON),
     "biased": WholeOp("moe_biased_experts", biased_experts, ("gpt-oss-20b",)),
-    "mxfp4": WholeOp("moe_biased_experts_mxfp4", biased_experts, ("gpt-oss-20b",)),
+    "biased-mxfp4": WholeOp("moe_biased_experts_mxfp4", biased_experts, ("gpt-oss-20b",)),
 }
 
 

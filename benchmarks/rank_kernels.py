@@ -82,6 +82,7 @@ OPS = {
     "moe_experts_int8": Op(rate=2.0),
     "moe_experts_int8_static": Op(rate=2.0),
     "moe_experts_w4a16": Op(),
+    "moe_experts_mxfp4": Op(),
     "moe_biased_experts": Op(("gpt-oss-20b",)),
     "moe_biased_experts_mxfp4": Op(("gpt-oss-20b",)),
 }

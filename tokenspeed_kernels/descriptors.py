@@ -159,6 +159,7 @@ TORCH_MOE = (
         )
     ),
     _torch("moe_experts_w4a16", "moe_w4a16:moe_experts_w4a16", frozenset()),
+    _torch("moe_experts_mxfp4", "moe_w4a16:moe_experts_mxfp4", frozenset()),
     _torch("moe_biased_experts", "biased_experts:moe_biased_experts", frozenset()),
     _torch("moe_biased_experts_mxfp4", "biased_experts:moe_biased_experts_mxfp4", frozenset()),
 )
@@ -363,6 +364,13 @@ TRITON_MOE = (
             AxisLimit("intermediate_size", 32, multiple_of=32),
             AxisLimit("group_size", 0, multiple_of=32),
         ),
+        _HALVES,
+    ),
+    _triton(
+        "moe_experts_mxfp4",
+        "moe.experts_w4a16:moe_experts_mxfp4",
+        _GRAPH_SAFE,
+        _MXFP4_EXPERTS,
         _HALVES,
     ),
     *(

@@ -70,6 +70,22 @@ def moe_experts_w4a16(
     return {**made, "weights": given["weights"], "ids": given["ids"]}
 
 
+def moe_experts_mxfp4(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
+    """Make the inputs of `moe_experts` with packed weights of about unit gain."""
+    experts = problem["num_experts"]
+    size, inner = problem["hidden_size"], problem["intermediate_size"]
+    given = moe_experts(problem, num, at, seed, strided)
+    made = {"x": given["x"]}
+    for name, rows, columns in (("gate_up", 2 * inner, size), ("down", size, inner)):
+        shape = {**problem, "in_size": columns, "out_size": experts * rows}
+        weight = linear_mxfp4(shape, num, at, seed, strided)
+        made[name] = weight["weight"].view(experts, rows, -1)
+        made[f"{name}_scale"] = weight["scale"].view(experts, rows, -1) - 2
+    return {**made, "weights": given["weights"], "ids": given["ids"]}
+
+
 def quantize_static(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:

@@ -66,7 +66,8 @@ def make_layer(
         if weight is None:
             continue
         is_exponent = (
-            form in ("gpt-oss in MXFP4", "mxfp8") and weight.shape[-1] == SIZES["hidden_size"] // 32
+            form in ("gpt-oss in MXFP4", "mxfp4", "mxfp8")
+            and weight.shape[-1] == SIZES["hidden_size"] // 32
         )
         whole = random_weight(weight, generator, is_exponent=is_exponent)
         weight.copy_(torch.full(weight.shape, float("nan")))

@@ -204,11 +204,14 @@ def load_stacked(model: nn.Module, weights: dict[str, Tensor]) -> None:
     state = model.state_dict()
     with torch.no_grad():
         for name, weight in weights.items():
-            parent, _, rest = name.partition(".experts.")
+            parent, _, rest = name.replace("block_sparse_moe", "mlp").partition(".experts.")
             if name in state:
                 state[name].copy_(weight)
                 continue
             expert, projection, _ = rest.split(".")
+            projection = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}.get(
+                projection, projection
+            )
             stacked = "down_proj" if projection == "down_proj" else "gate_up_proj"
             held = state[f"{parent}.experts.{stacked}"][int(expert)]
             half = held.shape[0] // 2

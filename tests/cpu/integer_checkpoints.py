@@ -7,6 +7,7 @@ with the readers under test.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -165,13 +166,22 @@ def fp8_per_tensor(
     return stored, codes.float() * scale
 
 
-def store(folder: Path, model: nn.Module, settings: dict[str, Any], quantize: Quantizer) -> Stored:
-    """Quantize a checkpoint on disk and load the weights that it means into its model; return the stored tensors."""
+def store(
+    folder: Path,
+    model: nn.Module,
+    settings: dict[str, Any],
+    quantize: Quantizer,
+    names: str = r"_proj\.weight$",
+) -> Stored:
+    """Quantize a checkpoint on disk and load the weights that it means into its model; return the stored tensors.
+
+    Weights are quantized if the regular expression `names` occurs in their name.
+    """
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
     tensors, meant = {}, {}
     for name, tensor in load_file(folder / "model.safetensors").items():
-        if not name.endswith("_proj.weight"):
+        if not re.search(names, name):
             tensors[name] = tensor
             continue
         stored, meant[name] = quantize(tensor)

@@ -30,6 +30,7 @@ SCALES: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "gptq desc_act": ("scales", lambda scale: scale[:1]),
     "AutoRound": ("scales", lambda scale: scale[:1]),
     "W4A16": ("weight_scale", lambda scale: scale[:, :1]),
+    "MXFP4A16": ("weight_scale", lambda scale: scale[:, :1]),
     "FP8 dynamic": ("weight_scale", lambda scale: scale.expand(32)),
     "FP8 static": ("weight_scale", lambda scale: scale.expand(32)),
     "W8A8": ("weight_scale", lambda scale: scale[:1]),

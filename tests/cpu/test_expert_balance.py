@@ -33,6 +33,7 @@ from tokenspeed_models.layers.experts import Experts
         (Sizes(experts=2), 2, "fp8 per channel"),
         (Sizes(experts=2), 2, "fp8 blocks"),
         (Sizes(experts=2), 2, "mxfp8"),
+        (Sizes(experts=2), 2, "mxfp4"),
         (Sizes(experts=2), 2, "awq"),
         (Sizes(experts=2), 2, "gptq"),
         (Sizes(experts=2), 2, "gpt-oss"),

@@ -23,6 +23,7 @@ from tokenspeed_kernels.triton.moe.tilings import Gemm, Tiling, fitting_tilings
 from tokenspeed_kernels.triton.moe.tuned import tuned_tilings
 
 ADA, HOPPER = ((8, 9), 100 * 1024), ((9, 0), 228 * 1024)  # bytes per multiprocessor
+BLACKWELL = (10, 0), 228 * 1024
 PROBLEM = {
     "num_experts": 8,
     "top_k": 2,
@@ -49,34 +50,53 @@ def use_device(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("op", ["moe_experts", "moe_experts_fp8", "moe_experts_fp8_block"])
-def test_every_tile_fits_on_compute_capability_8_9(
-    monkeypatch: pytest.MonkeyPatch, op: str
-) -> None:
+def compile_kernels(
+    monkeypatch: pytest.MonkeyPatch, op: str, module: str, device: tuple[tuple[int, int], int]
+) -> list[Any]:
+    """Return the machine code of the kernels of a module that an op compiles for a device when it is bound."""
     spec: KernelSpec = SPECS[op]
-    assert (spec.capability.min_compute_capability or (0, 0)) <= ADA[0]
-    compile_code, found, device = triton.compile, {}, next(DEVICES)
+    assert (spec.capability.min_compute_capability or (0, 0)) <= device[0]
+    compile_code, found, index = triton.compile, {}, next(DEVICES)
 
     def compile_grouped(source: Any, **options: Any) -> Any:
-        if source.fn.fn.__module__.endswith("moe.gemm_kernel"):
+        if source.fn.fn.__module__.endswith(module):
             code = compile_code(source, **options)
-            found[code.hash] = code.metadata.shared
+            found[code.hash] = code
         return SimpleNamespace(src=source, metadata=None)
 
+    major, minor = device[0]
     active = SimpleNamespace(
-        get_current_device=lambda: device,
+        get_current_device=lambda: index,
         get_current_stream=lambda _: 0,
-        get_current_target=lambda: GPUTarget("cuda", 89, 32),
+        get_current_target=lambda: GPUTarget("cuda", 10 * major + minor, 32),
         launcher_cls=lambda *_: None,
     )
-    use_device(monkeypatch, *ADA)
+    use_device(monkeypatch, *device)
     monkeypatch.setattr("triton.compiler.compile", compile_grouped)
     monkeypatch.setattr(driver, "_active", active)
     monkeypatch.setattr(precompile, "is_possible", lambda: True)
     monkeypatch.setattr(precompile._THREADS, "put", lambda _, task: task())
     spec.factory()(PROBLEM)
-    assert max(found.values()) <= ADA[1] - 1024
+    return list(found.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", ["moe_experts", "moe_experts_fp8", "moe_experts_fp8_block"])
+def test_every_tile_fits_on_compute_capability_8_9(
+    monkeypatch: pytest.MonkeyPatch, op: str
+) -> None:
+    codes = compile_kernels(monkeypatch, op, "moe.gemm_kernel", ADA)
+    assert max(code.metadata.shared for code in codes) <= ADA[1] - 1024
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("device", [HOPPER, BLACKWELL], ids=["9.0", "10.0"])
+def test_every_tile_of_mxfp4_experts_fits(
+    monkeypatch: pytest.MonkeyPatch, device: tuple[tuple[int, int], int]
+) -> None:
+    codes = compile_kernels(monkeypatch, "moe_experts_mxfp4", "moe.experts_w4a16", device)
+    assert len(codes) == 2 * len(tuned_tilings("moe_experts_mxfp4", experts_w4a16.Tiling))
+    assert max(code.metadata.shared for code in codes) <= device[1] - 1024
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,7 @@ PRECOMPILED = (
     "linear_w4a16",
     "linear_mxfp4",
     "moe_experts_w4a16",
+    "moe_experts_mxfp4",
     "linear_int8",
     "quantize_int8",
     "quantize_int8_static",

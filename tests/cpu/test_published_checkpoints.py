@@ -73,6 +73,30 @@ AWQ: dict[str, Any] = {
     "modules_to_not_convert": ["self_attn", "block_sparse_moe.gate", "model.layers.0."],
 }
 MINIMAX_M25_AWQ = {**MINIMAX_M2_CONFIG, "quantization_config": AWQ}
+# What llm-compressor writes for the scheme MXFP4A16
+MXFP4: dict[str, Any] = {
+    "config_groups": {
+        "group_0": {
+            "format": "mxfp4-pack-quantized",
+            "input_activations": None,
+            "output_activations": None,
+            "targets": ["Linear"],
+            "weights": {
+                "dynamic": False,
+                "group_size": 32,
+                "num_bits": 4,
+                "scale_dtype": "torch.uint8",
+                "strategy": "group",
+                "symmetric": True,
+                "type": "float",
+            },
+        }
+    },
+    "format": "mxfp4-pack-quantized",
+    "ignore": ["lm_head", "re:.*mlp.gate$"],
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+}
 # GLM-4.6-FP8, whose `ignore` lists every router by name
 PER_CHANNEL: dict[str, Any] = {
     "config_groups": {
@@ -163,6 +187,12 @@ def layers_of(plan: KernelPlan) -> dict[str, list[int]]:
             NVFP4_LAYERS,
             {"linear_nvfp4": [0, 1, 2, 3, 4], "moe_experts_nvfp4": [1, 2, 3, 4]},
             id="Kimi K2.5 in NVFP4",
+        ),
+        pytest.param(
+            {**GLM_45, "quantization_config": MXFP4},
+            None,
+            {"linear_mxfp4": [0, 1, 2, 3, 4], "moe_experts_mxfp4": [3, 4]},
+            id="GLM-4.5 in MXFP4",
         ),
         pytest.param(
             {**GLM_45, "quantization_config": PER_CHANNEL},

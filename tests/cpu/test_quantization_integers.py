@@ -72,7 +72,7 @@ def test_weight_only_logits_equal_transformers(form: str, tmp_path: Path) -> Non
     torch.testing.assert_close(logits(tmp_path, settings), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("form", ["awq", "gptq desc_act", "W4A16"])
+@pytest.mark.parametrize("form", ["awq", "gptq desc_act", "W4A16", "MXFP4A16"])
 def test_experts_have_four_bit_weights(form: str, tmp_path: Path) -> None:
     settings, quantize = WEIGHT_ONLY[form]
     sizes = {"num_experts": 3, "moe_intermediate_size": 32, "num_hidden_layers": 2}

@@ -42,7 +42,7 @@ INT4 = {"bits": 4, "group_size": 32}
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
 
 
-def compressed(form: str, weights: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
+def compressed(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     return {
         "quant_method": "compressed-tensors",
@@ -59,6 +59,15 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, int], float]] = {
         1e-4,
     ),
     "gptq": ({"quant_method": "gptq", **INT4, "desc_act": True, "sym": False}, {}, 1e-4),
+    "mxfp4": (
+        compressed(
+            "mxfp4-pack-quantized",
+            {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32},
+            None,
+        ),
+        {},
+        1e-4,
+    ),
     "fp8 per channel": (
         compressed(
             "float-quantized",
@@ -279,24 +288,35 @@ def test_other_quantized_layers_are_divided(family: str, pool: ProcessPool) -> N
 
 
 @pytest.mark.parametrize(
-    ("sizes", "changes", "named"),
+    ("form", "sizes", "changes", "named"),
     [
         (
+            "fp8 blocks",
             Sizes(dense=2),
-            {"intermediate_size": 384},
+            {**BLOCKS, "intermediate_size": 384},
             "gate_proj has 192 features on each of 2 processes",
         ),
         (
+            "fp8 blocks",
             Sizes(moe=2),
-            {"moe_intermediate_size": 384},
+            {**BLOCKS, "moe_intermediate_size": 384},
             "experts have 192 features on each of 2 processes",
+        ),
+        *(
+            (
+                form,
+                Sizes(moe=2),
+                {"moe_intermediate_size": 96},
+                "experts have 48 features on each of 2 processes.*blocks of 32.*--enable-expert-parallel",
+            )
+            for form in ("mxfp4", "gptq")
         ),
     ],
 )
 def test_divided_scale_blocks_are_refused(
-    sizes: Sizes, changes: dict[str, int], named: str
+    form: str, sizes: Sizes, changes: dict[str, int], named: str
 ) -> None:
-    config = {**SIZES, **BLOCKS, **changes, "quantization_config": FORMS["fp8 blocks"][0]}
+    config = {**SIZES, **changes, "quantization_config": FORMS[form][0]}
     with pytest.raises(ValueError, match=named):
         make(RankBuild(sizes.layout(0)), config)
 

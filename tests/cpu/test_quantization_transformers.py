@@ -30,6 +30,7 @@ OPTIONS: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "max_to
         ("awq", "Qwen3", {}),
         ("gptq desc_act", "StableLm", {}),  # linear layers that are not part of a larger module
         ("W4A16", "Qwen3Moe", EXPERTS),
+        ("MXFP4A16", "Olmoe", {**EXPERTS, "intermediate_size": 32}),
     ],
 )
 def test_weight_only_logits_equal_transformers(

@@ -123,6 +123,23 @@ def test_w4a16_experts_at_model_sizes(num_rows: int, group_size: int) -> None:
     assert error(found, expected.double()) < 1e-2
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("num_rows", [1, 6, 40, 300])
+def test_mxfp4_experts_at_model_sizes(num_rows: int, dtype: str) -> None:
+    problem = {
+        "num_experts": 32,
+        "top_k": 8,
+        "hidden_size": 2048,
+        "intermediate_size": 768,
+        "dtype": dtype,
+    }
+    seed = torch.Generator().manual_seed(8)
+    given = integer_inputs.moe_experts_mxfp4(problem, num_rows, CUDA, seed, strided=True)
+    expected = moe_w4a16.moe_experts_mxfp4(problem)(*given.values())
+    found = experts_w4a16.moe_experts_mxfp4(problem)(*given.values())
+    assert error(found, expected.double()) < (1e-2 if dtype == "bfloat16" else 2e-3)
+
+
 @pytest.mark.parametrize(
     ("in_size", "out_size"), [(4096, 4096), (12288, 4096), (4096, 24576), (1000, 1030)]
 )

@@ -109,3 +109,18 @@ def test_w4a16_experts_match_the_reference(group_size: int) -> None:
         expected = moe_w4a16.moe_experts_w4a16(problem)(*given.values())
         found = experts_w4a16.moe_experts_w4a16(problem)(*given.values())
         torch.testing.assert_close(found, expected, rtol=4e-3, atol=4e-3)
+
+
+def test_mxfp4_experts_match_the_reference() -> None:
+    problem = {
+        "num_experts": 3,
+        "top_k": 2,
+        "hidden_size": 96,
+        "intermediate_size": 32,
+        "dtype": "float16",
+    }
+    for num_rows in (0, 1, 6):
+        given = integer_inputs.moe_experts_mxfp4(problem, num_rows, CPU, generator(), strided=True)
+        expected = moe_w4a16.moe_experts_mxfp4(problem)(*given.values())
+        found = experts_w4a16.moe_experts_mxfp4(problem)(*given.values())
+        torch.testing.assert_close(found, expected, rtol=4e-3, atol=4e-3)

@@ -83,6 +83,7 @@ INTEGERS = (  # see test_gemm_integers.py
     "linear_mxfp4",
     "linear_int8",
     "moe_experts_w4a16",
+    "moe_experts_mxfp4",
     "quantize_fp8_static",
 )
 OF_EXPERTS = (  # see test_moe_w8a8.py

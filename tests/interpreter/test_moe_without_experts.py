@@ -60,7 +60,7 @@ def poison(given: Mapping[str, Any], contract: OpContract, problem: Problem) -> 
             value[idle[:-1]] = float("nan")
         elif name.endswith("_scale"):
             value[idle[:-1]] = 0xFF  # infinity
-        num_spoiled += value.is_floating_point()
+        num_spoiled += value.is_floating_point() or name.endswith("_scale")
     assert num_spoiled >= 2
 
 
@@ -75,6 +75,7 @@ def poison(given: Mapping[str, Any], contract: OpContract, problem: Problem) -> 
         ),
         ("moe_experts_fp8_block", MANY | {"intermediate_size": 128, "dtype": "float16"}, 6),
         ("moe_experts_w4a16", GROUPED, 6),
+        ("moe_experts_mxfp4", GROUPED, 6),
         ("moe_biased_experts", GROUPED, 6),
         ("moe_biased_experts_mxfp4", GROUPED, 6),
     ],

@@ -122,6 +122,22 @@ W4A16 = (
             },
         ),
     ),
+    OpContract(
+        "moe_experts_mxfp4",
+        "moe",
+        "(x [T, N], gate_up uint8 [E, 2I, N / 2], gate_up_scale uint8 [E, 2I, N / 32], down uint8 [E, N, I / 2], "
+        "down_scale uint8 [E, N, I / 32], weights float32 [T, k], ids int32 [T, k]) -> y [T, N]: moe_experts with weights "
+        "as in linear_mxfp4; the hidden state is rounded to the dtype. N and I are multiples of 32",
+        EXPERTS_AXES,
+        f"{REFERENCE}.moe_w4a16:moe_experts_mxfp4",
+        f"{_INPUTS}:moe_experts_mxfp4",
+        DOTS,
+        rows=("x", "weights", "ids"),
+        cases=(
+            {"num_experts": 6, "top_k": 2, "hidden_size": 64, "intermediate_size": 96},
+            {"num_experts": 5, "top_k": 3, "hidden_size": 96, "intermediate_size": 32},
+        ),
+    ),
 )
 
 INT8 = (

@@ -172,12 +172,20 @@ def _check_blocks_are_whole(
 ) -> None:
     """Raise ValueError if a block of values that shares a scale is divided between processes."""
     group = build.group("moe")
-    if scheme is None or scheme.scale_block is None or group.size == 1:
+    if scheme is None or group.size == 1:
         return
-    block = max(scheme.scale_block)
+    block = _scale_block(scheme)
     if intermediate_size % block:
         raise ValueError(
             f"quantization {scheme.name}: experts have {intermediate_size} features on each of "
             f"{group}, and blocks of {block} share a scale. Use fewer processes, or "
             "--enable-expert-parallel."
         )
+
+
+def _scale_block(scheme: QuantizationScheme) -> int:
+    """Return the number of features of an expert that share a scale, 1 if all or none of them do."""
+    if scheme.packing is None:
+        return max(scheme.scale_block or (1,))
+    scales = [each for each in scheme.packing.stored if each.kind == "scale"]
+    return max([1, *(axis.per for each in scales for axis in each.axes if axis.of == "in")])

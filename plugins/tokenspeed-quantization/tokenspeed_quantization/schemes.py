@@ -129,6 +129,7 @@ def mxfp4_stored() -> QuantizationScheme:
         dtype="uint8",
         quantize=None,
         linear="linear_mxfp4",
+        fused={"moe_experts": "moe_experts_mxfp4"},
         packing=Packing(
             (
                 StoredTensor("weight_packed", "uint8", (OUT, halves)),

@@ -1,4 +1,4 @@
-"""Experts with 4-bit integer weights: grouped GEMMs over tokens sorted by expert, on packed weights.
+"""Experts with 4-bit weights, integers (W4A16) or E2M1 floats (MXFP4): grouped GEMMs over tokens sorted by expert.
 
 As in `gemm_w4a16`, the weight is the wide side of a tile, is converted in registers, and sums of a group of columns are
 scaled before they are added. Only the weights of chosen experts are read.
@@ -6,6 +6,7 @@ scaled before they are added. Only the weights of chosen experts are read.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,9 +16,18 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenspeed_core.api import Problem
-from tokenspeed_kernels.reference.moe_w4a16 import ExpertsW4A16
+from tokenspeed_kernels.reference.moe_w4a16 import ExpertsMxfp4, ExpertsW4A16
+from tokenspeed_kernels.reference.w4a16 import MX_GROUP
 from tokenspeed_kernels.triton import precompile
-from tokenspeed_kernels.triton.linear.gemm_w4a16 import BIAS, MAX_BLOCK_K, MIDDLE, RUN, halves
+from tokenspeed_kernels.triton.linear.gemm_w4a16 import (
+    BIAS,
+    MAX_BLOCK_K,
+    MIDDLE,
+    RUN,
+    e2m1_halves,
+    e8m0,
+    halves,
+)
 from tokenspeed_kernels.triton.moe.experts import add_up, blank_routings, sort_by_expert
 from tokenspeed_kernels.triton.moe.kernel import find_tile
 from tokenspeed_kernels.triton.moe.tuned import tuned_tilings
@@ -31,6 +41,11 @@ class Tiling:
     block_t: int
     num_warps: int
     num_stages: int
+
+
+# (largest average of pairs per expert, tiling)
+Tilings = tuple[tuple[float, Tiling], ...]
+Weight = tuple[Tensor | None, ...]
 
 
 @triton.jit
@@ -51,6 +66,7 @@ def _multiply_tile(
     BLOCK_K: tl.constexpr,
     BIAS: tl.constexpr,
     MIDDLE: tl.constexpr,
+    IS_E2M1: tl.constexpr,
     HAS_ASM: tl.constexpr,
 ):
     """Return the weight's rows [BLOCK_N] times the inputs at `x_ptrs` [1, BLOCK_T], float32 [BLOCK_N, BLOCK_T]."""
@@ -71,13 +87,18 @@ def _multiply_tile(
         low_x = tl.load(x_ptrs + low_at[:, None], mask=used[None, :], other=0.0)
         high_x = tl.load(x_ptrs + high_at[:, None], mask=used[None, :], other=0.0)
         group = start // GROUP
-        scale = tl.load(scale_ptr + group_at + group).to(tl.float32)
-        if HAS_ZERO:
-            offset = tl.load(zero_ptr + group_at + group).to(tl.float32) + BIAS
+        scale = tl.load(scale_ptr + group_at + group)
+        if IS_E2M1:
+            scale = e8m0(scale)
+            low, high = e2m1_halves(packed, dtype, HAS_ASM)
         else:
-            offset = tl.full((BLOCK_N,), BIAS + MIDDLE, tl.float32)
-        offsets = tl.broadcast_to(offset.to(dtype)[:, None], (BLOCK_N, HALF))
-        low, high = halves(packed, offsets, BIAS, HAS_ASM)
+            scale = scale.to(tl.float32)
+            if HAS_ZERO:
+                offset = tl.load(zero_ptr + group_at + group).to(tl.float32) + BIAS
+            else:
+                offset = tl.full((BLOCK_N,), BIAS + MIDDLE, tl.float32)
+            offsets = tl.broadcast_to(offset.to(dtype)[:, None], (BLOCK_N, HALF))
+            low, high = halves(packed, offsets, BIAS, HAS_ASM)
         part = tl.dot(low, low_x)
         part = tl.dot(high, high_x, part)
         total += part * scale[:, None]
@@ -108,6 +129,7 @@ def _gate_up(
     BLOCK_K: tl.constexpr,
     BIAS: tl.constexpr,
     MIDDLE: tl.constexpr,
+    IS_E2M1: tl.constexpr,
     HAS_ASM: tl.constexpr,
 ):
     """hidden [pairs, N] = silu(gate @ x) * (up @ x), in sorted order. Grid (tiles of N, tiles of pairs)."""
@@ -124,11 +146,11 @@ def _gate_up(
             order = order_ptr + expert.to(tl.int64) * K
         gate = _multiply_tile(
             x_ptrs, used, w_ptr, scale_ptr, zero_ptr, order, row, K, GROUP, HAS_ZERO, HAS_ORDER,
-            BLOCK_N, BLOCK_T, BLOCK_K, BIAS, MIDDLE, HAS_ASM,
+            BLOCK_N, BLOCK_T, BLOCK_K, BIAS, MIDDLE, IS_E2M1, HAS_ASM,
         )  # fmt: skip
         up = _multiply_tile(
             x_ptrs, used, w_ptr, scale_ptr, zero_ptr, order, row + N, K, GROUP, HAS_ZERO, HAS_ORDER,
-            BLOCK_N, BLOCK_T, BLOCK_K, BIAS, MIDDLE, HAS_ASM,
+            BLOCK_N, BLOCK_T, BLOCK_K, BIAS, MIDDLE, IS_E2M1, HAS_ASM,
         )  # fmt: skip
         hidden = gate / (1.0 + tl.exp(-gate)) * up
         at = hidden_ptr + place.to(tl.int64)[None, :] * N + column[:, None]
@@ -159,6 +181,7 @@ def _down(
     BLOCK_K: tl.constexpr,
     BIAS: tl.constexpr,
     MIDDLE: tl.constexpr,
+    IS_E2M1: tl.constexpr,
     HAS_ASM: tl.constexpr,
 ):
     """scaled [pairs, N] = weight * down @ hidden, in the order of tokens. Grid (tiles of N, tiles of pairs)."""
@@ -175,7 +198,7 @@ def _down(
             order = order_ptr + expert.to(tl.int64) * K
         total = _multiply_tile(
             hidden_ptr + at[None, :] * K, used, w_ptr, scale_ptr, zero_ptr, order, row, K, GROUP,
-            HAS_ZERO, HAS_ORDER, BLOCK_N, BLOCK_T, BLOCK_K, BIAS, MIDDLE, HAS_ASM,
+            HAS_ZERO, HAS_ORDER, BLOCK_N, BLOCK_T, BLOCK_K, BIAS, MIDDLE, IS_E2M1, HAS_ASM,
         )  # fmt: skip
         total *= tl.load(weights_ptr + pair)[None, :]
         mask = used[None, :] & (column < N)[:, None]
@@ -189,6 +212,49 @@ def moe_experts_w4a16(problem: Problem) -> ExpertsW4A16:
     x may be strided on T; everything else is contiguous. Grids are upper bounds, so CUDA graphs may replay it.
     """
     tilings = tuned_tilings("moe_experts_w4a16", Tiling)
+    experts = _launcher(problem, tilings, is_e2m1=False)
+    codes = partial(precompile.blank, "uint8")
+
+    def blank(num_experts: int, rows: int, columns: int, *, has_zero: bool) -> Weight:
+        groups = num_experts, rows, columns // (problem["group_size"] or columns)
+        scale = precompile.blank(problem["dtype"], *groups)
+        zero = codes(*groups) if has_zero else None
+        return codes(num_experts, rows, columns // 2), scale, zero, None
+
+    # In the order of the checkpoint.
+    for has_zero in (False, True):
+        _precompile(problem, tilings, experts, partial(blank, has_zero=has_zero))
+    return experts
+
+
+def moe_experts_mxfp4(problem: Problem) -> ExpertsMxfp4:
+    """Return `experts(x, gate_up, gate_up_scale, down, down_scale, weights, ids) -> y [T, N]`, as `moe_experts_w4a16`."""
+    tilings = tuned_tilings("moe_experts_mxfp4", Tiling)
+    launch = _launcher({**problem, "group_size": MX_GROUP}, tilings, is_e2m1=True)
+
+    def experts(
+        x: Tensor,
+        gate_up: Tensor,
+        gate_up_scale: Tensor,
+        down: Tensor,
+        down_scale: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+    ) -> Tensor:
+        return launch(
+            x, gate_up, gate_up_scale, None, None, down, down_scale, None, None, weights, ids
+        )
+
+    def blank(num_experts: int, rows: int, columns: int) -> Weight:
+        codes = partial(precompile.blank, "uint8", num_experts, rows)
+        return codes(columns // 2), codes(columns // MX_GROUP)
+
+    _precompile(problem, tilings, experts, blank)
+    return experts
+
+
+def _launcher(problem: Problem, tilings: Tilings, *, is_e2m1: bool) -> ExpertsW4A16:
+    """Return a function that runs the experts. Codes are integers, or E2M1 floats with E8M0 scales."""
     num_experts, top_k = problem["num_experts"], problem["top_k"]
     size, inner = problem["hidden_size"], problem["intermediate_size"]
     common = {
@@ -196,6 +262,7 @@ def moe_experts_w4a16(problem: Problem) -> ExpertsW4A16:
         "BLOCK_E": triton.next_power_of_2(num_experts),
         "BIAS": BIAS[problem["dtype"]],
         "MIDDLE": MIDDLE,
+        "IS_E2M1": is_e2m1,
         "HAS_ASM": not triton.knobs.runtime.interpret,
     }
 
@@ -271,35 +338,19 @@ def moe_experts_w4a16(problem: Problem) -> ExpertsW4A16:
         )
         return add_up(scaled, ids, num_experts)
 
-    averages = [bound for bound, _ in tilings[:-1]]
-    _precompile(experts, problem, wide["GROUP"], narrow["GROUP"], averages)
     return experts
 
 
 def _precompile(
-    experts: ExpertsW4A16,
     problem: Problem,
-    wide_group: int,
-    narrow_group: int,
-    averages: list[float],
+    tilings: Tilings,
+    experts: Callable[..., Tensor],
+    weight: Callable[[int, int, int], Weight],
 ) -> None:
-    """Compile the kernels of every tiling for symmetric weights and for zero points, in the checkpoint's order.
-
-    `averages` are the largest averages of pairs per expert of all tilings but the last.
-    """
-    num_experts, dtype = problem["num_experts"], problem["dtype"]
-    size, inner = problem["hidden_size"], problem["intermediate_size"]
-    codes, floats = partial(precompile.blank, "uint8"), partial(precompile.blank, dtype)
-
-    def blank(rows: int, columns: int, group: int, has_zero: bool) -> tuple[Tensor | None, ...]:
-        groups = (num_experts, rows, columns // group)
-        zero = codes(*groups) if has_zero else None
-        return codes(num_experts, rows, columns // 2), floats(*groups), zero, None
-
-    for has_zero in (False, True):
-        weights = (
-            *blank(2 * inner, size, wide_group, has_zero),
-            *blank(size, inner, narrow_group, has_zero),
-        )
-        for num_tokens, *routing in blank_routings(problem, averages):
-            precompile.compile_for(experts, floats(num_tokens, size), *weights, *routing)
+    """Compile the kernels of every tiling. `weight` makes the tensors of a blank weight [E, O, I]."""
+    num_experts, size = problem["num_experts"], problem["hidden_size"]
+    inner = problem["intermediate_size"]
+    weights = *weight(num_experts, 2 * inner, size), *weight(num_experts, size, inner)
+    for num_tokens, *routing in blank_routings(problem, [bound for bound, _ in tilings[:-1]]):
+        x = precompile.blank(problem["dtype"], num_tokens, size)
+        precompile.compile_for(experts, x, *weights, *routing)
