@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pkgutil import resolve_name
 
@@ -81,29 +82,21 @@ class PackedWeight:
         """List the tensors of one projection, which is stored in `rows`."""
         if projection == 0:
             self._shared = {each for each in self._shared if each[1] != (expert or 0)}
-        needed = {each.name for each in self._packing.stored if each.is_needed}
-        pending: dict[str, torch.Tensor] = {}
+        add = self._collector(lambda tensors: self._store(name, rows, expert or 0, tensors))
 
-        def add(stored: StoredTensor, tensor: torch.Tensor) -> None:
+        def add_local(stored: StoredTensor, tensor: torch.Tensor) -> None:
             if stored.kind == "index":
                 tensor = self._local_groups(f"{name}.{stored.name}", tensor, shard)
-            pending[stored.name] = tensor
-            if pending.keys() == needed:
-                self._store(name, rows, expert or 0, pending)
-                pending.clear()
+            add(stored, tensor)
 
         for each in self._packing.stored:
-            shape = self._shape(each, rows.stop - rows.start)
-            # Only the shape, dtype and device of a stored tensor are kept.
-            target = torch.empty(1, dtype=self._dtype(each), device=self._build.device).expand(
-                shape
-            )
+            target = self._target(each, self._shape(each, rows.stop - rows.start))
             yield WeightSlot(
                 f"{name}.{each.name}",
                 target,
                 _shard(each, shard),
                 each.kind,
-                on_load=partial(add, each),
+                on_load=partial(add_local, each),
                 is_optional=not each.is_needed,
                 make_dummy=partial(self._make_dummy, each, target.dtype),
             )
@@ -115,8 +108,55 @@ class PackedWeight:
         shards: tuple[Shard | StackedShard, ...],
         replaces: tuple[str, ...],
     ) -> Iterator[WeightSlot]:
-        """Return no slots: checkpoints with these schemes store each expert by itself."""
-        yield from ()
+        """List the tensors of all experts if a checkpoint stacks those of single experts.
+
+        They have the names of a layer's tensors, below `name`, and fill the first `num_experts`. `replaces` are the
+        names of the weights of single experts. Return no slots if the rows of a weight share a tensor, such as
+        the order of their columns.
+        """
+        if not all(_has_rows(each) for each in self._packing.stored if each.is_needed):
+            return
+        experts, shard = shards
+
+        def store(tensors: Tensors) -> None:
+            for expert in range(num_experts):
+                own = {key: each[expert] for key, each in tensors.items()}
+                self._store(name, slice(None), expert, own)
+
+        add = self._collector(store)
+        for each in self._packing.stored:
+            within = _shard(each, replace(shard, axis=shard.axis - 1))
+            yield WeightSlot(
+                f"{name}.{each.name}",
+                self._target(each, (num_experts, *self._shape(each, self.weight.shape[-2]))),
+                (experts,) if within is None else (experts, replace(within, axis=within.axis + 1)),
+                each.kind,
+                replaces=tuple(
+                    f"{weight.removesuffix('weight')}{each.name}" for weight in replaces
+                ),
+                on_load=partial(add, each),
+                is_optional=not each.is_needed,
+            )
+
+    def _collector(
+        self, store: Callable[[Tensors], None]
+    ) -> Callable[[StoredTensor, torch.Tensor], None]:
+        """Return a function that takes the stored tensors one by one, and calls `store` when it has all of them."""
+        needed = {each.name for each in self._packing.stored if each.is_needed}
+        pending: dict[str, torch.Tensor] = {}
+
+        def add(stored: StoredTensor, tensor: torch.Tensor) -> None:
+            pending[stored.name] = tensor
+            if pending.keys() == needed:
+                store(pending)
+                pending.clear()
+
+        return add
+
+    def _target(self, stored: StoredTensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return a tensor with the shape, dtype and device of a stored one, but no memory for its values."""
+        made = torch.empty(1, dtype=self._dtype(stored), device=self._build.device)
+        return made.expand(shape)
 
     def _store(self, name: str, rows: slice, expert: int, tensors: Tensors) -> None:
         """Repack the tensors of one projection. Raises ValueError, which names the layer."""
@@ -133,7 +173,7 @@ class PackedWeight:
             owner = 0 if is_input else expert
             if self._experts and not is_input:
                 target = target[expert]
-            if any(axis.of == "out" and axis.per for axis in each.axes):
+            if _has_rows(each):
                 target[rows].copy_(value)
             elif (each.name, owner) not in self._shared:
                 self._shared.add((each.name, owner))
@@ -197,6 +237,11 @@ class PackedWeight:
         return torch.randint(
             bounds.min, bounds.max, shape, dtype=dtype, device=device, generator=generator
         )
+
+
+def _has_rows(tensor: StoredTensor) -> bool:
+    """Return whether the rows of the weight [out, in] have their own values in a tensor."""
+    return any(axis.of == "out" and axis.per for axis in tensor.axes)
 
 
 def _shard(stored: StoredTensor, shard: Shard | StackedShard | None) -> Shard | StackedShard | None:
