@@ -223,7 +223,7 @@ def equal_rows(num_rows: int, num_columns: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("num_rows", "first_odd"),
-    [*product((31, 70), (0, 32, 256, 511)), (MANY_ROWS + 40, 256)],
+    [*product((31, 70), (0, 32, 256, 511)), (MANY_ROWS + MIN_SHARING_ROWS - 1, 256)],
 )
 def test_row_with_other_blocks_does_not_shorten_the_prefix(num_rows: int, first_odd: int) -> None:
     table, odd_row = equal_rows(num_rows, 640), num_rows - 1 - first_odd % 7
@@ -261,6 +261,16 @@ def test_rows_of_the_best_group_share() -> None:
     assert found == 1600
     assert int(order[lead]) < 12
     assert each == [1600 if row < 12 else 0 for row in order.tolist()]
+
+
+def test_many_rows_with_a_short_prefix_beat_few_with_a_long_one() -> None:
+    table = torch.arange(49 * 80, dtype=torch.int32).view(49, -1)
+    table[:9, :70] = table[0, :70]  # 9 rows share 1,120 tokens, the others 608
+    table[9:, :38] = table[9, :38]
+    found, lead, *each = found_in(table, torch.full((49,), 1280, dtype=torch.int32), 16)
+    assert found == 608
+    assert lead >= 9
+    assert each == [0] * 9 + [608] * 40
 
 
 @given(st.data())
