@@ -164,7 +164,6 @@ def count_shared(
                 BLOCK_SIZE,
             )
             count += tl.sum((block[:, None] == other[None, :]).to(tl.int32), axis=1)
-        count = tl.where(block >= 0, count, 0)
         most = tl.max(count, axis=0)
         first = tl.min(tl.where(count == most, candidate, NOWHERE), axis=0)
         lead = tl.where((most >= MIN_ROWS) & (most * depth > best), first, lead)
