@@ -93,6 +93,8 @@ def abort() -> None:
 
 
 def _store(layout: ParallelLayout, address: str) -> Any:
+    # Otherwise torch sets up multicast for shared memory, which we do not use and some machines cannot.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     kind, _, rest = address.partition("://")
     if kind == "file":
         # Otherwise gloo listens on the address of the host name, which other machines may reach.
@@ -100,8 +102,6 @@ def _store(layout: ParallelLayout, address: str) -> Any:
         # Otherwise a thread of torch's NCCL group reads the file every second. The file is deleted once all ranks are
         # connected, and torch waits for a missing file until the timeout, even at process exit.
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
-        # Otherwise torch sets up multicast for shared memory, which we do not use and some machines cannot.
-        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         return dist.FileStore(str(Path(rest)), layout.world_size)  # type: ignore[attr-defined]
     host, _, port = rest.rpartition(":")
     return dist.TCPStore(  # type: ignore[attr-defined]
