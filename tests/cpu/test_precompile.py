@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +23,7 @@ from tokenspeed_testing.conformance import make_inputs
 from tokenspeed_testing.shapes import contract_of, problems
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
+from triton.runtime import build
 from triton.runtime.driver import driver
 
 from tokenspeed_core.api import AttentionLimits, AttentionProblem, AttentionStep, KernelSpec
@@ -435,3 +438,29 @@ print([name for name in ("sympy", "torch._dynamo") if name in sys.modules])
         env={**os.environ, "PYTHONPATH": folder},
     )
     assert ended.stdout == "[]\n"
+
+
+LAUNCHER = """
+#include <Python.h>
+static PyObject *launch(PyObject *self, PyObject *unused) { return PyLong_FromLong(RESULT); }
+static PyMethodDef methods[] = {{"launch", launch, METH_NOARGS, NULL}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "__triton_launcher", NULL, -1, methods};
+PyMODINIT_FUNC PyInit___triton_launcher(void) { return PyModule_Create(&module); }
+"""
+
+
+@pytest.mark.skipif(
+    shutil.which("cc") is None or not Path(sysconfig.get_path("include"), "Python.h").exists(),
+    reason="needs a C compiler and the headers of Python",
+)
+def test_loading_a_launcher_again_does_not_change_others(tmp_path: Path) -> None:
+    name, paths = "__triton_launcher", []
+    for result in range(2):
+        source, path = tmp_path / f"{result}.c", tmp_path / str(result) / f"{name}.so"
+        source.write_text(LAUNCHER.replace("RESULT", str(result)))
+        path.parent.mkdir()
+        headers = f"-I{sysconfig.get_path('include')}"
+        subprocess.run(["cc", source, "-shared", "-fPIC", headers, "-o", path], check=True)
+        paths.append(str(path))
+    launchers = [build._load_module_from_path(name, paths[i]) for i in (0, 1, 0)]
+    assert [each.launch() for each in launchers] == [0, 1, 0]

@@ -6,9 +6,10 @@ takes the compiled kernel, waits for a compilation in progress, or compiles the 
 Compiler errors are raised at that launch. Triton holds the GIL for about an eighth of a compilation, so threads help.
 
 This relies on Triton internals: `_Kernel` subclasses `JITFunction` and overrides its private `_do_compile`, and it
-builds the launcher through `driver.active.launcher_cls`. Triton has no public way to compile for given arguments in
-another thread; without this module, a start compiles one kernel after another, or a request waits for the compiler.
-Check this module, and run tests/gpu/test_precompile.py, whenever Triton is updated.
+builds the launcher through `driver.active.launcher_cls`; `_load_separately` replaces a private function. Triton has no
+public way to compile for given arguments in another thread; without this module, a start compiles one kernel after
+another, or a request waits for the compiler. Check this module, and run tests/gpu/test_precompile.py, whenever Triton
+is updated.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
 from heapq import heappop, heappush
+from itertools import count
+from types import ModuleType
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from triton.runtime import build
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
@@ -87,6 +91,19 @@ def source_length(kernel: JITFunction) -> int:
         for name, function in called.items()
         if isinstance(function, JITFunction)
     )
+
+
+def _load_separately(name: str, path: str) -> ModuleType:
+    """Load a C launcher in place of `triton.runtime.build._load_module_from_path`, as a module of its own.
+
+    Triton 3.6 loads all launchers by one module name. If a launcher is loaded again, CPython returns the module that
+    was loaded last under this name, and overwrites its functions. Another thread may be about to read them.
+    """
+    return _load_module(f"load_{next(_LOADS)}.{name}", path)
+
+
+_LOADS = count()
+_load_module, build._load_module_from_path = build._load_module_from_path, _load_separately
 
 
 class _Kernel(JITFunction):  # type: ignore[misc]
