@@ -162,3 +162,31 @@ def test_search_is_selected_for_kernels_with_the_feature(
     found = chosen.get("find_shared_prefix")
     assert (found and found.spec.backend) == backend
     assert found is None or found.options == SharedPrefixOptions(shared_prefix=False)
+
+
+class Planned:
+    """A decode kernel that plans a step, and records the plans that its calls got."""
+
+    def __init__(self) -> None:
+        self.plans: list[object] = []
+        self.got: list[object] = []
+
+    def __call__(self, *arguments: object) -> None:
+        self.got.append(arguments[-1])
+
+    def plan(self, block_table: Tensor, seq_lens: Tensor) -> object:
+        self.plans.append((block_table, seq_lens))
+        return len(self.plans)
+
+
+def test_a_kernel_plans_each_forward_once() -> None:
+    layers, kernel, step = Layers(None), Planned(), step_of(320)
+    for layer in layers.layers:
+        layer.kernels = replace(layer.kernels, decode=kernel)
+    layers.begin(step)
+    for _ in range(2):
+        layers.forward()
+    assert kernel.got == [1, 1, 2, 2]
+    assert all(
+        table is step.block_table and lengths is step.seq_lens for table, lengths in kernel.plans
+    )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from tokenspeed_core.kernels.select import Choice
 from tokenspeed_core.kv_cache.page_layout import PageLayout
 from tokenspeed_core.worker.inputs import GroupInputs
 
+T = TypeVar("T")
 Batch = tuple[str, AttentionStep, slice | None]
 """A phase, its step, and its query tokens (None: all)."""
 
@@ -39,8 +40,8 @@ class AttentionGroup:
         self.batches: list[Batch] = []
         # The prefills of a split step run on this stream, in parallel with its decodes.
         self.side: torch.cuda.Stream | None = None
-        self._first_layer: CachedLayer | None = None  # of the layers that asked for a shared prefix
-        self._shared: Tensor | None = None
+        self._first_layer: CachedLayer | None = None  # of the layers that called `once`
+        self._computed: Any = None
 
     @property
     def takes_drafts(self) -> bool:
@@ -66,21 +67,14 @@ class AttentionGroup:
                 if problem.phase == phase:
                     kernel.prepare(step)
 
-    def shared_prefix(
-        self,
-        layer: CachedLayer,
-        step: AttentionStep,
-        find: Callable[[Tensor, Tensor], Tensor | None],
-    ) -> Tensor | None:
-        """Return what the step's decodes share, as the op `find_shared_prefix` does; None if the host rules it out.
-
-        Only the first layer of each forward searches. A captured forward repeats the search in each replay.
-        """
+    def once(self, layer: CachedLayer, compute: Callable[[], T]) -> T:
+        """Return the result of `compute()` in the first layer of this forward. A captured forward repeats it in each replay."""
         if self._first_layer is None:
             self._first_layer = layer
         if layer is self._first_layer:
-            self._shared = find(step.block_table, step.seq_lens) if step.shares_prefix else None
-        return self._shared
+            self._computed = compute()
+        computed: T = self._computed
+        return computed
 
     def attend(self, attend: Callable[[Batch], None]) -> None:
         """Call `attend` for each batch of the step. On a device, two batches run in parallel."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
+from tokenspeed_core.api.attention import AttentionStep
 from tokenspeed_core.api.models import LatentSizes
 from tokenspeed_core.worker.attention import AttentionGroup, Batch
 
@@ -32,6 +34,15 @@ class LatentKernels:
     project: Callable[..., None]
     prefill: Callable[..., None]
     find_shared: Callable[[Tensor, Tensor], Tensor | None] | None = None
+
+    def plan(self, step: AttentionStep) -> Any:
+        """Return the last argument of `decode` in all layers of a step: its plan, a shared prefix, or None."""
+        plan = getattr(self.decode, "plan", None)
+        if plan is not None:
+            return plan(step.block_table, step.seq_lens)
+        if self.find_shared is None or not step.shares_prefix:
+            return None
+        return self.find_shared(step.block_table, step.seq_lens)
 
 
 @dataclass(slots=True, eq=False)
@@ -90,11 +101,10 @@ class LatentLayer:
         kernels, table, lengths = self.kernels, step.block_table, step.seq_lens
         (cache,) = self.caches
         if phase == "decode":
-            find = kernels.find_shared
-            shared = None if find is None else self.group.shared_prefix(self, step, find)
+            plan = self.group.once(self, lambda: kernels.plan(step))
             absorbed = kernels.absorb(q, kv_up)
             latents = kernels.decode(
-                absorbed, cache, table, lengths, step.max_seq_len, self.scale, shared
+                absorbed, cache, table, lengths, step.max_seq_len, self.scale, plan
             )
             kernels.project(latents, kv_up, out)
         else:
