@@ -4,11 +4,13 @@
     python benchmarks/mla.py [--heads 16 128] [--tilings] [--kv-dtype bfloat16]
     python benchmarks/mla.py --heads 16 --rows 256 --context 640 --tilings --only-decode
     python benchmarks/mla.py --heads 16 --only-shared --tilings
+    python benchmarks/mla.py --backends triton flashmla --rows 1 16 32 64 128 --context 1024 2048 4096 8192
 
 First compares each op with its reference. Then prints µs per layer in bfloat16, medians of 7, over layers whose caches
 together exceed the L2 cache, in a CUDA graph where the kernels allow it, next to the times that reading the bytes and
 computing the products takes at the device's peak. `--tilings` also times other tilings. Decodes that share a prefix are
-timed with and without reading it once; the last command times nothing else.
+timed with and without reading it once; `--only-shared` times nothing else. `--backends` times only `mla_decode`, with each
+of these backends. Its floor uses the measured rates of a copy and a large GEMM.
 """
 
 from __future__ import annotations
@@ -23,10 +25,16 @@ from itertools import product
 from typing import Any
 
 import torch
+from kernels import ceilings
 from tokenspeed_testing.conformance import agrees_with_reference
 from tokenspeed_testing.shapes import contract_of
 from torch import Tensor
 
+from tokenspeed_core.kernels.installed import installed_kernels, installed_ops
+from tokenspeed_core.kernels.overrides import Override
+from tokenspeed_core.kernels.select import Selector
+from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.worker.platform import describe_device
 from tokenspeed_kernels import descriptors
 from tokenspeed_kernels.options import SharedPrefixOptions
 from tokenspeed_kernels.triton import precompile
@@ -135,10 +143,15 @@ def main() -> None:
     parser.add_argument(
         "--rows", type=int, nargs="+", default=DECODE_ROWS, help="numbers of decode rows"
     )
-    parser.add_argument("--context", type=int, default=4096, help="cache entries per decode row")
+    parser.add_argument(
+        "--context", type=int, nargs="+", default=[4096], help="cache entries per decode row"
+    )
     parser.add_argument("--only-decode", action="store_true", help="skip prefills")
     parser.add_argument(
         "--only-shared", action="store_true", help="time only decodes with a shared prefix"
+    )
+    parser.add_argument(
+        "--backends", nargs="+", metavar="NAME", help="time only mla_decode of these backends"
     )
     parser.add_argument(
         "--own",
@@ -151,8 +164,10 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cache {options.kv_dtype}")
     for heads in options.heads:
         problem = _problem(heads, options.kv_dtype)
-        check(problem, ("mla_decode",) if options.only_shared else OPS)
-        for name, microseconds, floor in rows(problem, options):
+        if not options.backends:
+            check(problem, ("mla_decode",) if options.only_shared else OPS)
+        times = backend_rows if options.backends else rows
+        for name, microseconds, floor in times(problem, options):
             print(f"{heads:4} heads  {name:88} {microseconds:9.1f} µs   floor {floor:8.1f} µs")
 
 
@@ -190,10 +205,51 @@ def rows(
         yield from shared_rows(
             problem, num_rows, num_shared, options.own, with_tilings=options.tilings
         )
-    for num_rows in () if options.only_shared else options.rows:
-        yield from decode_rows(problem, num_rows, options.context, with_tilings=options.tilings)
+    for num_rows, context in () if options.only_shared else product(options.rows, options.context):
+        yield from decode_rows(problem, num_rows, context, with_tilings=options.tilings)
     for prefill in () if options.only_decode or options.only_shared else PREFILLS:
         yield from prefill_rows(problem, prefill, with_tilings=options.tilings)
+
+
+def backend_rows(
+    problem: dict[str, Any], options: argparse.Namespace
+) -> Iterator[tuple[str, float, float]]:
+    """Time `mla_decode` of each named backend, after a check. Raises SelectionError for a backend that cannot run."""
+    best = ceilings(torch.device("cuda"))
+    kernels = {name: backend_kernel(problem, name) for name in options.backends}
+    for num_rows, context in product(options.rows, options.context):
+        layers = Layers(problem["num_heads"], num_rows, context, problem["kv_dtype"])
+        q = _random(num_rows, problem["num_heads"], ENTRY)
+        operations = 2 * q[..., 0].numel() * context * (ENTRY + LATENT)
+        cache_bytes = num_rows * context * ENTRY * layers.caches[0].element_size()
+        floor = max(cache_bytes / best.bandwidth, operations / best.flops) * 1e6
+        for name, kernel in kernels.items():
+            call = backend_call(kernel, q, layers, context)
+            yield f"decode {num_rows} x {context}: {name}", timed(call, len(layers.caches)), floor
+
+
+def backend_call(kernel: Any, q: Tensor, layers: Layers, context: int) -> Callable[[int], object]:
+    """Return a call of layer `i`. A kernel with a plan gets one for all layers, as in a step."""
+    caches, table, lengths = layers.caches, layers.table, layers.lengths
+    plan = kernel.plan(table, lengths) if hasattr(kernel, "plan") else None
+    return lambda i: kernel(q, caches[i], table, lengths, context, SCALE, plan)
+
+
+def backend_kernel(problem: dict[str, Any], name: str) -> Callable[..., Tensor]:
+    """Return the kernel of a backend after a comparison with the reference. Raises SelectionError if it cannot run."""
+    catalog, device = Catalog.discover(), torch.device("cuda")
+    contracts = installed_ops(catalog)
+    contract = contracts["mla_decode"]
+    cut = contract.cut({**problem, "phase": "decode"})
+    override = Override.parse("mla_decode", (name,))
+    selector = Selector(
+        installed_kernels(catalog), describe_device(device), [override], ops=contracts
+    )
+    kernel: Callable[..., Tensor] = selector.select("mla_decode", cut).spec.factory()(cut)
+    for num_rows in (1, 6, 7, 33):
+        agrees_with_reference(kernel, contract, cut, num_rows, device, strided=True)
+    print(f"{problem['num_heads']:4} heads  {name} agrees with its reference")
+    return kernel
 
 
 def decode_rows(

@@ -1,6 +1,6 @@
 """Run the seeded workloads on dummy weights whose routers give all experts the same score.
 
-    python benchmarks/same_experts.py [SHAPE] [--workloads throughput,prefill,agentic] [--repeats 2]
+    python benchmarks/same_experts.py [SHAPE] [--workloads throughput,prefill,agentic] [--repeats 2] [--flags JSON]
 
 All tokens then choose the first experts. `benchmarks/offline.py` runs the same traffic with random
 routers, which spread tokens evenly over all experts.
@@ -47,12 +47,20 @@ def main() -> None:
     parser.add_argument(
         "--repeats", type=int, default=2, help="number of runs; the best one counts"
     )
+    parser.add_argument(
+        "--flags", type=json.loads, default={}, help="more keyword arguments of LLM, as JSON"
+    )
     options = parser.parse_args()
     dummy._fill = _fill
-    result = results.new("offline", options.shape, options.shape, {})
+    result = results.new("offline", options.shape, options.shape, options.flags)
 
     def report(run: dict[str, Any]) -> None:
-        facts = {"shape": options.shape, "routers": "equal scores", "platform": result["device"]}
+        facts = {
+            "shape": options.shape,
+            "routers": "equal scores",
+            "flags": options.flags,
+            "platform": result["device"],
+        }
         print(
             json.dumps({"workload": run["traffic"]["name"], **run["figures"], **facts}), flush=True
         )
@@ -61,7 +69,7 @@ def main() -> None:
         path = write(options.shape, Path(folder))
         workloads = [of_workload(name) for name in options.workloads.split(",")]
         for refused in measure(
-            lambda: LLM(str(path), load_format="dummy"),
+            lambda: LLM(str(path), load_format="dummy", **options.flags),
             Offline(workloads, options.repeats),
             result,
             report,
