@@ -30,6 +30,21 @@ RANKINGS = (
         ),
     ),
     Ranking(
+        "mla_decode",
+        "decode",
+        (9, 0),
+        (
+            (
+                "flashmla",
+                "1.01 times the best time, geometric mean of 30 sizes with 32 heads or more on NVIDIA H200",
+            ),
+            (
+                "triton",
+                "2.10 times the best time, geometric mean of 30 sizes with 32 heads or more on NVIDIA H200",
+            ),
+        ),
+    ),
+    Ranking(
         "moe_experts",
         None,
         (9, 0),

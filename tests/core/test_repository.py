@@ -44,6 +44,8 @@ FOREIGN = (  # families, kernel libraries, vendors' kernels and parsers: plugins
     "gpt_oss",
     "flashinfer",
     "flash_attn",
+    "flash_mla",
+    "flashmla",
     "deepgemm",
     "deep_gemm",
     "cutlass",

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tokenspeed_core.api import Capability, KernelSpec
+from tokenspeed_core.api import AxisLimit, Capability, KernelSpec
 
-__all__ = ["ATTENTION", "FA3", "FA3_SCORES"]
+__all__ = [
+    "ATTENTION",
+    "FA3",
+    "FA3_SCORES",
+    "FLASHMLA",
+    "FLASHMLA_FEW_HEADS",
+    "LATENT_ATTENTION",
+]
 
 _HALVES = ("bfloat16", "float16")
 
@@ -40,3 +47,32 @@ FA3_SCORES = replace(
     needs_name=True,
 )
 ATTENTION = (FA3, FA3_SCORES)
+
+FLASHMLA = KernelSpec(
+    op="mla_decode",
+    backend="flashmla",
+    capability=Capability(
+        platforms=("cuda",),
+        min_compute_capability=(9, 0),
+        max_compute_capability=(9, 0),
+        dtypes=("bfloat16",),
+        kv_dtypes=("bfloat16",),
+        block_sizes=(64,),
+        features=frozenset({"graph_safe"}),
+        limits=(
+            AxisLimit("latent_size", 512, 512),
+            AxisLimit("rope_size", 64, 64),
+            AxisLimit("num_heads", 32),
+        ),
+    ),
+    load="tokenspeed_kernels_hopper.flashmla:FlashMlaDecode",
+    requires=("flash_mla",),
+    obtain="pip install 'tokenspeed-kernels-hopper[flashmla]'",
+)
+# With fewer heads, the portable kernel is faster for few rows.
+FLASHMLA_FEW_HEADS = replace(
+    FLASHMLA,
+    capability=replace(FLASHMLA.capability, limits=FLASHMLA.capability.limits[:2]),
+    needs_name=True,
+)
+LATENT_ATTENTION = (FLASHMLA, FLASHMLA_FEW_HEADS)

@@ -1,0 +1,72 @@
+"""The op `mla_decode` with the dense decode kernel of FlashMLA (DeepSeek, 2025, github.com/deepseek-ai/FlashMLA)."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor
+
+from tokenspeed_core.api import Problem
+
+# Imported with this module, so that selection rejects a library that does not load.
+LIBRARY = import_module("flash_mla")
+if not LIBRARY.has_legacy():
+    raise ImportError("flash_mla has no kernels for compute capability 9.0")
+MAX_ROWS = 8192  # the library schedules in shared memory, with 20 bytes per row
+
+
+class FlashMlaDecode:
+    """The op `mla_decode` for all layers of one problem on one device.
+
+    A small kernel of the library divides the rows' blocks among multiprocessors. It runs once per step, in the first
+    layer. Lengths are read on the device, so CUDA graphs may replay calls with other lengths.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self._num_heads, self._latent_size = problem["num_heads"], problem["latent_size"]
+
+    def __call__(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        max_seq_len: int,
+        scale: float,
+        schedule: Any = None,
+    ) -> Tensor:
+        """Attend as in the op's contract, with a schedule from `plan`. Raises ValueError for more than `MAX_ROWS` rows."""
+        del max_seq_len
+        if q.shape[0] > MAX_ROWS:
+            raise ValueError(f"mla_decode by flashmla supports {MAX_ROWS} rows, got {q.shape[0]}")
+        if q.shape[0] == 0:
+            return q.new_empty((0, self._num_heads, self._latent_size))
+        if schedule is None or isinstance(schedule, Tensor):  # a shared prefix
+            schedule = new_schedule()
+        # With a computed schedule, the library's kernel may start before the previous one on the stream has finished, if
+        # that uses programmatic dependent launch, and does not wait for it. It does wait for an ordinary launch.
+        seq_lens.new_zeros(1)
+        y: Tensor
+        y, _ = LIBRARY.flash_mla_with_kvcache(
+            q.unsqueeze(1),
+            cache.unsqueeze(2),
+            block_table,
+            seq_lens,
+            self._latent_size,
+            schedule,
+            softmax_scale=scale,
+            use_legacy=True,
+        )
+        return y.squeeze(1)
+
+    def plan(self, block_table: Tensor, seq_lens: Tensor) -> Any:
+        """Return an empty schedule for all layers of a step. The first call with it computes it on the device."""
+        del block_table, seq_lens
+        return new_schedule()
+
+
+def new_schedule() -> Any:
+    """Return an empty schedule of the library."""
+    schedule, _ = LIBRARY.get_mla_metadata()
+    return schedule
