@@ -1,6 +1,6 @@
 """Processes that compute together: each one runs the same function in the same process groups.
 
-They are started once, from a server that has imported torch already.
+They are started once, from a server that has imported torch and the engine already.
 """
 
 from __future__ import annotations
@@ -39,6 +39,12 @@ from tokenspeed_kernels.reference import comm
 from tokenspeed_models.testing import DenseBuild
 
 _TIMEOUT = 60.0  # seconds
+PRELOADED = [
+    "tokenspeed_core.engine.process",
+    "tokenspeed_core.worker.local",
+    "tokenspeed_models.testing",
+    "tokenspeed_testing.comm",  # starts its processes from the same server
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +189,7 @@ class ProcessPool:
 
     def __init__(self, num_processes: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "tokenspeed_models.testing"])
+        context.set_forkserver_preload(PRELOADED)
         self._folder = tempfile.TemporaryDirectory()
         store = Path(self._folder.name) / "store"
         self._pipes: list[Connection] = []
