@@ -26,7 +26,8 @@ from tokenspeed_core.engine.streams import RequestStream
 from tokenspeed_core.engine.subprocesses import Program
 from tokenspeed_core.errors import BadRequestError, EngineDeadError, TokenSpeedError
 from tokenspeed_core.plugins.hooks import Hooks
-from tokenspeed_core.text import Conversation, Tokenizer, read_conversation
+from tokenspeed_core.text import Conversation, read_conversation
+from tokenspeed_core.text.tokenizer import Tokenizer
 
 MAX_INLINE_CHARS = 1024  # longer texts, and all chats, are encoded in a thread
 

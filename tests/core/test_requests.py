@@ -16,7 +16,7 @@ from tokenspeed_core.engine.messages import Ready, Submit, to_engine
 from tokenspeed_core.engine.requests import Defaults, RequestOptions, check_text_fits
 from tokenspeed_core.engine.wire import pack
 from tokenspeed_core.errors import BadRequestError, CheckpointError
-from tokenspeed_core.text import Tokenizer
+from tokenspeed_core.text.tokenizer import Tokenizer
 
 
 def make_tokenizer() -> Tokenizer:

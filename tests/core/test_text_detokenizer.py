@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from tokenspeed_core.text import Tokenizer
+from tokenspeed_core.text.tokenizer import Tokenizer
 
 TEXTS = [
     "hello world, it is a fine day",

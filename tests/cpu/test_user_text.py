@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from tokenspeed_core.errors import BadRequestError
-from tokenspeed_core.text import ChatTemplate, Tokenizer
+from tokenspeed_core.text import ChatTemplate
+from tokenspeed_core.text.tokenizer import Tokenizer
 from tokenspeed_core.text.user_text import BREAK, MAX_BREAKS, UserTextGuard, cut_at_breaks
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|end|>", "<s>", "[INST]", "<bos>"]

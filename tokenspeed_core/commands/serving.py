@@ -57,14 +57,11 @@ from tokenspeed_core.kv_cache.hashing import HashChain
 from tokenspeed_core.logs import current_request_id, log_fields
 from tokenspeed_core.plugins.catalog import make
 from tokenspeed_core.plugins.hooks import Hooks
-from tokenspeed_core.text import (
-    Assembler,
-    ChatTemplate,
-    TemplateError,
-    Tokenizer,
-)
+from tokenspeed_core.text import ChatTemplate, TemplateError
+from tokenspeed_core.text.assembler import Assembler
 from tokenspeed_core.text.load import load_text, tokenizer_folder
-from tokenspeed_core.text.template import MAX_RENDER_SECONDS, read_chat_templates
+from tokenspeed_core.text.template import read_chat_templates
+from tokenspeed_core.text.tokenizer import Tokenizer
 
 __all__ = [
     "Assembler",
@@ -126,7 +123,6 @@ __all__ = [
     "tokenizer_folder",
     "Heartbeat",
     "HOST_BOUNDS",
-    "MAX_RENDER_SECONDS",
     "REQUEST_BOUNDS",
     "STEP_BOUNDS",
     "EngineStats",

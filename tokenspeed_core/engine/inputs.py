@@ -24,8 +24,9 @@ from tokenspeed_core.engine.requests import (
     read_ids,
 )
 from tokenspeed_core.errors import BadRequestError
-from tokenspeed_core.text import ChatTemplate, Tokenizer
+from tokenspeed_core.text import ChatTemplate
 from tokenspeed_core.text.load import load_text
+from tokenspeed_core.text.tokenizer import Tokenizer
 from tokenspeed_core.text.user_text import cut_at_breaks
 
 Prompt = str | Mapping[str, Any]

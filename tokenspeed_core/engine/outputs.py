@@ -10,8 +10,9 @@ from tokenspeed_core.api.sampling import SamplingParams
 from tokenspeed_core.engine.inputs import EncodedPrompt
 from tokenspeed_core.engine.messages import PromptLogprobs, Reasoning, TokenLogprobs
 from tokenspeed_core.errors import RequestFailedError
-from tokenspeed_core.text import Assembler, ReasoningText, Tokenizer
+from tokenspeed_core.text.assembler import Assembler, ReasoningText
 from tokenspeed_core.text.detokenizer import without_text
+from tokenspeed_core.text.tokenizer import Tokenizer
 
 _FAILED = (
     "the engine could not finish a sequence: its step failed on the device, or the model "

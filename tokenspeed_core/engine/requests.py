@@ -15,7 +15,7 @@ from tokenspeed_core.api.sampling import SamplingParams, TokenId
 from tokenspeed_core.api.step import I32
 from tokenspeed_core.engine.messages import Grammar, Ready
 from tokenspeed_core.errors import BadRequestError, CheckpointError
-from tokenspeed_core.text import Tokenizer
+from tokenspeed_core.text.tokenizer import Tokenizer
 
 MAX_CHARS_PER_TOKEN = 256  # the longest token of any vocabulary: more text than this cannot fit
 # A longer text is encoded in part before it is encoded as a whole. Few texts have as many characters per token.

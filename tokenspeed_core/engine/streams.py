@@ -10,7 +10,7 @@ from tokenspeed_core.engine.inputs import EncodedPrompt
 from tokenspeed_core.engine.messages import TokenLogprobs
 from tokenspeed_core.engine.outputs import RequestOutput, SequenceCollector, make_output
 from tokenspeed_core.errors import RequestFailedError
-from tokenspeed_core.text import Tokenizer
+from tokenspeed_core.text.tokenizer import Tokenizer
 
 
 class RequestStream:

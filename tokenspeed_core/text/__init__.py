@@ -1,19 +1,17 @@
-"""Text and tokens: tokenizer, incremental decoding, stop strings, chat templates. Imports no tensor library."""
+"""Text and tokens: tokenizer, incremental decoding, stop strings, chat templates. Imports no tensor library.
+
+The package imports templates only, since the subprocess that renders them needs neither a tokenizer nor NumPy.
+"""
 
 from __future__ import annotations
 
-from tokenspeed_core.text.assembler import Assembler, ReasoningText
 from tokenspeed_core.text.conversation import Conversation, read_conversation, read_conversations
 from tokenspeed_core.text.template import ChatTemplate, TemplateError
-from tokenspeed_core.text.tokenizer import Tokenizer
 
 __all__ = [
-    "Assembler",
     "ChatTemplate",
     "Conversation",
-    "ReasoningText",
     "TemplateError",
-    "Tokenizer",
     "read_conversation",
     "read_conversations",
 ]

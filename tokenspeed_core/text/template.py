@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -24,8 +24,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tokenspeed_core.errors import CheckpointError, TokenSpeedError
 from tokenspeed_core.files import read_json, read_text
-from tokenspeed_core.text.tokenizer import Tokenizer
 from tokenspeed_core.text.user_text import UserTextGuard
+
+if TYPE_CHECKING:
+    from tokenspeed_core.text.tokenizer import Tokenizer
 
 MAX_RENDER_SECONDS = 5.0
 MAX_SOURCE_CHARS = 1024 * 1024

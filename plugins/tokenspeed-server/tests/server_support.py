@@ -35,7 +35,8 @@ from tokenspeed_core.commands.serving import Defaults, ModelText
 from tokenspeed_core.engine.parent_death import attach_to_parent
 from tokenspeed_core.engine.subprocesses import Program
 from tokenspeed_core.errors import CheckpointError, EngineDeadError
-from tokenspeed_core.text import ChatTemplate, Tokenizer
+from tokenspeed_core.text import ChatTemplate
+from tokenspeed_core.text.tokenizer import Tokenizer
 
 HERE = Path(__file__).parent
 EOS = "<|end|>"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -53,6 +55,15 @@ def test_isolated_template_renders_the_same(template: Any, tools: Any, options: 
         found = template.render(MESSAGES, tools, options, add_generation_prompt=prompt)
         assert found == expected
     assert template.options == plain.options
+
+
+def test_process_imports_no_tokenizer_and_no_server() -> None:
+    heavy = ("numpy", "tokenizers", "pydantic", "fastapi", "zmq")
+    code = "import sys, tokenspeed_server.isolated_template; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
+    )
+    assert not set(heavy) & set(done.stdout.split())
 
 
 def test_errors_of_the_template_are_the_same(template: IsolatedTemplate) -> None:

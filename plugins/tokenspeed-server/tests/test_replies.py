@@ -22,7 +22,7 @@ from tokenspeed_core.api.parsers import ParserContext, ReplyEvent, ReplyParser
 from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.engine.messages import TokenLogprobs
 from tokenspeed_core.errors import PluginError
-from tokenspeed_core.text import Assembler
+from tokenspeed_core.text.assembler import Assembler
 
 TOKENIZER = make_tokenizer()
 Kind = Literal["content", "reasoning", "call", "arguments"]

@@ -21,7 +21,7 @@ from contextlib import suppress
 from queue import Empty, LifoQueue
 from typing import IO, Any
 
-from tokenspeed_core.commands.serving import (
+from tokenspeed_core.commands.templates import (
     MAX_RENDER_SECONDS,
     ChatTemplate,
     RequestFailedError,
