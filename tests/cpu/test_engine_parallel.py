@@ -36,7 +36,7 @@ TABLE = [
     for layout in LAYOUTS
     if family in EXPERTS or "ep" not in layout
 ]
-BY_DEFAULT = (("Qwen3Moe", "tp4+ep2"), ("GptOss", "ep2"))
+BY_DEFAULT = (("Qwen3Moe", "tp2"), ("GptOss", "ep2"))
 # Layouts in which each process has some of the layers as a whole.
 PARTLY_DIVIDED: dict[str, dict[str, int]] = {
     "whole attention": {"tensor_parallel_size": 2, "attn_tp_size": 1},

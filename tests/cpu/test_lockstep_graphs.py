@@ -39,11 +39,10 @@ def check_all_captured(served: Sequence[Served]) -> None:
 @pytest.mark.parametrize(
     "prompts",
     [
-        UNEVEN,
-        ([], UNEVEN[0][:2]),
-        ([], UNEVEN[0][:2], [], UNEVEN[1]),
+        pytest.param(UNEVEN, id="uneven"),
+        pytest.param(([], UNEVEN[0][:2]), id="idle", marks=pytest.mark.release),
+        pytest.param(([], UNEVEN[0][:2], [], UNEVEN[1]), id="four"),
     ],
-    ids=["uneven", "idle", "four"],
 )
 def test_captured_steps_generate_the_tokens_of_one_process(
     pool: ProcessPool, qwen3_moe: str, prompts: Sequence[Prompts]
@@ -54,8 +53,15 @@ def test_captured_steps_generate_the_tokens_of_one_process(
     assert {bool(size.num_chunks) for size in served[0].captured} == {False, True}
 
 
-@pytest.mark.parametrize("settings", [{}, DRAFTS], ids=["decodes", "drafts"])
-@pytest.mark.parametrize("others", [[], UNEVEN[1]], ids=["idle", "busy"])
+@pytest.mark.parametrize(
+    ("others", "settings"),
+    [
+        pytest.param([], {}, id="idle-decodes"),
+        pytest.param(UNEVEN[1], DRAFTS, id="busy-drafts"),
+        pytest.param([], DRAFTS, id="idle-drafts", marks=pytest.mark.release),
+        pytest.param(UNEVEN[1], {}, id="busy-decodes", marks=pytest.mark.release),
+    ],
+)
 def test_experts_skip_padding_in_captured_steps(
     pool: ProcessPool, qwen3_moe: str, others: Prompts, settings: dict[str, object]
 ) -> None:
@@ -118,7 +124,13 @@ def test_captured_drafts_generate_the_tokens_of_one_process(
     assert any(size.num_draft_tokens for size in served[0].captured)
 
 
-@pytest.mark.parametrize("settings", [{}, {"enable_eplb": True, "eplb_interval": 4}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="fixed experts", marks=pytest.mark.release),
+        pytest.param({"enable_eplb": True, "eplb_interval": 4}, id="experts that move"),
+    ],
+)
 def test_captured_latent_attention_gives_the_same_tokens(
     pool: ProcessPool, settings: dict[str, object]
 ) -> None:

@@ -42,6 +42,8 @@ TABLE = [
     for name in PARALLEL
     if family in EXPERTS or "ep" not in name
 ]
+# Of two processes that divide all layers, `test_fused_all_reduces_give_the_logits_of_one_process` runs each family.
+IN_RELEASE = ("tp2", "tp2+ep2")
 
 
 @cache
@@ -57,7 +59,13 @@ def config_of(family: str, **changes: Any) -> dict[str, Any]:
     return dict(config.to_dict())
 
 
-@pytest.mark.parametrize(("family", "parallelism"), TABLE)
+@pytest.mark.parametrize(
+    ("family", "parallelism"),
+    [
+        pytest.param(family, name, marks=pytest.mark.release if name in IN_RELEASE else ())
+        for family, name in TABLE
+    ],
+)
 def test_several_processes_compute_the_logits_of_one(
     family: str, parallelism: str, pool: ProcessPool
 ) -> None:
