@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 from plugin_files import write_plugin
 from serving import run_command, served
+
+from tokenspeed_core import LLM, TokenSpeedError
 
 STRANGE = """
 from tokenspeed_core.api import Capability, KernelSpec
@@ -44,27 +47,27 @@ def strange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
 
 
-def start_error(folder: Path, *flags: str) -> str:
-    """Return the error line of a start."""
-    status, err = run_command(folder, "serve", "--port", "0", "--device", "cpu", *flags)
-    assert status == 2
-    return err.splitlines()[-1]
-
-
 def test_kernel_that_exits_is_named(tmp_path: Path) -> None:
-    line = start_error(tmp_path, "--attention-backend", "strange/leaves")
+    flags = ("--device", "cpu", "--attention-backend", "strange/leaves")
+    status, err = run_command(tmp_path, "serve", "--port", "0", *flags)
+    assert status == 2
+    line = err.splitlines()[-1]
     for part in ("SystemExit: 4", "attention (prefill)", "strange/leaves", "--attention-backend"):
         assert part in line
 
 
-def test_kernel_without_finite_results_ends_the_start(tmp_path: Path) -> None:
-    line = start_error(
-        tmp_path,
-        "--attention-backend.decode",
-        "strange/empty",
-        "--attention-backend.prefill",
-        "torch",
-    )
+def test_kernel_without_finite_results_ends_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    backends = {"decode": "strange/empty", "prefill": "torch"}
+    try:
+        with pytest.raises(TokenSpeedError) as refused:
+            LLM(device="cpu", attention_backend=backends, max_total_tokens=1024)
+    finally:
+        for module in ("strange_specs", "strange_attention"):
+            sys.modules.pop(module, None)
+    line = str(refused.value)
     for part in ("logits", "strange/empty", "--attention-backend.decode"):
         assert part in line
     assert "prefill" not in line

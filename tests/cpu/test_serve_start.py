@@ -65,16 +65,30 @@ def test_bad_checkpoint_is_reported_in_one_line(tmp_path: Path, damage: str, nam
     assert len(err) < 1500
 
 
-def test_dry_run_loads_no_weights(tmp_path: Path) -> None:
-    make_damaged(tmp_path / "model", "truncated")
-    done = subprocess.run(
-        [*COMMAND, "serve", str(tmp_path / "model"), "--dry-run", "--max-model-len", "512"],
+def dry_run(folder: Path, *flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run `serve --dry-run`, and print libgomp's settings when torch loads it."""
+    inherited = environment(folder)
+    inherited.pop("OMP_WAIT_POLICY", None)
+    return subprocess.run(
+        [*COMMAND, "serve", "--dry-run", *flags],
         capture_output=True,
         text=True,
         timeout=120,
         check=True,
-        env={**environment(tmp_path), "PYTHONPROFILEIMPORTTIME": "1"},
+        env={**inherited, "OMP_DISPLAY_ENV": "verbose", **environ},
     )
+
+
+@pytest.fixture(scope="module")
+def truncated(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    """Run a dry run of a checkpoint with truncated weights, and print its imports."""
+    folder = tmp_path_factory.mktemp("truncated")
+    make_damaged(folder / "model", "truncated")
+    flags = (str(folder / "model"), "--max-model-len", "512")
+    return dry_run(folder, *flags, PYTHONPROFILEIMPORTTIME="1")
+
+
+def test_dry_run_loads_no_weights(truncated: subprocess.CompletedProcess[str]) -> None:
     for part in (
         "Qwen3ForCausalLM",
         "max_model_len: 512",
@@ -83,33 +97,31 @@ def test_dry_run_loads_no_weights(tmp_path: Path) -> None:
         "attention",
         "processes: one process",
     ):
-        assert part in done.stdout
-    assert " torch\n" in done.stderr
+        assert part in truncated.stdout
+    assert " torch\n" in truncated.stderr
     # Importing torch's compiler would double the time of a dry run.
-    assert "torch._dynamo" not in done.stderr
+    assert "torch._dynamo" not in truncated.stderr
 
 
-@pytest.mark.parametrize("policy", [None, pytest.param("active", marks=pytest.mark.release)])
-def test_idle_threads_sleep_unless_configured(tmp_path: Path, policy: str | None) -> None:
-    # libgomp prints its settings when torch loads it.
-    environ = {**environment(tmp_path), "OMP_DISPLAY_ENV": "verbose"}
-    environ.pop("OMP_WAIT_POLICY", None)
-    done = subprocess.run(
-        [*COMMAND, "serve", "--dry-run"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-        env=environ if policy is None else {**environ, "OMP_WAIT_POLICY": policy},
-    )
+def spin_count(done: subprocess.CompletedProcess[str]) -> int:
     (spins,) = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)
-    assert (spins == "0") == (policy is None)
+    return int(spins)
+
+
+def test_idle_threads_sleep(truncated: subprocess.CompletedProcess[str]) -> None:
+    assert spin_count(truncated) == 0
+
+
+@pytest.mark.release
+def test_idle_threads_spin_if_configured(tmp_path: Path) -> None:
+    assert spin_count(dry_run(tmp_path, OMP_WAIT_POLICY="active")) > 0
 
 
 @pytest.mark.parametrize(
     ("flags", "name"),
     [
-        ("--kv-cache-memory 1PB", "--kv-cache-memory"),
+        # A checkpoint of the wrong shape tests an error of the engine's process by default.
+        pytest.param("--kv-cache-memory 1PB", "--kv-cache-memory", marks=pytest.mark.release),
         pytest.param(
             "--max-num-batched-tokens 5", "--chunked-prefill-size", marks=pytest.mark.release
         ),
