@@ -68,15 +68,22 @@ def run_quantizing(
     return list(zip(codes[:, :num_rows], scales[:, :num_rows], residuals, strict=True))
 
 
-@pytest.mark.parametrize("form", NUM_SCALES)
+CASES = (
+    (2, 1, 64, "float32"),
+    (2, 23, 200, "float16"),
+    (2, 3, 1100, "bfloat16"),
+    (4, 5, 1024, "float16"),
+    (4, 10, 129, "float32"),
+)
+SLOW = (("fp8", CASES[1]), ("fp8_groups", CASES[3]), ("fp8", CASES[4]))
+
+
 @pytest.mark.parametrize(
-    ("num_processes", "num_rows", "size", "dtype"),
+    ("form", "num_processes", "num_rows", "size", "dtype"),
     [
-        (2, 1, 64, "float32"),
-        (2, 23, 200, "float16"),
-        (2, 3, 1100, "bfloat16"),
-        (4, 5, 1024, "float16"),
-        (4, 10, 129, "float32"),
+        pytest.param(form, *case, marks=pytest.mark.release if (form, case) in SLOW else ())
+        for form in NUM_SCALES
+        for case in CASES
     ],
 )
 def test_codes_equal_separate_kernels_bitwise(

@@ -146,7 +146,10 @@ def test_rows_with_several_queries_use_no_shared_prefix() -> None:
     assert int(kernel.shared.found[0]) == 0
 
 
-@pytest.mark.parametrize(("num_heads", "head_size", "num_rows"), [(16, 16, 10), (7, 48, 10)])
+@pytest.mark.parametrize(
+    ("num_heads", "head_size", "num_rows"),
+    [(16, 16, 10), pytest.param(7, 48, 10, marks=pytest.mark.release)],
+)
 def test_shared_prefix_with_several_tiles_of_rows(
     num_heads: int, head_size: int, num_rows: int
 ) -> None:
@@ -311,7 +314,12 @@ def test_shared_prefix_with_an_fp8_cache() -> None:
 
 
 @pytest.mark.parametrize(
-    "rows", [rows_of(LENGTHS, 320), rows_of((641, *(650,) * 8), 640), rows_of((3000, 5), 0)]
+    "rows",
+    [
+        pytest.param(rows_of(LENGTHS, 320), marks=pytest.mark.release),
+        rows_of((641, *(650,) * 8), 640),
+        rows_of((3000, 5), 0),
+    ],
 )
 def test_sinks_count_once_in_merged_parts(rows: Rows) -> None:
     problem = replace(PROBLEM, num_heads=4, num_kv_heads=2, soft_cap=1.0, has_sinks=True)
