@@ -10,7 +10,7 @@ import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -62,6 +62,9 @@ class Reference:
     model: Any
     vocab_size: int
     is_bidirectional: bool
+    outputs: dict[tuple[tuple[int, ...], tuple[int, ...]], torch.Tensor] = field(
+        default_factory=dict
+    )
 
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Return the logits [T, vocab] of a sequence."""
@@ -70,7 +73,16 @@ class Reference:
         return result
 
     def output_logits(self, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
-        """Return the logits [T, vocab] for each token of an output, given the tokens before it."""
+        """Return the logits [T, vocab] for each token of an output, given the tokens before it.
+
+        They are kept: right outputs are the same in every run.
+        """
+        key = (tuple(prompt), tuple(tokens))
+        if key not in self.outputs:
+            self.outputs[key] = self._output_logits(prompt, tokens)
+        return self.outputs[key]
+
+    def _output_logits(self, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
         if not self.is_bidirectional:
             return self.logits([*prompt, *tokens])[len(prompt) - 1 : -1]
         # A longer sequence would show the prompt the output.
