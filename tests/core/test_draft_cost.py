@@ -263,7 +263,7 @@ def test_costly_drafts_lose_less_than_two_percent(
     assert found >= 0.98
 
 
-@pytest.mark.parametrize("num_users", [1, 4])
+@pytest.mark.parametrize("num_users", [pytest.param(1, marks=pytest.mark.release), 4])
 def test_short_answers_pay_for_the_end_of_their_sequences(
     monkeypatch: pytest.MonkeyPatch, num_users: int
 ) -> None:
@@ -338,7 +338,7 @@ def test_cheap_draft_model_keeps_its_gain(
 
 @pytest.mark.parametrize("is_model", [False, True])
 @pytest.mark.parametrize("num_users", [1, 4])
-@pytest.mark.parametrize("num_tokens", [2, 4, 20])
+@pytest.mark.parametrize("num_tokens", [2, 4, pytest.param(20, marks=pytest.mark.release)])
 def test_tokens_after_a_stop_token_save_nothing(
     monkeypatch: pytest.MonkeyPatch, is_model: bool, num_users: int, num_tokens: int
 ) -> None:

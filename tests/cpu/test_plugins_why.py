@@ -350,19 +350,20 @@ def test_json_contains_verdicts_if_nothing_fits(
 
 
 @pytest.mark.parametrize(
-    ("platform", "settings"),
+    ("platform", "settings", "max_tried"),
     [
-        ("sm90", ()),
-        pytest.param("sm100", (), marks=pytest.mark.release),
+        ("sm90", (), 8),
+        pytest.param("sm90", (), 1000, marks=pytest.mark.release),
+        pytest.param("sm100", (), 1000, marks=pytest.mark.release),
         *(
-            pytest.param(platform, settings, marks=pytest.mark.release)
+            pytest.param(platform, settings, 1000, marks=pytest.mark.release)
             for platform in ("sm90", "sm100")
             for settings in (("--quantization", "mxfp8"), ("--attention-backend", "triton"))
         ),
     ],
 )
 def test_hint_for_a_fitting_kernel_selects_it(
-    capsys: pytest.CaptureFixture[str], platform: str, settings: tuple[str, ...]
+    capsys: pytest.CaptureFixture[str], platform: str, settings: tuple[str, ...], max_tried: int
 ) -> None:
     on = ("--platform", platform, *settings)
     all_ops = (
@@ -383,6 +384,8 @@ def test_hint_for_a_fitting_kernel_selects_it(
                 ]
                 assert same["backend"] == verdict["backend"], reason["hint"]
                 num_tried += 1
+                if num_tried == max_tried:
+                    return
     assert num_tried > 5
 
 

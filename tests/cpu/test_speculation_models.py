@@ -326,7 +326,7 @@ class Alternating(FixedDepth):
         return super().max_drafts(num_rows) * (self.num_calls // 8 % 2)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.release), 2])
 def test_captured_steps_may_follow_steps_of_a_draft_model(
     own_runner: LocalRunner, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -362,8 +362,15 @@ class Pausing(FixedDepth):
         self.num_finished += 1
 
 
-@pytest.mark.parametrize("is_captured", [False, True])
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(
+    ("depth", "is_captured"),
+    [
+        (1, False),
+        (2, True),
+        pytest.param(1, True, marks=pytest.mark.release),
+        pytest.param(2, False, marks=pytest.mark.release),
+    ],
+)
 def test_pauses_change_no_output(
     runner: LocalRunner,
     expected: dict[int, Reply],

@@ -53,7 +53,7 @@ Quantize = Callable[[Tensor], Tensor]
 
 @pytest.mark.parametrize("spec", TORCH_MOE, ids=lambda spec: spec.op)
 def test_reference_conforms(spec: KernelSpec) -> None:
-    assert check(spec, CPU, num_rows=(0, 1, 7)) > 10
+    assert check(spec, CPU, num_rows=(0, 5)) > 10
 
 
 def by_token(
