@@ -11,9 +11,10 @@ import pytest
 from server_support import Running, running
 
 TOOLS = Path(__file__).parents[3] / "tools"
-pytestmark = pytest.mark.skipif(
-    not (TOOLS / "soak.py").is_file(), reason="the tools are not in this tree"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (TOOLS / "soak.py").is_file(), reason="the tools are not in this tree"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,8 @@ from tokenspeed_core.cli import main
 from tokenspeed_core.config.settings import flag
 from tokenspeed_core.errors import CheckpointError, ConfigError
 
+pytestmark = pytest.mark.slow
+
 HEAVY = ("torch", "numpy", "uvicorn", "fastapi", "transformers", "tokenizers", "huggingface_hub")
 
 
