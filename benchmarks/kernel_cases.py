@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tokenspeed_core.api.attention import AttentionLimits, AttentionProblem, AttentionStep
 from tokenspeed_core.api.kernels import KernelSpec
+from tokenspeed_core.api.ops import prepare_weights
 from tokenspeed_kernels.reference.fp8 import quantize_rows
 from tokenspeed_kernels.reference.fp8_block import quantize_blocks
 
@@ -193,12 +194,17 @@ def _case(
     arguments: list[Any],
     num_bytes: float,
     num_flops: float = 0.0,
+    weights: slice = slice(0),
 ) -> Case:
     def bind(spec: KernelSpec) -> Callable[[], Tensor]:
         kernel = spec.factory()({**problem, "dtype": problem.get("dtype", "bfloat16")})
+        given = list(arguments)
+        if hasattr(kernel, "prepare_weights"):
+            given[weights] = [each.clone() for each in given[weights]]
+            prepare_weights(kernel, *given[weights])
 
         def call() -> Tensor:
-            result = kernel(*arguments)
+            result = kernel(*given)
             if isinstance(result, tuple):
                 return torch.as_tensor(result[0])
             return torch.as_tensor(arguments[0] if result is None else result)
@@ -337,6 +343,7 @@ def _experts(device: torch.device, num: int) -> Iterator[Case]:
         arguments,
         used * 3 * MOE_N * MOE_I * BF16 + 2 * num * MOE_N * BF16,
         6 * num * TOP_K * MOE_N * MOE_I,
+        weights=slice(1, 3),
     )
     x, gate_up, down, *_ = arguments
     packed = [part for weight in (gate_up, down) for part in _by_rows(weight)]

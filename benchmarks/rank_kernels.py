@@ -32,7 +32,7 @@ import torch
 from kernels import Ceilings, ceilings, time_of
 from moe_decode import MODELS
 from ranking_file import update
-from tokenspeed_testing.conformance import make_inputs, reference
+from tokenspeed_testing.conformance import make_inputs, prepared, reference
 from torch import Tensor
 
 from tokenspeed_core.api.kernels import PlatformInfo, Ranking
@@ -224,8 +224,9 @@ def measure(
         for kernel in kernels:
             if (contract.name, kernel.backend) in failed:
                 continue
-            call = partial(kernel.run, *arguments.values())
             try:
+                given = prepared(kernel.run, contract, arguments)
+                call = partial(kernel.run, *given.values())
                 agree(call().float(), expected, tolerance)
                 microseconds = 1e6 * seconds(call, device, is_graph_safe=kernel.is_graph_safe)
             except Exception as error:  # report every backend

@@ -26,6 +26,7 @@ from tokenspeed_models_minimax import MINIMAX_M2
 from tokenspeed_models_minimax.describe import describe_minimax_m2
 from tokenspeed_models_mistral import MIXTRAL
 from tokenspeed_models_mistral.describe import describe_mixtral
+from tokenspeed_models_transformers import TRANSFORMERS
 from tokenspeed_quantization.schemes import FP8_BLOCK
 from torch import Tensor
 
@@ -178,13 +179,16 @@ def test_published_configurations_are_described(
     assert info.max_model_len == config["max_position_embeddings"]
 
 
+def save_stacked(reference: Any, folder: Path) -> None:
+    """Write a transformers model's weights under their names there, with all experts of a layer in one tensor."""
+    tensors = {name: tensor.contiguous() for name, tensor in reference.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors")
+
+
 @pytest.mark.parametrize("family", SPECS)
 def test_stacked_experts_load_under_names_of_modules(family: str, tmp_path: Path) -> None:
     reference = save_reference(family, tmp_path)
-    save_file(
-        {name: tensor.contiguous() for name, tensor in reference.state_dict().items()},
-        tmp_path / "model.safetensors",
-    )
+    save_stacked(reference, tmp_path)
     found = checkpoint_logits(SPECS[family], tmp_path, DenseBuild())
     torch.testing.assert_close(found, transformers_logits(reference), rtol=1e-4, atol=1e-4)
 
@@ -235,6 +239,57 @@ def test_layer_for_multi_token_prediction_is_not_read(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"unexpected: model\.layers\.4\.eh_proj\.weight"):
         load(GLM4_MOE, tmp_path, DenseBuild())
+
+
+class UpFirst:
+    """Experts with the up projection before the gate in the first weight, as some libraries need it."""
+
+    def __init__(self, experts: Callable[..., Tensor]) -> None:
+        self._experts, self.num_prepared = experts, 0
+
+    def prepare_weights(self, gate_up: Tensor, down: Tensor) -> None:
+        self.num_prepared += 1
+        gate_up.copy_(swapped(gate_up))
+
+    def __call__(self, x: Tensor, gate_up: Tensor, *others: Tensor) -> Tensor:
+        return self._experts(x, swapped(gate_up), *others)
+
+
+def swapped(weight: Tensor) -> Tensor:
+    """Return a weight [E, 2I, N] with its halves exchanged."""
+    return torch.cat(weight.chunk(2, dim=1)[::-1], dim=1)
+
+
+class UpFirstBuild(DenseBuild):
+    """A build with such experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts: list[UpFirst] = []
+
+    def op(self, op: str, **problem: Any) -> Callable[..., Any]:
+        kernel = super().op(op, **problem)
+        if op != "moe_experts":
+            return kernel
+        self.experts.append(UpFirst(kernel))
+        return self.experts[-1]
+
+
+@pytest.mark.parametrize("is_stacked", [False, True], ids=["single", "stacked"])
+def test_kernels_prepare_the_loaded_experts_once(is_stacked: bool, tmp_path: Path) -> None:
+    reference = save_reference("Qwen3Moe", tmp_path)
+    expected = checkpoint_logits(QWEN3_MOE, tmp_path, DenseBuild())
+    if is_stacked:
+        save_stacked(reference, tmp_path)
+    build = UpFirstBuild()
+    torch.testing.assert_close(checkpoint_logits(QWEN3_MOE, tmp_path, build), expected)
+    assert [each.num_prepared for each in build.experts] == [1, 1]
+
+
+def test_kernels_with_own_layout_are_refused_in_transformers(tmp_path: Path) -> None:
+    save_reference("Qwen3Moe", tmp_path)
+    with pytest.raises(ValueError, match="Choose another --moe-backend"):
+        load(TRANSFORMERS, tmp_path, UpFirstBuild())
 
 
 def minimax_fp8(folder: Path) -> Any:

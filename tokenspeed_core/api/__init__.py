@@ -87,7 +87,15 @@ from tokenspeed_core.api.models import (
     Rotation,
     WeightReader,
 )
-from tokenspeed_core.api.ops import DOTS, EXACT, OpContract, OpReference, Problem, Tolerance
+from tokenspeed_core.api.ops import (
+    DOTS,
+    EXACT,
+    OpContract,
+    OpReference,
+    Problem,
+    Tolerance,
+    prepare_weights,
+)
 from tokenspeed_core.api.parallel import (
     FUSED_OP,
     ONE_PROCESS,
@@ -234,4 +242,5 @@ __all__ = [
     "WorkerExit",
     "hookimpl",
     "keys_and_values",
+    "prepare_weights",
 ]

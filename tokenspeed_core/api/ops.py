@@ -9,7 +9,7 @@ may be strided in all but their last dimension.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -56,6 +56,8 @@ class OpContract:
     tolerances: tuple[Tolerance, ...]
     mutates: tuple[str, ...] = ()  # arguments that are written in place
     rows: tuple[str, ...] = ()  # arguments with a leading axis of independent rows
+    # The arguments that `prepare_weights` passes to a kernel once, after loading.
+    weights: tuple[str, ...] = ()
     # The ops that a fused op composes, in order. They run if no kernel of the fused op fits.
     parts: tuple[str, ...] = ()
     cases: tuple[Problem, ...] = ()  # problems without their dtype, for the conformance kit
@@ -81,6 +83,17 @@ class OpContract:
             if tolerance.dtype == dtype:
                 return tolerance
         raise KeyError(f"op {self.name!r} has no tolerance for {dtype}")
+
+
+def prepare_weights(kernel: Callable[..., Any], *weights: Any) -> None:
+    """Let a kernel change the layout of its weights in place; call once for each layer, after its weights were loaded.
+
+    `weights` are the arguments that the contract lists in `weights`. A kernel that needs another layout has the method
+    `prepare_weights(*weights) -> None`, and gets only prepared weights later. Without the method, this does nothing.
+    """
+    prepare = getattr(kernel, "prepare_weights", None)
+    if prepare is not None:
+        prepare(*weights)
 
 
 @dataclass(frozen=True, slots=True)

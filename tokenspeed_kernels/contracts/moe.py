@@ -84,6 +84,7 @@ MOE = (
         f"{INPUTS}:moe_experts",
         DOTS,
         rows=("x", "weights", "ids"),
+        weights=("gate_up", "down"),
         cases=(
             {"num_experts": 6, "top_k": 2, "hidden_size": 40, "intermediate_size": 24},
             {"num_experts": 16, "top_k": 4, "hidden_size": 128, "intermediate_size": 96},

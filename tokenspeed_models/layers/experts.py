@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenspeed_core.api import BuildContext, QuantizationScheme
+from tokenspeed_core.api import BuildContext, QuantizationScheme, prepare_weights
 from tokenspeed_models.layers.local_experts import local_experts
 from tokenspeed_models.layers.ops import dtype_name
 from tokenspeed_models.layers.packed_weight import PackedWeight
@@ -130,6 +130,10 @@ class Experts:
                     name, self.local.num, shards, tuple(replaces)
                 )
 
+    def _prepare(self) -> None:
+        """Let the kernel change the layout of the loaded weights."""
+        prepare_weights(self._experts, self.gate_up, self.down)
+
     def _movable_weights(self, scheme: QuantizationScheme | None) -> tuple[torch.Tensor, ...]:
         """Return the weights with their scales. Raises ValueError if other tensors depend on which experts are here."""
         has_shared = scheme is not None and (
@@ -159,7 +163,8 @@ class Experts:
         if self._quantized is None:
             yield WeightSlot(f"{gate}.weight", self.gate_up[expert, first], columns)
             yield WeightSlot(f"{up}.weight", self.gate_up[expert, second], columns)
-            yield WeightSlot(f"{down}.weight", self.down[expert], rows)
+            name = f"{down}.weight"
+            yield WeightSlot(name, self.down[expert], rows, on_complete=self._prepare)
         else:
             gate_up_weight, down_weight = self._quantized
             yield from gate_up_weight.slots(gate, first, columns, 0, expert)

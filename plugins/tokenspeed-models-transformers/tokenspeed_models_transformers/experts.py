@@ -24,7 +24,10 @@ ExpertsForward = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 
 
 class MoEKernel:
-    """Runs `moe_experts` on the weights of an experts module."""
+    """Runs `moe_experts` on the weights of an experts module.
+
+    Raises ValueError for a kernel that changes the layout of weights, because transformers computes with them too.
+    """
 
     def __init__(self, build: BuildContext, module: Any, top_k: int) -> None:
         self._experts = build.op(
@@ -35,6 +38,11 @@ class MoEKernel:
             intermediate_size=module.down_proj.shape[2],
             dtype=str(build.dtype).removeprefix("torch."),
         )
+        if hasattr(self._experts, "prepare_weights"):
+            raise ValueError(
+                "the selected kernel of moe_experts changes the layout of weights, which models that run through "
+                "transformers do not support. Choose another --moe-backend."
+            )
 
     def __call__(self, module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum [T, hidden] of the experts `ids` [T, k] for x [T, hidden]."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_core.api.kernels import KernelSpec
-from tokenspeed_core.api.ops import OpContract, Problem
+from tokenspeed_core.api.ops import OpContract, Problem, prepare_weights
 from tokenspeed_core.targets import load_target
 from tokenspeed_testing.canaries import is_shared, with_canaries
 from tokenspeed_testing.host_syncs import without_host_syncs
@@ -71,10 +71,19 @@ def make_inputs(
 
 
 def run(kernel: Callable[..., Any], contract: OpContract, arguments: Arguments) -> list[Tensor]:
-    """Call a kernel; return its results, then the arguments that it mutates."""
-    result = kernel(*arguments.values())
+    """Call a kernel with prepared weights; return its results, then the arguments that it mutates."""
+    result = kernel(*prepared(kernel, contract, arguments).values())
     results = result if isinstance(result, tuple) else () if result is None else (result,)
     return [*results, *(arguments[name] for name in contract.mutates)]
+
+
+def prepared(kernel: Callable[..., Any], contract: OpContract, arguments: Arguments) -> Arguments:
+    """Return the arguments with weights in the layout of a kernel. Copies the weights if it has its own layout."""
+    if not hasattr(kernel, "prepare_weights"):
+        return arguments
+    weights = {name: arguments[name].clone() for name in contract.weights}
+    prepare_weights(kernel, *weights.values())
+    return {**arguments, **weights}
 
 
 def agrees_with_reference(
