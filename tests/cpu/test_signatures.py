@@ -20,9 +20,17 @@ try:
 except ImportError:
     pass
 product = multiply
+def run(a): ...
+def load():
+    def run(b): ...
 """
 CODE = b"\x7fELF\0prefwd(Tensor x) -> ()\0fwd(Tensor q,Tensor(out!)? out = None, int n = 0) -> (Tensor(out!), Tensor)\0"
-NAMES = ["vendor/plan.py:Wrapper.plan", "vendor/plan.py:product", "vendor/_C.so:fwd"]
+NAMES = [
+    "vendor/plan.py:Wrapper.plan",
+    "vendor/plan.py:product",
+    "vendor/_C.so:fwd",
+    "vendor/plan.py:run",
+]
 
 
 @pytest.fixture
@@ -43,6 +51,7 @@ def test_signatures_are_read_without_importing(wheel: Path, tmp_path: Path) -> N
             NAMES[0]: "(self, rows, /, size=..., *others, out=..., name, **more)",
             NAMES[1]: "(a, b, d, c=...)",
             NAMES[2]: "(Tensor q, Tensor(out!)? out = None, int n = 0) -> (Tensor(out!), Tensor)",
+            NAMES[3]: "(a)",
         }
     }
     assert library_of(wheel) == "a-vendor==1.2.post3"

@@ -103,8 +103,8 @@ def _in_source(tree: ast.Module, wanted: str) -> str:
         for node in ast.walk(tree)
         if isinstance(node, ast.Assign)
     }
-    # Functions may be nested, such as in `try: import LIBRARY`.
-    nodes = ast.walk(tree) if not owners else iter(body)
+    # Functions may be nested, such as in `try: import LIBRARY`. The last one counts, and those of the module.
+    nodes = (*ast.walk(tree), *tree.body) if not owners else body
     functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
     found = functions.get(last) or functions.get(aliases.get(last, ""))
     if found is None:
