@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
 from tokenspeed_kernels_flashinfer import attention_specs
-from tokenspeed_kernels_flashinfer.__main__ import build, main
+from tokenspeed_kernels_flashinfer.__main__ import build, experts_module, main
 from tokenspeed_kernels_flashinfer.compiled import Module, compiled_modules, modules_in
 from tokenspeed_testing.explain import explain
 
@@ -176,6 +179,26 @@ def test_compile_command_rejects_unknown_versions(
     with pytest.raises(SystemExit):
         main(["--head-size", "128"])
     assert "flashinfer-python 0.7.2.post1 uses module names" in capsys.readouterr().err
+
+
+def test_compile_command_needs_something_to_compile(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([])
+    assert "Give --head-size, --experts, or both" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("capability", "name"),
+    [((9, 0), "sm90"), ((10, 3), "sm103"), ((11, 0), "sm100"), ((12, 1), "sm120")],
+)
+def test_compile_command_builds_the_experts_of_a_device(
+    capability: tuple[int, int], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = ModuleType("flashinfer.fused_moe")
+    library.__dict__[f"gen_cutlass_fused_moe_{name}_module"] = lambda: name
+    monkeypatch.setitem(sys.modules, library.__name__, library)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert experts_module() == name
 
 
 def test_compile_command_builds_missing_modules() -> None:

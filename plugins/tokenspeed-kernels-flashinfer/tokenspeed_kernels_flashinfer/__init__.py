@@ -1,16 +1,17 @@
-"""Descriptors of FlashInfer's paged attention. Imports no tensor library."""
+"""Descriptors of FlashInfer's paged attention and experts. Imports no tensor library."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tokenspeed_core.api import Capability, KernelSpec
+from tokenspeed_core.api import AxisLimit, Capability, KernelSpec
 from tokenspeed_kernels_flashinfer.compiled import Module, compiled_modules
 
-__all__ = ["ATTENTION", "attention_specs"]
+__all__ = ["ATTENTION", "EXPERTS", "attention_specs"]
 
 _HALVES = ("bfloat16", "float16")
 _HEAD_SIZES = (64, 128, 256)
+_OBTAIN = "pip install 'tokenspeed-kernels-flashinfer[flashinfer]'"
 
 
 def _spec(capability: Capability, *, needs_compile: bool) -> KernelSpec:
@@ -20,7 +21,7 @@ def _spec(capability: Capability, *, needs_compile: bool) -> KernelSpec:
         capability=capability,
         load="tokenspeed_kernels_flashinfer.attention:attention",
         requires=("flashinfer",),
-        obtain="pip install 'tokenspeed-kernels-flashinfer[flashinfer]'",
+        obtain=_OBTAIN,
         needs_compile=needs_compile,
         options="tokenspeed_kernels_flashinfer.options:FlashInferOptions",
     )
@@ -67,3 +68,24 @@ _ANY = Capability(
 )
 
 ATTENTION = attention_specs(compiled_modules())
+
+EXPERTS = KernelSpec(
+    op="moe_experts",
+    backend="flashinfer",
+    capability=Capability(
+        # The library also compiles these kernels for 8.9, but without Hopper's instructions.
+        platforms=("cuda",),
+        min_compute_capability=(9, 0),
+        max_compute_capability=(12, 1),
+        dtypes=_HALVES,
+        features=frozenset({"graph_safe"}),
+        limits=(
+            AxisLimit("hidden_size", 8, multiple_of=8),  # 16 bytes, for TMA loads
+            AxisLimit("intermediate_size", 8, multiple_of=8),
+        ),
+    ),
+    load="tokenspeed_kernels_flashinfer.experts:moe_experts",
+    requires=("flashinfer",),
+    obtain=_OBTAIN,
+    needs_compile=True,  # one module with the kernels of all dtypes, which takes many minutes
+)

@@ -1,4 +1,4 @@
-"""Compile FlashInfer's modules for this machine's devices before serving, so that `auto` may choose them."""
+"""Compile FlashInfer's modules for this machine's devices before serving, so that `auto` may choose attention."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tokenspeed_kernels_flashinfer", description=__doc__
     )
-    parser.add_argument("--head-size", type=int, choices=CAPABILITY.head_sizes, required=True)
+    parser.add_argument(
+        "--head-size", type=int, choices=CAPABILITY.head_sizes, help="compile attention"
+    )
+    parser.add_argument("--experts", action="store_true", help="compile mixtures of experts")
     parser.add_argument("--dtype", choices=CAPABILITY.dtypes, default="bfloat16")
     parser.add_argument(
         "--kv-dtype",
@@ -33,17 +36,19 @@ def main(arguments: list[str]) -> None:
     )
     parser.add_argument("--window", action="store_true", help="compile sliding-window attention")
     given = parser.parse_args(arguments)
+    if given.head_size is None and not given.experts:
+        parser.error("nothing to compile. Give --head-size, --experts, or both.")
     if not is_known(installed := version("flashinfer-python")):
         parser.error(
             f"flashinfer-python {installed} uses module names that are not known here. "
             "Install a supported version: pip install 'tokenspeed-kernels-flashinfer[flashinfer]'"
         )
     start = time.monotonic()
-    names = build(
-        modules(
-            given.dtype, given.kv_dtype or given.dtype, given.head_size, has_window=given.window
-        )
-    )
+    wanted = [experts_module()] if given.experts else []
+    if given.head_size is not None:
+        kv_dtype = given.kv_dtype or given.dtype
+        wanted += modules(given.dtype, kv_dtype, given.head_size, has_window=given.window)
+    names = build(wanted)
     print(*names, f"compiled or already there, {time.monotonic() - start:.0f} s", sep="\n")
 
 
@@ -58,6 +63,15 @@ def modules(dtype: str, kv_dtype: str, head_size: int, *, has_window: bool) -> l
         make(each, *types, head_size, head_size, 0, has_window, False, False) for each in backends
     ]
     return [*found, import_module("flashinfer.jit.cascade").gen_cascade_module()]
+
+
+def experts_module() -> Any:
+    """Return the library's build spec of experts on the current device, without compiling."""
+    major, minor = torch.cuda.get_device_capability()
+    # The library has no separate module for these.
+    name = {110: 100, 121: 120}.get(10 * major + minor, 10 * major + minor)
+    library = import_module("flashinfer.fused_moe")
+    return getattr(library, f"gen_cutlass_fused_moe_sm{name}_module")()
 
 
 def build(wanted: Iterable[Any]) -> list[str]:
