@@ -246,10 +246,13 @@ class MoE:
             result = self.run_experts(x, *self.router(x))
             result += self.shared(x)
         else:
-            side.wait_stream(torch.cuda.current_stream())
+            # The router first: the routed experts wait for it, and it would wait for multiprocessors.
+            is_ready = torch.cuda.current_stream().record_event()
+            routed = self.router(x)
+            side.wait_event(is_ready)
             with torch.cuda.stream(side):
                 shared = self.shared(x)
-            result = self.run_experts(x, *self.router(x))
+            result = self.run_experts(x, *routed)
             torch.cuda.current_stream().wait_stream(side)
             result += shared
         return result, residual
