@@ -1,10 +1,14 @@
+# mypy: allow-untyped-calls
 """Time the routed experts of decode steps: the kernels for few tokens, and those that sort tokens by expert.
 
-    python benchmarks/moe_decode.py [--model qwen3-30b-a3b] [--layers 8] [--check] [--json FILE]
+    python benchmarks/moe_decode.py [--models qwen3-30b-a3b …] [--form fp8-block] [--tokens 1 2 …] [--check] [--json FILE]
+    python benchmarks/moe_decode.py --form fp8-block --tokens 1 --tilings 2,4,4,8 2,4,2,4 4,8,4,8
 
 Needs a CUDA device. A CUDA graph holds the layers one after another, each with different weights, so that no weight is
 in the L2 cache. A layer routes its tokens and runs their experts. Bytes are those of the experts that serve a token,
-each counted once; bandwidth is these bytes over the time. `--check` compares both paths with the reference.
+each counted once; the bound is these bytes over the measured copy bandwidth. `--check` compares both paths with the
+reference. `--tilings` are those of the kernels for few tokens: weight rows and warps per program, of gate and up, then
+of the down projection.
 """
 
 from __future__ import annotations
@@ -13,16 +17,22 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from kernels import ceilings
+from tokenspeed_testing.conformance import reference
 from torch import Tensor
 
-from tokenspeed_kernels.reference import moe
-from tokenspeed_kernels.triton.moe import experts, few_tokens
-from tokenspeed_kernels.triton.moe.few_tokens import FewTokens
+from tokenspeed_core.api.ops import OpContract
+from tokenspeed_core.kernels.installed import installed_ops
+from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_kernels.triton.linear.gemv import Tiling
+from tokenspeed_kernels.triton.moe import experts, experts_w8a8, few_tokens
 
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": {
@@ -59,58 +69,131 @@ ROUTING = {
     "group_score": "max",
     "has_bias": False,
 }
-NUM_TOKENS = (1, 2, 3, 4, 6, 8, 16)
-Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+COMPARED = ("qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v3")
+NUM_TOKENS = (1, 2, 4, 8, 16)
+MAX_LAYERS = 8
+MAX_BYTES = 24 << 30  # of all layers
+NUM_IDLE = 8  # unused experts that get NaN while paths are compared
+BLOCK = 128  # side of a block that shares a scale
+Experts = Callable[..., Tensor]
+Weights = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A form of weights: the op, the function that makes its kernel, and the bytes of a weight element."""
+
+    op: str
+    make: Callable[[dict[str, Any]], Experts]
+    item_size: int
+
+
+FORMS = {
+    "bfloat16": Form("moe_experts", experts.moe_experts, 2),
+    "fp8": Form("moe_experts_fp8", experts_w8a8.moe_experts_fp8, 1),
+    "fp8-block": Form("moe_experts_fp8_block", experts_w8a8.moe_experts_fp8_block, 1),
+}
 
 
 def main() -> None:
-    """Print a line for each number of tokens and path."""
+    """Print a line for each model, number of tokens and path."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--model", choices=MODELS, default="qwen3-30b-a3b", help="model of the experts"
+        "--models", nargs="+", choices=MODELS, default=COMPARED, help="models of the experts"
     )
-    parser.add_argument("--layers", type=int, default=8, help="layers, each with different weights")
+    parser.add_argument("--form", choices=FORMS, default="bfloat16", help="form of the weights")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=NUM_TOKENS, help="numbers of tokens"
+    )
+    parser.add_argument(
+        "--tilings",
+        type=tilings,
+        nargs="+",
+        default=[],
+        metavar="ROWS,WARPS,ROWS,WARPS",
+        help="other tilings of the kernels for few tokens",
+    )
     parser.add_argument("--json", type=Path, help="write all measurements to this file")
     parser.add_argument("--check", action="store_true", help="compare with the reference first")
     arguments = parser.parse_args()
-    problem = {**MODELS[arguments.model], "dtype": "bfloat16"}
-    paths: dict[str, Experts] = {"few tokens": FewTokens(problem), "sorted": sorted_path(problem)}
-    layers = [make_weights(problem) for _ in range(arguments.layers)]
+    form = FORMS[arguments.form]
+    contract = installed_ops(Catalog.discover())[form.op]
+    bandwidth = ceilings(torch.device("cuda")).bandwidth
+    print(f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e12:.2f} TB/s", flush=True)
     rows = []
-    for num_tokens in NUM_TOKENS:
-        for name, path in paths.items():
-            if arguments.check:
-                check(problem, path, layers[0], num_tokens)
-            row = measure(problem, path, layers, num_tokens)
-            rows.append({"model": arguments.model, "path": name, "tokens": num_tokens, **row})
-            print(
-                f"{arguments.model} {num_tokens:3} tokens, {name:10}: {row['microseconds']:7.2f} us per layer, "
-                f"{row['megabytes']:7.2f} MB of {row['experts']:5.1f} experts, {row['terabytes']:5.2f} TB/s"
-            )
+    for model in arguments.models:
+        problem = {**MODELS[model], "dtype": "bfloat16"}
+        # All kernels first, so that background threads compile them together.
+        paths = {"few tokens": few_path(form, problem), "sorted": sorted_path(form, problem)}
+        for each in arguments.tilings:
+            paths[f"few tokens {shown(each)}"] = few_path(form, problem, each)
+        elements = 3 * problem["hidden_size"] * problem["intermediate_size"]
+        layer_bytes = elements * problem["num_experts"] * form.item_size
+        num_layers = max(1, min(MAX_LAYERS, MAX_BYTES // layer_bytes))
+        layers = [make_weights(form, problem) for _ in range(num_layers)]
+        for num_tokens in arguments.tokens:
+            for name, path in paths.items():
+                if arguments.check:
+                    check(contract, problem, path, layers[0][1:], num_tokens)
+                row = measure(problem, path, layers, num_tokens)
+                num_bytes = row["experts"] * elements * form.item_size
+                bound = num_bytes / bandwidth * 1e6
+                row |= {"megabytes": num_bytes / 1e6, "bound": bound}
+                row |= {"model": model, "form": arguments.form, "path": name, "tokens": num_tokens}
+                rows.append(row)
+                print(
+                    f"{model:16} {num_tokens:3} tokens, {name:20}: {row['microseconds']:7.2f} us per layer, "
+                    f"bound {bound:7.2f} ({bound / row['microseconds']:4.0%}), "
+                    f"{row['megabytes']:7.2f} MB of {row['experts']:5.1f} experts",
+                    flush=True,
+                )
+        del layers
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=2))
 
 
-def sorted_path(problem: dict[str, Any]) -> Experts:
+def tilings(text: str) -> tuple[Tiling, Tiling]:
+    """Parse the tilings of both kernels for few tokens. Raises ValueError."""
+    up_rows, up_warps, down_rows, down_warps = map(int, text.split(","))
+    return Tiling(up_rows, up_warps), Tiling(down_rows, down_warps)
+
+
+def shown(given: tuple[Tiling, Tiling]) -> str:
+    """Return tilings as the command line takes them."""
+    return ",".join(f"{each.block_n},{each.num_warps}" for each in given)
+
+
+def few_path(
+    form: Form, problem: dict[str, Any], chosen: tuple[Tiling, Tiling] | None = None
+) -> Experts:
+    """Return experts that use the kernels for few tokens for any number of tokens."""
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(few_tokens, "MAX_PAIRS_PER_EXPERT", 64.0))
+        if chosen is not None:
+            patches.enter_context(patch.object(few_tokens, "few_tilings", lambda *_: chosen))
+        return form.make(problem)
+
+
+def sorted_path(form: Form, problem: dict[str, Any]) -> Experts:
     """Return the experts without the kernels for few tokens."""
     with patch.object(few_tokens, "MAX_SIZE", 0):
-        return experts.moe_experts(problem)
+        return form.make(problem)
 
 
-def make_weights(problem: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a router [E, N], gate and up [E, 2I, N] and down [E, N, I]."""
+def make_weights(form: Form, problem: dict[str, Any]) -> Weights:
+    """Return a router [E, N], then the operands of the op: gate and up [E, 2I, N] and down [E, N, I], with scales."""
     num_experts, size, inner = (
         problem["num_experts"],
         problem["hidden_size"],
         problem["intermediate_size"],
     )
-    return (
-        random(num_experts, size),
-        random(num_experts, 2 * inner, size),
-        random(num_experts, size, inner),
-    )
+    router = random(num_experts, size)
+    shapes = (num_experts, 2 * inner, size), (num_experts, size, inner)
+    if form.item_size == 2:
+        return router, *(random(*shape) for shape in shapes)
+    return router, *(each for shape in shapes for each in random_codes(form, *shape))
 
 
 def random(*shape: int) -> Tensor:
@@ -118,21 +201,30 @@ def random(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.bfloat16, device="cuda").mul_(shape[-1] ** -0.5)
 
 
+def random_codes(form: Form, *shape: int) -> tuple[Tensor, Tensor]:
+    """Return e4m3 values below 2 on the device, and scales that give about unit gain."""
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda")
+    codes &= 0b10111111  # clear the highest bit of the exponent
+    num_experts, rows, columns = shape
+    scales = (num_experts, rows, 1)
+    if form.op == "moe_experts_fp8_block":
+        scales = num_experts, -(-rows // BLOCK), -(-columns // BLOCK)
+    scale = torch.rand(scales, device="cuda") + 0.5
+    return codes.view(torch.float8_e4m3fn), scale * 2 * columns**-0.5
+
+
 def measure(
-    problem: dict[str, Any],
-    path: Experts,
-    layers: list[tuple[Tensor, Tensor, Tensor]],
-    num_tokens: int,
-) -> dict[str, float]:
-    """Return the time of a layer and the bytes that it must read."""
+    problem: dict[str, Any], path: Experts, layers: list[Weights], num_tokens: int
+) -> dict[str, Any]:
+    """Return the time of a layer and its experts that serve a token."""
     axes = {name: problem[name] for name in ("num_experts", "top_k")}
     route = experts.moe_route({**axes, **ROUTING, "dtype": "bfloat16"})
     x = torch.randn(num_tokens, problem["hidden_size"], dtype=torch.bfloat16, device="cuda")
-    logits = [x @ router.T for router, _, _ in layers]
+    logits = [x @ router.T for router, *_ in layers]
 
     def run() -> None:
-        for each, (_, gate_up, down) in zip(logits, layers, strict=True):
-            path(x, gate_up, down, *route(each, None))
+        for each, (_, *operands) in zip(logits, layers, strict=True):
+            path(x, *operands, *route(each, None))
 
     run()
     torch.cuda.synchronize()
@@ -141,39 +233,46 @@ def measure(
         run()
     times = []
     for _ in range(30):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) * 1000 / len(layers))
     used = statistics.mean(len(set(route(each, None)[1].flatten().tolist())) for each in logits)
-    num_bytes = used * 3 * problem["hidden_size"] * problem["intermediate_size"] * 2
-    microseconds = statistics.median(times)
-    return {
-        "microseconds": microseconds,
-        "experts": used,
-        "megabytes": num_bytes / 1e6,
-        "terabytes": num_bytes / microseconds / 1e6,
-    }
+    return {"microseconds": statistics.median(times), "experts": used}
 
 
 def check(
-    problem: dict[str, Any], path: Experts, layer: tuple[Tensor, Tensor, Tensor], num_tokens: int
+    contract: OpContract,
+    problem: dict[str, Any],
+    path: Experts,
+    operands: Weights,
+    num_tokens: int,
 ) -> None:
-    """Raise AssertionError if a path differs from the reference, or reads experts that serve no token."""
-    _, gate_up, down = layer
-    x = torch.randn(num_tokens, problem["hidden_size"], dtype=torch.bfloat16, device="cuda")
+    """Raise AssertionError if a path differs from the reference, or uses experts that serve no token."""
+    torch.manual_seed(0)
     shape = num_tokens, problem["num_experts"]
+    x = torch.randn(num_tokens, problem["hidden_size"], dtype=torch.bfloat16, device="cuda")
     ids = torch.rand(shape, device="cuda").argsort(dim=1)[:, : problem["top_k"]].to(torch.int32)
     weights = torch.rand(ids.shape, device="cuda")
-    expected = moe.moe_experts(problem)(x, gate_up, down, weights, ids)
-    idle = torch.ones(problem["num_experts"], dtype=torch.bool, device="cuda")
-    idle[ids.long()] = False
-    kept = gate_up[idle].clone(), down[idle].clone()
-    gate_up[idle], down[idle] = float("nan"), float("nan")
-    found = path(x, gate_up, down, weights, ids)
-    gate_up[idle], down[idle] = kept
+    used = ids.unique().tolist()
+    # The reference gets only these experts.
+    place = torch.zeros(shape[1], dtype=torch.int32, device="cuda")
+    place[used] = torch.arange(len(used), dtype=torch.int32, device="cuda")
+    chosen = [torch.stack([each[expert] for expert in used]) for each in operands]
+    given = [x, *chosen, weights, place[ids.long()]]
+    named = {str(index): each for index, each in enumerate(given)}
+    (expected,) = reference(contract, {**problem, "num_experts": len(used)}, named)
+    idle = sorted({*range(shape[1])} - {*used})[:NUM_IDLE]
+    kept = [[each[expert].clone() for expert in idle] for each in operands]
+    for each in operands:
+        for expert in idle:
+            each[expert] = float("nan")
+    found = path(x, *operands, weights, ids)
+    for each, values in zip(operands, kept, strict=True):
+        for expert, value in zip(idle, values, strict=True):
+            each[expert] = value
     error = float((found - expected).float().norm() / expected.float().norm())
     assert error < 2e-2, f"{num_tokens} tokens: relative error {error:.2e}"
 

@@ -48,12 +48,12 @@ from tokenspeed_core.kernels.installed import installed_ops
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_kernels.triton import precompile
 from tokenspeed_kernels.triton.moe.experts import (
-    Scales,
     new_tiles,
     run_down,
     run_gate_up,
     sort_by_expert,
 )
+from tokenspeed_kernels.triton.moe.scales import Scales
 from tokenspeed_kernels.triton.moe.tilings import Gemm, Tiling, Tilings, tiling_for
 from tokenspeed_kernels.triton.moe.tuned import tuned_tilings
 from tokenspeed_kernels.triton.quantize.fp8_per_group import GROUP, quantize_fp8_groups

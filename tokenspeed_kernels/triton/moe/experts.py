@@ -6,7 +6,6 @@ The kernels are in `kernel` and `gemm_kernel`, those for few tokens in `few_toke
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,6 +17,7 @@ from tokenspeed_core.api import Problem
 from tokenspeed_kernels.triton import precompile
 from tokenspeed_kernels.triton.moe import gemm_kernel, kernel
 from tokenspeed_kernels.triton.moe.few_tokens import FewTokens
+from tokenspeed_kernels.triton.moe.scales import Scales
 from tokenspeed_kernels.triton.moe.tilings import (
     Gemm,
     Tiling,
@@ -33,19 +33,6 @@ Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 SMALL_SORT = 4096  # one program groups up to this many token-expert pairs
 CURSOR_STRIDE = 32  # integers from one expert's counter to the next one's, 128 bytes
 SMALLEST_SORT = 512  # for up to this many, with few warps
-
-
-@dataclass(frozen=True, slots=True)
-class Scales:
-    """The scales of a GEMM's 8-bit inputs and weight, float32, and the dtype of its result.
-
-    `kind` is "channel" or "block" (see `gemm_kernel`).
-    """
-
-    kind: str
-    inputs: Tensor
-    weight: Tensor
-    dtype: torch.dtype
 
 
 def moe_route(problem: Problem) -> Route:
@@ -108,7 +95,8 @@ def moe_experts(problem: Problem) -> Experts:
         if num_pairs == 0:
             return torch.empty((x.shape[0], size), dtype=x.dtype, device=x.device)
         if num_pairs <= few_tokens.max_pairs:
-            return few_tokens(x, gate_up, down, weights, ids)
+            hidden = few_tokens.run_gate_up(x, gate_up, ids)
+            return few_tokens.run_down(hidden, down, weights, ids)
         tiling = tiling_for(num_pairs / num_experts, tilings)
         pdl = has_pdl and num_pairs <= SMALL_SORT  # larger steps do not gain from it
         tiles = new_tiles(ids, num_experts, tiling.block_m)

@@ -18,7 +18,6 @@ from tokenspeed_core.api import Problem
 from tokenspeed_kernels.reference.fp8 import Quantize, QuantizeStatic
 from tokenspeed_kernels.triton import precompile
 from tokenspeed_kernels.triton.moe.experts import (
-    Scales,
     add_up,
     blank_routings,
     new_tiles,
@@ -26,6 +25,8 @@ from tokenspeed_kernels.triton.moe.experts import (
     run_gate_up,
     sort_by_expert,
 )
+from tokenspeed_kernels.triton.moe.few_tokens import FewTokens
+from tokenspeed_kernels.triton.moe.scales import Scales
 from tokenspeed_kernels.triton.moe.tilings import (
     Tiling,
     fitting_tilings,
@@ -156,6 +157,7 @@ class _Experts:
 
     def __init__(self, problem: Problem, tuned: str, kind: str) -> None:
         self._problem, self._kind = problem, kind
+        self._few_tokens = FewTokens(problem, kind)
         self._tilings = fitting_tilings(tuned_tilings(tuned, Tiling.of), itemsize=1)
         self._num_experts, self._top_k = problem["num_experts"], problem["top_k"]
         self.size, self.inner = problem["hidden_size"], problem["intermediate_size"]
@@ -174,17 +176,22 @@ class _Experts:
         num_pairs, num_experts = ids.numel(), self._num_experts
         if num_pairs == 0:
             return torch.empty((x.shape[0], self.size), dtype=x.dtype, device=x.device)
+        codes, scale, quantize = gate_up
+        inputs, input_scale = quantize(x)
+        up_scales = Scales(self._kind, input_scale, scale, x.dtype)
+        down_codes, down_scale, quantize_hidden = down
+        if num_pairs <= self._few_tokens.max_pairs:
+            hidden = self._few_tokens.run_gate_up(inputs, codes, ids, up_scales)
+            inputs, input_scale = quantize_hidden(hidden)
+            down_scales = Scales(self._kind, input_scale, down_scale, x.dtype)
+            return self._few_tokens.run_down(inputs, down_codes, weights, ids, down_scales)
         tiling = tiling_for(num_pairs / num_experts, self._tilings)
         tiles = new_tiles(ids, num_experts, tiling.block_m)
         pairs, _ = sort_by_expert(ids, num_experts, tiles, tiling.block_m)
-        codes, scale, quantize = gate_up
-        inputs, input_scale = quantize(x)
-        scales = Scales(self._kind, input_scale, scale, x.dtype)
-        hidden = run_gate_up(tiling, inputs, codes, pairs, tiles, self._top_k, scales=scales)
-        codes, scale, quantize = down
-        inputs, input_scale = quantize(hidden)
-        scales = Scales(self._kind, input_scale, scale, x.dtype)
-        scaled = run_down(tiling, inputs, codes, pairs, tiles, weights, scales=scales)
+        hidden = run_gate_up(tiling, inputs, codes, pairs, tiles, self._top_k, scales=up_scales)
+        inputs, input_scale = quantize_hidden(hidden)
+        down_scales = Scales(self._kind, input_scale, down_scale, x.dtype)
+        scaled = run_down(tiling, inputs, down_codes, pairs, tiles, weights, scales=down_scales)
         return add_up(scaled, ids, num_experts)
 
     def precompile(
@@ -209,6 +216,7 @@ class _Experts:
             scales(num_experts, *down_scale),
         )
         bounds = [bound for bound, _ in self._tilings[:-1]]
-        for num_tokens, *routing in blank_routings(self._problem, bounds):
+        next_few = self._few_tokens.max_pairs // self._top_k + 1
+        for num_tokens, *routing in blank_routings(self._problem, bounds, next_few):
             x = precompile.blank(self._problem["dtype"], num_tokens, size)
             precompile.compile_for(experts, x, *weights, *routing)
