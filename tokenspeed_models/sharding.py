@@ -55,11 +55,11 @@ Sharding = Replicated | Sharded | Partial
 class ShardingSpec:
     """The sharding of a module's input and output.
 
-    `size` counts the output's values of a token on all processes. `bind` receives the kernel of the collective that the
-    output needs, if it needs one. `dtype` is that of the output, None for the model's. A module that
-    `takes_all_tokens` shares its weights with processes that have other tokens, and computes the tokens of all. One with
+    `size` counts the output's values of a token on all processes. `bind` receives the kernel of each collective that the
+    output needs, in order. `dtype` is that of the output, None for the model's. A module that
+    `takes_all_tokens` shares its weights with engines that have other tokens, and computes the tokens of all. One with
     a `routed_share` receives only the tokens that are routed to its weights, and returns their results; each token goes
-    to this share of the processes on average.
+    to this share of the engines on average.
 
     An output that `is_added` is added to the residual stream, before anything else reads it. `fuse` receives the
     kernels that add up such outputs of all processes, for a norm that can use them; it replaces `bind` of the module
@@ -107,33 +107,51 @@ def compile_sharding(build: BuildContext, specs: Iterable[ShardingSpec]) -> None
     for source, target in pairwise(specs):
         where = f"{source.module} -> {target.module}"
         output, needed = _effective(build, source.output), _effective(build, target.input)
-        found = _collective_of_tokens(build, source, target, output, needed, where)
+        found = _collectives_of_tokens(build, source, target, output, needed, where)
         if found is None:
-            found = _collective(output, needed, where)
-        if found is None:
-            continue
-        op, group = found
-        if source.bind is None:
-            raise ValueError(f"{where}: the layer that calls {source.module} cannot execute {op}")
-        collective = Collective(
-            op,
-            group,
-            source.size,
-            source.dtype or str(build.dtype).removeprefix("torch."),
-            source.module,
-            target.module,
-            _reason(source, target, output, needed, op),
-            1.0 if target.routed_share is None else target.routed_share,
-            fused_op=target.fused_op,
-        )
-        if op == "all_reduce" and source.is_added and target.fuse is not None:
-            fused = build.fused_comm(collective)
-            if fused is not None:
-                target.fuse(build, fused)
-                if fused.overlap is not None and source.send_parts is not None:
-                    source.send_parts(fused)
-                continue
-        source.bind(build.comm(collective))
+            found = _collectives(output, needed, where)
+        if found and source.bind is None:
+            raise ValueError(
+                f"{where}: the layer that calls {source.module} cannot execute {found[0][0]}"
+            )
+        for op, group in found:
+            collective = Collective(
+                op,
+                group,
+                source.size,
+                source.dtype or str(build.dtype).removeprefix("torch."),
+                source.module,
+                target.module,
+                _reason(source, target, output, needed, op),
+                1.0 if target.routed_share is None else target.routed_share,
+                fused_op=target.fused_op,
+            )
+            if not _fuse(build, source, target, collective, is_alone=len(found) == 1):
+                assert source.bind is not None, "checked above"
+                source.bind(build.comm(collective))
+
+
+def _fuse(
+    build: BuildContext,
+    source: ShardingSpec,
+    target: ShardingSpec,
+    collective: Collective,
+    *,
+    is_alone: bool,
+) -> bool:
+    """Let the next norm take over an all-reduce between two modules, if it can. Return whether it does.
+
+    If no other collective comes before it (`is_alone`), the module before may send its output in parts.
+    """
+    if collective.op != "all_reduce" or not source.is_added or target.fuse is None:
+        return False
+    fused = build.fused_comm(collective)
+    if fused is None:
+        return False
+    target.fuse(build, fused)
+    if fused.overlap is not None and source.send_parts is not None and is_alone:
+        source.send_parts(fused)
+    return True
 
 
 def _reason(
@@ -153,33 +171,34 @@ def _reason(
     return f"the output of {source.module} is {output}, and {target.module} needs it {needed}"
 
 
-def _collective_of_tokens(
+def _collectives_of_tokens(
     build: BuildContext,
     source: ShardingSpec,
     target: ShardingSpec,
     output: Sharding,
     needed: Sharding,
     where: str,
-) -> tuple[str, str] | None:
-    """Return the op between a process's own tokens and those of all, and its group; None if neither changes."""
-    data = build.group("data")
+) -> list[tuple[str, str]] | None:
+    """Return the ops between an engine's own tokens and those of all, with their groups; None if neither changes."""
+    data, engine = build.group("data"), build.group("engine")
     if target.routed_share is not None:
         if data.size == 1 or build.group("experts").ranks != data.ranks:
             raise ValueError(
                 f"{where}: tokens are routed only between engines that share whole experts; set --data-parallel-size with "
-                "--enable-expert-parallel and --moe-tp-size 1, or choose another --all2all-backend"
+                f"--enable-expert-parallel and --moe-tp-size {engine.size}, or choose another --all2all-backend"
             )
-        return "exchange_tokens", data.name
+        return [("exchange_tokens", data.name)]
     if data.size == 1 or source.takes_all_tokens == target.takes_all_tokens:
         return None
     if target.takes_all_tokens and output == needed == Replicated():
-        return "all_gather_tokens", data.name
+        return [("all_gather_tokens", data.name)]
     if source.takes_all_tokens and needed == Replicated():
         match output:
-            case Partial((group,)) if build.group(group).ranks == data.ranks:
-                return "reduce_scatter_tokens", data.name
+            case Partial((group,)) if build.group(group).ranks == build.group("world").ranks:
+                found = [("reduce_scatter_tokens", data.name)]
+                return found if engine.size == 1 else [*found, ("all_reduce", engine.name)]
     raise ValueError(
-        f"{where}: no collective between {output} and {needed} for processes with their own tokens"
+        f"{where}: no collective between {output} and {needed} for engines with their own tokens"
     )
 
 
@@ -196,13 +215,13 @@ def _effective(build: BuildContext, sharding: Sharding) -> Sharding:
     return sharding
 
 
-def _collective(output: Sharding, needed: Sharding, where: str) -> tuple[str, str] | None:
-    """Return the op that converts one sharding into another and its group, None if they are equal."""
+def _collectives(output: Sharding, needed: Sharding, where: str) -> list[tuple[str, str]]:
+    """Return the op that converts one sharding into another and its group; none if they are equal."""
     if output == needed:
-        return None
+        return []
     match output, needed:
         case (Partial((group,)), Replicated()):
-            return "all_reduce", group
+            return [("all_reduce", group)]
         case (Sharded(_, group), Replicated()):
-            return "all_gather", group
+            return [("all_gather", group)]
     raise ValueError(f"{where}: no collective converts {output} to {needed}")

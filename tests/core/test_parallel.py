@@ -26,9 +26,31 @@ def test_part_of_the_model_may_be_replicated() -> None:
     assert layout.group("experts").ranks == (0, 1)
 
 
+def test_engines_of_several_processes_share_experts_only() -> None:
+    layout = ParallelLayout.of(3, attn=2, experts=4, data=2)
+    ranks = {name: layout.group(name).ranks for name in layout.groups}
+    assert ranks == {
+        "attn": (2, 3),
+        "dense": (3,),
+        "moe": (3,),
+        "experts": (0, 1, 2, 3),
+        "data": (1, 3),
+        "engine": (2, 3),
+        "world": (0, 1, 2, 3),
+    }
+    assert layout.group("data").rank == 1
+
+
 @pytest.mark.parametrize(
     ("sizes", "named"),
-    [({"attn": 4, "dense": 2}, "dense"), ({"attn": 4, "moe": 2}, "moe"), ({"attn": 0}, "one")],
+    [
+        ({"attn": 4, "dense": 2}, "dense"),
+        ({"attn": 4, "moe": 2}, "moe"),
+        ({"attn": 0}, "one"),
+        ({"experts": 3, "data": 2}, "2 engines"),
+        ({"attn": 2, "experts": 2, "data": 2}, "moe x experts"),
+        ({"attn": 4, "experts": 4, "data": 2}, "moe x experts"),
+    ],
 )
 def test_unequal_groups_are_refused(sizes: dict[str, int], named: str) -> None:
     with pytest.raises(ValueError, match=named):

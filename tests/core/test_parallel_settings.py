@@ -160,6 +160,7 @@ def test_engines_that_share_experts_are_one_group() -> None:
         "moe": (2, 3),
         "experts": (1, 3),
         "data": everyone,
+        "engine": (3,),
         "world": everyone,
     }
     apart = Config.from_keywords(data_parallel_size=4).parallel_sizes()

@@ -35,6 +35,7 @@ PARALLEL = {
     "tp2+ep2": Sizes(attn=2, dense=2, experts=2),
     "tp4+ep2": Sizes(attn=4, dense=4, moe=2, experts=2),
     "dp2+ep2": Sizes(experts=2, data=2),
+    "dp2xtp2+ep4": Sizes(attn=2, dense=2, experts=4, data=2),
 }
 TABLE = [
     (family, name)
@@ -43,7 +44,11 @@ TABLE = [
     if family in EXPERTS or "ep" not in name
 ]
 # Of two processes that divide all layers, `test_fused_all_reduces_give_the_logits_of_one_process` runs each family.
-IN_RELEASE = ("tp2", "tp2+ep2")
+IN_RELEASE = {(family, name) for family, name in TABLE if name in ("tp2", "tp2+ep2")}
+# Of the layout with most groups, two families run by default.
+IN_RELEASE |= {
+    (family, "dp2xtp2+ep4") for family in EXPERTS if family not in ("Qwen3Moe", "DeepseekV3")
+}
 
 
 @cache
@@ -62,8 +67,8 @@ def config_of(family: str, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("family", "parallelism"),
     [
-        pytest.param(family, name, marks=pytest.mark.release if name in IN_RELEASE else ())
-        for family, name in TABLE
+        pytest.param(*case, marks=pytest.mark.release if case in IN_RELEASE else ())
+        for case in TABLE
     ],
 )
 def test_several_processes_compute_the_logits_of_one(
@@ -116,7 +121,7 @@ def test_outputs_that_are_sent_in_parts_give_the_logits_of_one_process(
             assert num_sent >= num_expected if limit == 7 else num_sent == 0
 
 
-@pytest.mark.parametrize("parallelism", ["tp4", "tp4+ep2"])
+@pytest.mark.parametrize("parallelism", ["tp4", "tp4+ep2", "dp2xtp2+ep4"])
 def test_four_processes_fuse_all_reduces(parallelism: str, pool: ProcessPool) -> None:
     load, config = specs()["Qwen3MoeForCausalLM"].load, config_of("Qwen3Moe")
     for num_fused, (sharded, whole) in pool.run(fused_logits, PARALLEL[parallelism], load, config):
@@ -125,9 +130,19 @@ def test_four_processes_fuse_all_reduces(parallelism: str, pool: ProcessPool) ->
 
 
 @pytest.mark.parametrize("family", EXPERTS)
-def test_routed_tokens_give_the_logits_of_one_process(family: str, pool: ProcessPool) -> None:
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        Sizes(experts=2, data=2),
+        pytest.param(Sizes(attn=2, dense=2, moe=2, experts=2, data=2), marks=pytest.mark.release),
+    ],
+    ids=str,
+)
+def test_routed_tokens_give_the_logits_of_one_process(
+    family: str, sizes: Sizes, pool: ProcessPool
+) -> None:
     load = specs()[f"{family}ForCausalLM"].load
-    for routed, whole in pool.run(routed_logits, PARALLEL["dp2+ep2"], load, config_of(family)):
+    for routed, whole in pool.run(routed_logits, sizes, load, config_of(family)):
         torch.testing.assert_close(routed, whole, rtol=1e-4, atol=1e-4 * float(whole.abs().max()))
 
 

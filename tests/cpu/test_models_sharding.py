@@ -128,6 +128,28 @@ def test_experts_get_the_tokens_of_all_processes() -> None:
     assert {each.group for each in build.collectives} == {"data"}
 
 
+def test_engines_of_several_processes_reduce_their_own_tokens_last() -> None:
+    build = PlanningBuild(attn=2, dense=2, experts=4, data=2)
+    Qwen3MoeForCausalLM({**SMALL, "num_experts": 8}, build)
+    layers = [
+        (f"layers.{layer}.{source}", op, group)
+        for layer in range(2)
+        for source, op, group in (
+            ("attention.out", "all_reduce", "attn"),
+            ("post_norm", "all_gather_tokens", "data"),
+            ("mlp.experts", "reduce_scatter_tokens", "data"),
+            ("mlp.experts", "all_reduce", "engine"),
+        )
+    ]
+    found = [(each.source, each.op, each.group) for each in build.collectives]
+    assert found == [
+        ("embedding", "all_reduce", "attn"),
+        *layers,
+        ("head", "all_gather", "attn"),
+    ]
+    assert build.fusible == [source for source, op, _ in layers if op == "all_reduce"]
+
+
 def test_routed_tokens_send_fewer_bytes_than_all_tokens() -> None:
     sent = []
     for routes_tokens in (False, True):
@@ -145,11 +167,29 @@ def test_routed_tokens_send_fewer_bytes_than_all_tokens() -> None:
     assert sent == [2 * 2 * 7 * row, 2 * round(2 * 7 * row * share)]
 
 
-def test_divided_experts_cannot_have_routed_tokens() -> None:
-    build = PlanningBuild(moe=2, experts=2, data=4)
+@pytest.mark.parametrize(
+    ("sizes", "moe_tp_size"),
+    [({"moe": 2, "experts": 2, "data": 4}, 1), ({"attn": 2, "experts": 4, "data": 2}, 2)],
+)
+def test_tokens_are_routed_only_to_engines_with_whole_experts(
+    sizes: dict[str, int], moe_tp_size: int
+) -> None:
+    build = PlanningBuild(**sizes)
     build.routes_tokens = True
-    with pytest.raises(ValueError, match="--moe-tp-size"):
-        Qwen3MoeForCausalLM(SMALL, build)
+    with pytest.raises(ValueError, match=f"--moe-tp-size {moe_tp_size},"):
+        Qwen3MoeForCausalLM({**SMALL, "num_experts": 8}, build)
+
+
+def test_processes_of_an_engine_add_up_their_features_of_routed_tokens() -> None:
+    build = PlanningBuild(attn=2, moe=2, experts=2, data=2)
+    build.routes_tokens = True
+    Qwen3MoeForCausalLM(SMALL, build)
+    found = [(each.op, each.group) for each in build.collectives]
+    assert found[1:4] == [
+        ("all_reduce", "attn"),
+        ("exchange_tokens", "data"),
+        ("all_reduce", "moe"),
+    ]
 
 
 def test_a_norm_that_cannot_gather_tokens_is_refused() -> None:

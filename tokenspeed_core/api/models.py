@@ -195,7 +195,7 @@ class BuildContext(Protocol):
     """The context of a model's constructor: its device and dtype, its quantization, and access to kernels.
 
     `max_model_len` is the engine's longest sequence, in tokens. With an `expert_balance`, layers let the engine move
-    their experts. If it `routes_tokens`, data-parallel processes send each token only to the processes of its experts
+    their experts. If it `routes_tokens`, engines that share experts send each token only to the engines of its experts
     (`exchange_tokens`). Otherwise every process gets all tokens, and `token_counts` says which are padding.
     """
 

@@ -13,8 +13,9 @@ class ProcessGroup:
     """Processes that share a part of the model, and this process's place among them.
 
     `name` is "attn" (attention heads, and the vocabulary of the embedding and the output head), "dense" (features of
-    MLPs), "moe" (features of each expert), "experts" (whole experts), "data" (data-parallel processes, each with its own
-    tokens) or "world" (all processes). `str(group)` is its size and the user's flags, for messages.
+    MLPs), "moe" (features of each expert), "experts" (whole experts), "data" (one process of each engine that shares
+    experts; each has its engine's tokens), "engine" (all processes of an engine, which have the same tokens) or "world"
+    (all processes). `str(group)` is its size and the user's flags, for messages.
     """
 
     name: str
@@ -60,36 +61,42 @@ class ParallelLayout:
     ) -> ParallelLayout:
         """Return the layout of process `rank` for the sizes of the groups.
 
-        The world has as many processes as the largest group, where "moe" and "experts" count as one group of their
-        product. Each of the four is the world or a single process. Processes of a "moe" group have consecutive ranks.
-        Data-parallel processes ("data") share experts only. Raises ValueError for other sizes, and for a rank outside
-        the world.
+        `data` engines share experts and nothing else. Each engine has as many processes as the largest of its groups, in
+        which "moe" and "experts" of all engines count as one group of their product. "attn" and "dense" are an engine or a
+        single process; "moe" and "experts" together are the world or, in one engine, a single process. The processes of
+        an engine, and those of a "moe" group, have consecutive ranks. Raises ValueError for other sizes, and for a rank
+        outside the world.
         """
-        sizes = {"attn": attn, "dense": dense, "moe x experts": moe * experts, "data": data}
-        world_size = max(sizes.values())
         if min(attn, dense, moe, experts, data) < 1:
             raise ValueError("process groups need at least one process each")
-        for name, size in sizes.items():
-            if size not in (1, world_size):
-                raise ValueError(
-                    f"process group {name} has {size} processes and the engine has {world_size}. A group needs all "
-                    "processes or one. Choose equal sizes."
-                )
-        if data > 1 and (attn, dense, moe * experts) != (1, 1, data):
+        if moe * experts % data:
             raise ValueError(
-                f"{data} data-parallel processes must share all experts and nothing else: expected MoE TP x EP {data}, "
-                f"attention TP 1 and dense TP 1; found {moe * experts}, {attn} and {dense}"
+                f"{data} engines cannot share experts that are divided among {moe * experts} processes. Choose a multiple "
+                "of the number of engines."
             )
+        sizes = {"attn": attn, "dense": dense, "moe x experts": moe * experts // data}
+        engine_size = max(sizes.values())
+        for name, size in sizes.items():
+            is_shared = data > 1 and name == "moe x experts"
+            if size != engine_size and (size > 1 or is_shared):
+                raise ValueError(
+                    f"process group {name} has {size} processes per engine and an engine has {engine_size}. A group needs "
+                    f"all processes{'' if is_shared else ' or one'}. Choose equal sizes."
+                )
+        world_size = engine_size * data
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not one of {world_size} processes")
         world = tuple(range(world_size))
+        first, place = rank - rank % engine_size, rank % engine_size
+        engine = world[first : first + engine_size]
         first, offset = rank - rank % moe, rank % moe
         members = {
-            "attn": world if attn > 1 else (rank,),
-            "dense": world if dense > 1 else (rank,),
+            "attn": engine if attn > 1 else (rank,),
+            "dense": engine if dense > 1 else (rank,),
             "moe": world[first : first + moe],
             "experts": world[offset::moe] if experts > 1 else (rank,),
-            "data": world if data > 1 else (rank,),
+            "data": world[place::engine_size] if data > 1 else (rank,),
+            "engine": engine,
             "world": world,
         }
         groups = {
@@ -105,7 +112,7 @@ ONE_PROCESS = ParallelLayout.of(0)
 class TokenCounts:
     """How many tokens each process of the group "data" has in the current step, in the order of their ranks.
 
-    `padding` is a bool tensor [tokens of all processes], True for padding tokens, which experts skip. None: unknown.
+    `padding` is a bool tensor [tokens of all these processes], True for padding tokens, which experts skip. None: unknown.
     """
 
     __slots__ = ("_counts", "_num_processes", "padding")

@@ -56,13 +56,10 @@ def init(layout: ParallelLayout, address: str, device: torch.device) -> Mapping[
         timeout=_TIMEOUT,
         device_id=None if device.type == "cpu" else device,
     )
-    found: dict[str, CommGroup] = {}
-    for name, group in layout.groups.items():
-        # torch.distributed requires that every process creates every group.
-        made = {ranks: _group(ranks, layout.world_size) for ranks in _partition(layout, name)}
-        if group.size > 1:
-            found[name] = made[group.ranks]
-    return found
+    # torch.distributed requires that every process creates every group. Groups of the same processes share one.
+    everyone = [ranks for name in layout.groups for ranks in _partition(layout, name)]
+    made = {ranks: _group(ranks, layout.world_size) for ranks in dict.fromkeys(everyone)}
+    return {name: made[group.ranks] for name, group in layout.groups.items() if group.size > 1}
 
 
 def on_abort(stop_waiting: Callable[[], None]) -> None:

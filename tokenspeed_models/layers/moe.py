@@ -98,17 +98,15 @@ class Router:
 class SharedExperts:
     """A gated MLP that every token uses. With `is_gated` its output is multiplied by the sigmoid of a linear layer.
 
-    All processes that share the layer's experts share its features, unless each has its own tokens here.
+    All processes that share the layer's experts share its features. If tokens are routed, those with the same tokens do.
     """
 
     def __init__(
         self, build: BuildContext, hidden_size: int, intermediate_size: int, *, is_gated: bool
     ) -> None:
         module = ModuleBuild(build, "shared_experts")
-        is_shared = build.group("moe").size * build.group("experts").size > 1
+        is_shared = build.group("experts").size > 1 and not build.routes_tokens
         group = "world" if is_shared else "moe"
-        if build.routes_tokens:
-            group = "attn"  # one process
         columns, rows = Shard(0, group), Shard(1, group)
         self.gate_up = Linear(
             module,
@@ -225,7 +223,7 @@ class MoE:
         )
         self._top_k, self._routes_tokens = config.routing.top_k, build.routes_tokens
         self._num_processes = build.group("experts").size
-        # Takes the arguments of `Experts`. If tokens are routed, the result has the terms of all processes.
+        # Takes the arguments of `Experts`. If tokens are routed, the result has the terms of all engines.
         self.run_experts: Callable[..., torch.Tensor] = self.experts
 
     def __call__(
@@ -273,7 +271,7 @@ class MoE:
         yield from self.experts.slots(prefix)
 
     def sharding(self, prefix: str) -> Iterator[ShardingSpec]:
-        """Routing is replicated; the experts' output is a partial sum, or complete for the tokens of this process."""
+        """Routing is replicated; the experts' output is a partial sum, over fewer processes if tokens are routed."""
         if not self._routes_tokens:
             yield from expert_sharding(prefix, self.experts.num_experts, self.experts.hidden_size)
             return
@@ -290,7 +288,7 @@ class MoE:
         size, whole = self.experts.hidden_size, Replicated()
         share = routed_share(self.experts.num_experts, self._num_processes, self._top_k)
         yield ShardingSpec(f"{prefix}gate", whole, whole, size, bind)
-        yield ShardingSpec(f"{prefix}experts", whole, whole, size, routed_share=share)
+        yield ShardingSpec(f"{prefix}experts", whole, Partial(("moe",)), size, routed_share=share)
 
 
 def routed_share(num_experts: int, num_processes: int, top_k: int) -> float:
