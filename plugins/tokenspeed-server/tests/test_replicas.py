@@ -155,7 +155,7 @@ def test_replica_that_cannot_start_ends_the_server(tmp_path: Path) -> None:
     engine = {"fails": "no memory"}
     with running(tmp_path, engine=engine, num_engines=2, waits=False) as server:
         assert server.process.wait(60) == 1
-        assert "the engine could not start: no memory" in server.complaints()
+        assert "the engine could not start: engine 0 of 2: no memory" in server.complaints()
 
 
 def engine_pids(server: Running) -> set[int]:

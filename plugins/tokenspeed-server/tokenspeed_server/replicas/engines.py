@@ -209,7 +209,8 @@ class EngineReplicas:
     def _note_death(self, replica: int, future: asyncio.Future[str]) -> None:
         is_last = all(client.state is State.DEAD for client in self.clients)
         if not self.dead.done() and (is_last or not self.ready.done()):
-            self.dead.set_result(future.result())
+            reason, is_one = future.result(), len(self.clients) == 1
+            self.dead.set_result(reason if is_one else f"{self.name_of(replica)}: {reason}")
 
 
 class PrefillSink:
