@@ -39,6 +39,7 @@ class Resolved:
     parallel: ParallelLayout = ONE_PROCESS
     executor: tuple[Entry, ExecutorSpec] | None = None  # None: the built-in one
     drafter: DrafterChoice | None = None  # None: no speculative decoding
+    replica: int = 0  # the number of this engine among those of --data-parallel-size
 
     @property
     def draft_model(self) -> DraftModelInfo | None:

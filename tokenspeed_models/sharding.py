@@ -158,14 +158,12 @@ def _reason(
     source: ShardingSpec, target: ShardingSpec, output: Sharding, needed: Sharding, op: str
 ) -> str:
     if op == "all_gather_tokens":
-        return f"{target.module} needs the tokens of all processes after {source.module}"
+        return f"{target.module} needs the tokens of all engines after {source.module}"
     if op == "exchange_tokens":
-        return (
-            f"{target.module} needs the tokens of all processes that {source.module} routes to it"
-        )
+        return f"{target.module} needs the tokens of all engines that {source.module} routes to it"
     if op == "reduce_scatter_tokens":
         return (
-            f"the output of {source.module} is {output} for the tokens of all processes, and {target.module} needs "
+            f"the output of {source.module} is {output} for the tokens of all engines, and {target.module} needs "
             "its own"
         )
     return f"the output of {source.module} is {output}, and {target.module} needs it {needed}"

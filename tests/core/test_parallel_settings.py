@@ -10,6 +10,8 @@ from tokenspeed_core.config import Config
 from tokenspeed_core.config.sources import load
 from tokenspeed_core.errors import ConfigError
 
+SHARED = {"data_parallel_size": 2, "enable_expert_parallel": True}
+
 
 def sizes(**keywords: Any) -> tuple[int, ...]:
     found = Config.from_keywords(**keywords).parallel_sizes()
@@ -27,6 +29,11 @@ def sizes(**keywords: Any) -> tuple[int, ...]:
         ({"tp": 4, "moe_tp_size": 2, "expert_parallel_size": 2}, (4, 4, 2, 2, 4)),
         ({"world_size": 2, "attn_tp_size": 1}, (1, 2, 2, 1, 2)),
         ({"nprocs_per_node": 2, "nnodes": 2, "dist_init_addr": "a:1"}, (4, 4, 4, 1, 4)),
+        ({**SHARED, "tp": 2}, (2, 2, 1, 4, 2)),
+        ({**SHARED, "tp": 2, "attn_tp_size": 1}, (1, 2, 1, 4, 2)),
+        ({**SHARED, "tp": 4, "moe_tp_size": 4, "ep_size": 2}, (4, 4, 4, 2, 4)),
+        ({**SHARED, "world_size": 4}, (4, 4, 1, 8, 4)),
+        ({"data_parallel_size": 2, "tp": 2, "ep_size": 2}, (2, 2, 1, 2, 2)),
     ],
 )
 def test_missing_sizes_are_derived(keywords: dict[str, Any], expected: tuple[int, ...]) -> None:
@@ -64,22 +71,16 @@ def test_missing_sizes_are_derived(keywords: dict[str, Any], expected: tuple[int
         ({"distributed_executor_backend": "ray"}, ["--tensor-parallel-size"]),
         ({"distributed_executor_backend": "ray", "tp": 2, "node_rank": 1, "nnodes": 2}, ["ray"]),
         ({"tp": 0}, ["tensor_parallel_size"]),
+        ({**SHARED, "tp": 2, "ep_size": 2}, ["--expert-parallel-size is 2"]),
+        ({**SHARED, "tp": 2, "moe_tp_size": 3}, ["--moe-tp-size 3", "2 engines", "4 processes"]),
         (
-            {"tp": 2, "data_parallel_size": 2, "enable_expert_parallel": True},
-            ["--tensor-parallel-size", "--expert-parallel-size"],
+            {**SHARED, "attn_tp_size": 4, "dense_tp_size": 2},
+            ["--attn-tp-size 4 --dense-tp-size 2", "dense TP 2"],
         ),
+        ({**SHARED, "nnodes": 2, "dist_init_addr": "a:1"}, ["--nnodes"]),
         (
-            {"data_parallel_size": 4, "enable_expert_parallel": True, "ep_size": 2},
-            ["--moe-tp-size 1", "4 engines"],
-        ),
-        (
-            {
-                "data_parallel_size": 2,
-                "enable_expert_parallel": True,
-                "nnodes": 2,
-                "dist_init_addr": "a:1",
-            },
-            ["--nnodes"],
+            {**SHARED, "tp": 2, "distributed_executor_backend": "ray"},
+            ["--distributed-executor-backend ray"],
         ),
         *(
             (
@@ -90,11 +91,7 @@ def test_missing_sizes_are_derived(keywords: dict[str, Any], expected: tuple[int
         ),
         ({"enable_allreduce_fusion": True}, ["--enable-allreduce-fusion"]),
         (
-            {
-                "data_parallel_size": 2,
-                "enable_expert_parallel": True,
-                "enable_allreduce_fusion": True,
-            },
+            {**SHARED, "enable_allreduce_fusion": True},
             ["--enable-allreduce-fusion"],
         ),
         (
@@ -119,8 +116,12 @@ def test_contradictions_are_refused_in_one_line(keywords: dict[str, Any], names:
         ({"data_parallel_size": 2}, "2 engines of one process each"),
         ({"data_parallel_size": 3, "tp": 2}, "3 engines of 2 processes each: attention TP 2"),
         (
-            {"data_parallel_size": 2, "enable_expert_parallel": True},
+            SHARED,
             "2 engines of one process share the experts: MoE TP 1, EP 2",
+        ),
+        (
+            {**SHARED, "tp": 2},
+            "2 engines of 2 processes share the experts: attention TP 2, dense TP 2, MoE TP 1, EP 4",
         ),
         ({"tp": 4, "nnodes": 2, "dist_init_addr": "a:1"}, "4 processes on 2 nodes: attention TP 4"),
     ],
@@ -135,7 +136,7 @@ def test_engines_and_their_processes_are_described(keywords: dict[str, Any], tex
         ({"tp": 3}, "attn", "3 processes (--tensor-parallel-size 3)"),
         ({"ep_size": 3}, "world", "3 processes (--expert-parallel-size 3)"),
         (
-            {"data_parallel_size": 2, "enable_expert_parallel": True},
+            SHARED,
             "experts",
             "2 processes (--enable-expert-parallel --data-parallel-size 2)",
         ),
@@ -165,6 +166,14 @@ def test_engines_that_share_experts_are_one_group() -> None:
     }
     apart = Config.from_keywords(data_parallel_size=4).parallel_sizes()
     assert (apart.num_sharing, apart.layout(0, replica=3).world_size) == (1, 1)
+
+
+def test_ranks_of_engines_that_share_experts_are_consecutive() -> None:
+    found = Config.from_keywords(**SHARED, tp=2).parallel_sizes()
+    layout = found.layout(1, replica=1)
+    assert (layout.rank, layout.world_size) == (3, 4)
+    assert layout.group("attn").ranks == (2, 3)
+    assert layout.group("data").ranks == (1, 3)
 
 
 def test_short_names_work_in_every_source(tmp_path: Any) -> None:

@@ -11,12 +11,13 @@ import pytest
 import zmq
 
 from tokenspeed_core.api.executors import ExecutorJob, Settings, WorkerExit
-from tokenspeed_core.api.step import LateInputs, StepFailed, StepPlan, StepResult
+from tokenspeed_core.api.step import LateInputs, StepFailed, StepPlan, StepResult, StepSize
 from tokenspeed_core.engine.wire import pack
 from tokenspeed_core.executor import DistributedRunner, Ranks, ranks, worker_process
 from tokenspeed_core.executor.local import LocalExecutor
-from tokenspeed_core.executor.lockstep import empty_plan
+from tokenspeed_core.executor.lockstep import Peers, connect_peers, empty_plan
 from tokenspeed_core.executor.messages import (
+    ChooseStep,
     Close,
     Forward,
     Joined,
@@ -52,6 +53,13 @@ class FakeRunner:
         self.received: list[Sequence[bytes]] = []
         self._receive = receive
 
+    def step_size(self, plan: StepPlan) -> StepSize:
+        return StepSize(plan.num_rows)
+
+    def choose_shared_step(self, sizes: Sequence[StepSize]) -> bool:
+        self._note("choose", len(sizes))
+        return True
+
     def forward(self, plan: StepPlan) -> None:
         self._note("forward", plan.step_id)
 
@@ -74,10 +82,10 @@ class FakeRunner:
 class World:
     """`Ranks` without processes, and the sockets of its other ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, peers: Peers | None = None) -> None:
         self.executor = FakeExecutor()
         self.failures: list[str] = []
-        self.ranks = Ranks(self.executor, NUM_RANKS)
+        self.ranks = Ranks(self.executor, NUM_RANKS, peers)
         self.ranks.start({}, self.failures.append)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._plans = [self._connect(zmq.SUB, "plans") for _ in range(1, NUM_RANKS)]
@@ -155,6 +163,14 @@ def test_all_ranks_get_the_bytes_of_one_encoding(
     assert isinstance(messages[-1], Close)
 
 
+def test_all_ranks_choose_the_step_that_engines_share(world: World) -> None:
+    runner = FakeRunner(world.receive)
+    sizes = [StepSize(3, 2), StepSize(0, 0, 1, 7, is_eager=True, no_shared_prefix=False)]
+    assert DistributedRunner(runner, world.ranks).choose_shared_step(sizes)
+    ((first, second),) = runner.received
+    assert to_worker.unpack(first).sizes == to_worker.unpack(second).sizes == tuple(sizes)
+
+
 def test_rank_executes_the_steps_in_order_and_collects_the_oldest() -> None:
     runner = FakeRunner()
     messages = [
@@ -165,13 +181,15 @@ def test_rank_executes_the_steps_in_order_and_collects_the_oldest() -> None:
 
     class RankZero:
         def __init__(self) -> None:
-            self._messages = iter([*messages, Close()])
+            choice = ChooseStep((StepSize(1), StepSize()))
+            self._messages = iter([choice, *messages, Close()])
 
         def receive(self) -> Any:
             return next(self._messages)
 
     follow(runner, RankZero())  # type: ignore[arg-type]
     assert runner.calls == [
+        ("choose", 2),
         *[("forward", 0), ("sample", 0)],
         *[("forward", 1), ("sample", 1), ("collect", 0)],
         *[("forward", 2), ("sample", 2), ("collect", 1)],
@@ -198,6 +216,33 @@ def test_first_failure_is_reported_once_and_ends_the_steps(world: World) -> None
         distributed.forward(plan(0))
     assert str(failed.value) == reason
     assert world.failures == [reason]
+
+
+def test_failure_of_a_rank_ends_the_other_engines() -> None:
+    first, second = (Peers(fds) for fds in connect_peers(2))
+    world = World(first)
+    world.executor.on_exit(WorkerExit(2, "was killed by SIGKILL", ("its log",)))
+    with pytest.raises(StepFailed, match=rf"engine 0 of 2.* rank 2 of {NUM_RANKS} .*SIGKILL"):
+        second.is_waiting()
+    assert first.failure == world.ranks.failure
+    for each in (world, first, second):
+        each.close()
+
+
+def test_failure_after_the_end_of_an_engine_names_the_engine() -> None:
+    first, second = (Peers(fds) for fds in connect_peers(2))
+    world = World(first)
+    second.fail("rank 1 of 2 was killed by SIGKILL")
+    with pytest.raises(StepFailed):
+        first.is_waiting()
+    world.report(RankFailed(2, "connection closed by peer"))
+    reason = world.ranks.wait_for_failure(SECONDS)
+    assert reason is not None
+    assert "engine 1 of 2" in reason
+    assert "SIGKILL" in reason
+    assert "connection closed" not in reason
+    for each in (world, first, second):
+        each.close()
 
 
 def test_result_is_refused_if_a_rank_ended_during_the_step(world: World) -> None:

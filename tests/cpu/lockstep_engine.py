@@ -1,12 +1,15 @@
-"""An engine that shares experts, in a process of a pool: it serves a schedule of requests and drains."""
+"""An engine that shares experts, in processes of a pool: it serves a schedule of requests and drains."""
 
 from __future__ import annotations
 
+import json
 import os
 import socket
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,7 @@ import zmq
 from host_graphs import capture_decodes
 from process_pool import RankBuild
 
+from tokenspeed_core.api.executors import Settings, WorkerExit
 from tokenspeed_core.api.sampling import SamplingParams
 from tokenspeed_core.api.step import StepSize
 from tokenspeed_core.config.schema import read_keywords
@@ -24,9 +28,11 @@ from tokenspeed_core.engine.inputs import InputProcessor, ModelText
 from tokenspeed_core.engine.messages import Abort, Drain, Outputs, to_api
 from tokenspeed_core.engine.process import EngineLoop
 from tokenspeed_core.engine.wire import pack
+from tokenspeed_core.executor import ranks
 from tokenspeed_core.executor.lockstep import Peers
 from tokenspeed_core.plugins.hooks import Hooks
-from tokenspeed_core.worker import distributed
+from tokenspeed_core.worker import distributed, local
+from tokenspeed_core.worker import process as worker
 from tokenspeed_core.worker.staged import BucketSize
 
 
@@ -41,6 +47,36 @@ class Served:
     captured: list[BucketSize]  # the size of each captured step that ran, in order
     num_tokens: list[list[int]]  # of each engine in each captured step, without padding
     num_routed: list[list[int]]  # the same, as seen by experts, which skip padding
+
+
+class PoolExecutor:
+    """Gives the settings of the other ranks to processes of the pool, which wait for a file."""
+
+    host: str | None = None
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def start(self, settings: Settings, on_exit: Callable[[WorkerExit], None]) -> None:
+        written = self._file.with_suffix(".part")
+        written.write_text(json.dumps(settings))
+        written.rename(self._file)
+
+    def close(self, seconds: float) -> None:
+        """Do nothing: the processes of the pool go on."""
+
+
+def follow(file: Path, rank: int) -> None:
+    """Run a rank with the settings that the `PoolExecutor` of its engine writes to a file."""
+    while not file.exists():
+        time.sleep(0.01)
+    settings = {**json.loads(file.read_text()), "rank": rank, "local_rank": rank}
+    reading, writing = os.pipe()
+    rank_zero = worker.RankZero(settings, reading)
+    worker._run(settings, rank_zero)
+    rank_zero.close()
+    os.close(reading)
+    os.close(writing)
 
 
 class RoutedTokens:
@@ -82,20 +118,41 @@ def serve(
     more: Mapping[str, Any],
     delays: Sequence[int],
     captures: Sequence[int],
-) -> Served:
+    folder: str,
+) -> Served | None:
     """Serve one engine's prompts, each a list of token ids. Its first request is aborted after so many steps.
 
-    `more` are settings that need several engines. An engine gets its prompts after `delays[rank]` steps. With
+    `more` are settings that need several engines. An engine gets its prompts after `delays[engine]` steps. With
     `captures`, steps of these numbers of decodes, with and without prompts, are captured, and two steps are in flight.
+    Rank 0 of an engine returns the result. The other ranks follow it; they meet in the folder.
     """
     rank, num_engines = build.group("data").rank, build.group("data").size
+    place = build.group("engine").rank
     for other, row in enumerate(connections):
-        for each in row if other != rank else ():
+        for each in row if other != rank or place else ():
             if each is not None:
                 each.close()
-    peers = Peers([-1 if each is None else each.detach() for each in connections[rank]])
     distributed.init = lambda layout, address, device: build._handles
     distributed.close = lambda: None
+    patch = pytest.MonkeyPatch()
+    captured: list[BucketSize] = []
+    make = local.build
+
+    def build_and_capture(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal captured
+        runner = make(*arguments, **keywords)
+        captured = capture_decodes(runner, captures, patch, with_prompts=True)
+        return runner
+
+    if captures:
+        patch.setattr(local, "build", build_and_capture)
+    file = Path(folder) / f"engine-{rank}"
+    if place:
+        follow(file, place)
+        patch.undo()
+        return None
+    peers = Peers([-1 if each is None else each.detach() for each in connections[rank]])
+    patch.setattr(ranks, "_make_executor", lambda resolved, job: PoolExecutor(file))
     sharing = {"data_parallel_size": num_engines, "enable_expert_parallel": True, **more}
     config = read_keywords(None, settings).resolved(**sharing)
     catalog = discover(config)
@@ -111,12 +168,10 @@ def serve(
     lockstep = started.lockstep
     assert lockstep is not None
     num_before = lockstep.num_steps
-    runner: Any = lockstep._runner
-    captured: list[BucketSize] = []
-    patch = pytest.MonkeyPatch()
+    runner: Any = lockstep._runner if started.ranks is None else lockstep._runner._runner
     routed = RoutedTokens(runner, patch)
     if captures:
-        captured = capture_decodes(runner, captures, patch, with_prompts=True)
+        captured.clear()  # without the warm-up
         started.engine._depth = 2
         if started.engine.scheduler.drafts is not None:
             depth: Any = started.engine.scheduler.drafts._depth
@@ -141,7 +196,16 @@ def serve(
         submit()
 
     reading, writing = os.pipe()
-    EngineLoop(started.engine, started.ready, [theirs], reading, publish, lockstep=lockstep).run()
+    loop = EngineLoop(
+        started.engine,
+        started.ready,
+        [theirs],
+        reading,
+        publish,
+        ranks=started.ranks,
+        lockstep=lockstep,
+    )
+    loop.run()
     patch.undo()
     num_all = lockstep.num_steps - num_before
     assert not started.engine.has_work

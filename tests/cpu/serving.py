@@ -80,6 +80,12 @@ def engine_of(pid: int) -> psutil.Process:
     return next(child for child in children if "tokenspeed_core.engine.process" in child.cmdline())
 
 
+def ranks_of(engine: psutil.Process) -> list[psutil.Process]:
+    """Return the processes of an engine's ranks, without rank 0."""
+    children = engine.children(recursive=True)
+    return [child for child in children if "tokenspeed_core.worker.process" in child.cmdline()]
+
+
 def wait_for_work(engine: psutil.Process) -> None:
     """Wait until an idle engine has a request, by its CPU time."""
     before = sum(engine.cpu_times()[:2])

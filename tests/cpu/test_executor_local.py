@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 import torch
-from serving import Background, has_ended, served, wait_until
+from serving import Background, has_ended, ranks_of, served, wait_until
 
 from tokenspeed_core import LLM, AsyncLLM, RequestOutput, SamplingParams
 from tokenspeed_core.api import FUSED_OP
@@ -33,13 +33,7 @@ from tokenspeed_core.worker.platform import check_num_devices
 pytestmark = pytest.mark.slow
 
 SMALL: dict[str, Any] = {"device": "cpu", "kv_cache_memory": "8MB", "max_num_seqs": 8}
-WORKER = "tokenspeed_core.worker.process"
 PROMPTS = ["What is 23 + 45?", "Say hello.", "Count to five."]
-
-
-def ranks_of(process: psutil.Process) -> list[psutil.Process]:
-    """Return the processes of an engine's ranks, without rank 0."""
-    return [child for child in process.children(recursive=True) if WORKER in child.cmdline()]
 
 
 def tokens(outputs: list[RequestOutput]) -> list[list[int]]:

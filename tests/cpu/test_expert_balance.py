@@ -66,16 +66,17 @@ def test_sum_of_all_processes_is_the_same_after_moves(
 
 
 @pytest.mark.parametrize(
-    ("num_redundant", "backend"),
+    ("num_redundant", "backend", "tp"),
     [
-        (4, "torch"),
-        (0, "alltoall"),
-        pytest.param(0, "torch", marks=pytest.mark.release),
-        pytest.param(4, "alltoall", marks=pytest.mark.release),
+        (4, "torch", 1),
+        (0, "alltoall", 1),
+        pytest.param(0, "torch", 1, marks=pytest.mark.release),
+        pytest.param(4, "alltoall", 1, marks=pytest.mark.release),
+        pytest.param(4, "torch", 2, marks=pytest.mark.release),
     ],
 )
 def test_engines_generate_the_tokens_of_one_process_while_experts_move(
-    pool: ProcessPool, num_redundant: int, backend: str
+    pool: ProcessPool, num_redundant: int, backend: str, tp: int
 ) -> None:
     settings = {
         "all2all_backend": (backend,),
@@ -83,7 +84,7 @@ def test_engines_generate_the_tokens_of_one_process_while_experts_move(
         "num_redundant_experts": num_redundant,
         "eplb_interval": INTERVAL,
     }
-    first, second = together(pool, "demo-deepseek", UNEVEN, **settings)
+    first, second = together(pool, "demo-deepseek", UNEVEN, tp=tp, **settings)
     assert [tokens(first), tokens(second)] == alone("demo-deepseek", UNEVEN)
     assert first.num_moves == second.num_moves > 0
 

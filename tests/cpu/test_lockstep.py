@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,15 +13,16 @@ from typing import Any
 import pytest
 from lockstep_engine import Served, serve
 from process_pool import ProcessPool, Sizes
+from serving import wait_until
 from tiny_families import save_reference
 
 from tokenspeed_core import LLM, SamplingParams
 from tokenspeed_core.api import PlatformInfo
-from tokenspeed_core.api.step import StepFailed, StepSize
+from tokenspeed_core.api.step import StepFailed, StepPlan, StepSize
 from tokenspeed_core.config.schema import read_keywords
 from tokenspeed_core.engine.factory import discover, resolve
 from tokenspeed_core.errors import ConfigError, SelectionError
-from tokenspeed_core.executor.lockstep import Peers, connect_peers
+from tokenspeed_core.executor.lockstep import LockstepRunner, Peers, connect_peers, empty_plan
 from tokenspeed_core.kernels.plan import KernelPlan
 from tokenspeed_core.worker.assemble import plan_for
 
@@ -34,6 +36,8 @@ SETTINGS: dict[str, Any] = {
     "max_model_len": 96,
 }
 NUM_TOKENS = 12
+FUSED = {"enable_allreduce_fusion": True, "comm_fusion_max_num_tokens": 8}
+TENSOR_PARALLEL = pytest.param(2, marks=pytest.mark.release)  # processes of each engine
 Prompts = Sequence[Sequence[int]]
 
 
@@ -62,30 +66,34 @@ def together(
     delays: Sequence[int] = (),
     captures: Sequence[int] = (),
     num_tokens: int = NUM_TOKENS,
+    tp: int = 1,
     **sharing: Any,
 ) -> Sequence[Served]:
-    num_engines = len(prompts)
+    """Serve the prompts with one engine for each list of them. An engine has `tp` processes."""
+    num_engines, moe = len(prompts), sharing.get("moe_tp_size", 1)
     connections = [
         [None if fd < 0 else socket.socket(fileno=fd) for fd in row]
         for row in connect_peers(num_engines)
     ]
-    found = pool.run(
-        serve,
-        Sizes(experts=num_engines, data=num_engines),
-        {**SETTINGS, "model": model},
-        connections,
-        prompts,
-        num_tokens,
-        abort_after,
-        sharing,
-        delays,
-        captures,
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        found = pool.run(
+            serve,
+            Sizes(attn=tp, dense=tp, moe=moe, experts=num_engines * tp // moe, data=num_engines),
+            {**SETTINGS, "model": model},
+            connections,
+            prompts,
+            num_tokens,
+            abort_after,
+            {"tensor_parallel_size": tp, **sharing},
+            delays,
+            captures,
+            folder,
+        )
     for row in connections:
         for each in row:
             if each is not None:
                 each.close()
-    return found
+    return [each for each in found if each is not None]  # of rank 0 of each engine
 
 
 def alone(
@@ -106,19 +114,23 @@ def tokens(served: Served) -> list[list[int]]:
     return [served.tokens[number] for number in range(len(served.tokens))]
 
 
+@pytest.mark.parametrize("tp", [1, TENSOR_PARALLEL])
 def test_uneven_engines_generate_the_tokens_of_one_process(
-    pool: ProcessPool, qwen3_moe: str
+    pool: ProcessPool, qwen3_moe: str, tp: int
 ) -> None:
-    first, second = together(pool, qwen3_moe, UNEVEN)
+    first, second = together(pool, qwen3_moe, UNEVEN, tp=tp)
     assert [tokens(first), tokens(second)] == alone(qwen3_moe, UNEVEN)
     assert first.num_joined < first.num_steps
     assert second.num_joined > 0  # it had less to do
     assert first.num_steps + first.num_joined == second.num_steps + second.num_joined
 
 
-def test_an_idle_engine_joins_the_steps_of_another(pool: ProcessPool, qwen3_moe: str) -> None:
+@pytest.mark.parametrize("tp", [1, TENSOR_PARALLEL])
+def test_an_idle_engine_joins_the_steps_of_another(
+    pool: ProcessPool, qwen3_moe: str, tp: int
+) -> None:
     prompts: Sequence[Prompts] = ([], UNEVEN[0][:2])
-    idle, busy = together(pool, qwen3_moe, prompts)
+    idle, busy = together(pool, qwen3_moe, prompts, tp=tp)
     assert tokens(busy) == alone(qwen3_moe, prompts)[1]
     assert (idle.num_steps, idle.num_joined) == (0, busy.num_steps)
     assert busy.num_joined == 0
@@ -140,9 +152,22 @@ def test_routed_tokens_generate_the_tokens_of_one_process(
     assert [tokens(each) for each in served] == alone(qwen3_moe, prompts)
 
 
-def test_an_abort_leaves_the_tokens_of_other_requests(pool: ProcessPool, qwen3_moe: str) -> None:
+@pytest.mark.release
+@pytest.mark.parametrize("backend", ["torch", "alltoall"])
+def test_engines_may_divide_the_features_of_experts(
+    pool: ProcessPool, qwen3_moe: str, backend: str
+) -> None:
+    settings = {"moe_tp_size": 2, "all2all_backend": (backend,)}
+    served = together(pool, qwen3_moe, UNEVEN, tp=2, **settings)
+    assert [tokens(each) for each in served] == alone(qwen3_moe, UNEVEN)
+
+
+@pytest.mark.parametrize("tp", [1, TENSOR_PARALLEL])
+def test_an_abort_leaves_the_tokens_of_other_requests(
+    pool: ProcessPool, qwen3_moe: str, tp: int
+) -> None:
     prompts: Sequence[Prompts] = (UNEVEN[0][1:3], UNEVEN[1])
-    first, second = together(pool, qwen3_moe, prompts, abort_after=4)
+    first, second = together(pool, qwen3_moe, prompts, abort_after=4, tp=tp)
     expected = alone(qwen3_moe, prompts)
     for served, whole in zip((first, second), expected, strict=True):
         aborted, *others = tokens(served)
@@ -151,12 +176,21 @@ def test_an_abort_leaves_the_tokens_of_other_requests(pool: ProcessPool, qwen3_m
         assert others == whole[1:]
 
 
-@pytest.mark.parametrize("backend", ["torch", "alltoall"])
+@pytest.mark.parametrize(
+    ("tp", "settings"),
+    [
+        (1, {}),
+        (1, {"all2all_backend": ("alltoall",)}),
+        pytest.param(2, {}, marks=pytest.mark.release),
+        # Prompts have more tokens than the limit, decode steps fewer.
+        pytest.param(2, FUSED, marks=pytest.mark.release),
+    ],
+)
 def test_latent_attention_and_shared_experts_generate_the_tokens_of_one_process(
-    pool: ProcessPool, backend: str
+    pool: ProcessPool, tp: int, settings: dict[str, Any]
 ) -> None:
     prompts: Sequence[Prompts] = ([prompt(20, 1), prompt(3, 2)], [prompt(7, 3)])
-    served = together(pool, "demo-deepseek", prompts, all2all_backend=(backend,))
+    served = together(pool, "demo-deepseek", prompts, tp=tp, **settings)
     assert [tokens(each) for each in served] == alone("demo-deepseek", prompts)
 
 
@@ -177,6 +211,46 @@ def test_peers_exchange_sizes_and_notice_an_end() -> None:
     with pytest.raises(StepFailed, match="engine 1 of 2"):
         first.exchange(StepSize())
     first.close()
+
+
+@pytest.mark.parametrize("reads_first", [True, False])
+def test_all_engines_name_the_rank_that_failed_first(reads_first: bool) -> None:
+    lost: list[str] = []
+    first, second, third = (Peers(fds) for fds in connect_peers(3))
+    first.fail("rank 1 of 2 was killed\nits log")
+    assert first.failure == "rank 1 of 2 was killed\nits log"
+    second.watch(lost.append)
+    for peers in (second, third):
+        with pytest.raises(StepFailed, match=r"engine 0 of 3.* rank 1 of 2 was killed$"):
+            peers.is_waiting() if reads_first else peers.exchange(StepSize())
+    wait_until(lambda: bool(lost), 10, "the failure")
+    third.fail("rank 0 of 2 failed as well")
+    for peers in (first, second, third):
+        assert "rank 1 of 2 was killed" in str(peers.failure)
+        peers.close()
+    assert lost == [second.failure]
+
+
+def test_engines_name_the_step_that_failed_first() -> None:
+    class Failing:
+        def step_size(self, plan: StepPlan) -> StepSize:
+            return StepSize(1)
+
+        def choose_shared_step(self, sizes: Sequence[StepSize]) -> bool:
+            raise StepFailed("no memory")
+
+    first, second = (Peers(fds) for fds in connect_peers(2))
+    runner: Any = Failing()
+    lockstep = LockstepRunner(runner, first, unused_slot=0, num_groups=1, leave=None)
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(second.exchange, StepSize())
+        with pytest.raises(StepFailed, match=r"^no memory$"):
+            lockstep.forward(empty_plan(0, [0], 1))
+        other.result()
+    with pytest.raises(StepFailed, match=r"engine 0 of 2.* no memory"):
+        second.is_waiting()
+    for each in (first, second):
+        each.close()
 
 
 def test_graphs_capture_all_collectives_except_the_exchange() -> None:

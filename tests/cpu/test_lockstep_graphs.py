@@ -10,7 +10,16 @@ import pytest
 import torch
 from lockstep_engine import Served
 from process_pool import ProcessPool
-from test_lockstep import UNEVEN, Prompts, alone, prompt, qwen3_moe, together, tokens
+from test_lockstep import (
+    TENSOR_PARALLEL,
+    UNEVEN,
+    Prompts,
+    alone,
+    prompt,
+    qwen3_moe,
+    together,
+    tokens,
+)
 
 from tokenspeed_core.api.step import PromptTargets, StepSize
 from tokenspeed_core.worker.buckets import BucketFinder, bucket_sizes, draft_sizes
@@ -37,17 +46,19 @@ def check_all_captured(served: Sequence[Served]) -> None:
 
 
 @pytest.mark.parametrize(
-    "prompts",
+    ("prompts", "tp"),
     [
-        pytest.param(UNEVEN, id="uneven"),
-        pytest.param(([], UNEVEN[0][:2]), id="idle", marks=pytest.mark.release),
-        pytest.param(([], UNEVEN[0][:2], [], UNEVEN[1]), id="four"),
+        pytest.param(UNEVEN, 1, id="uneven"),
+        pytest.param(UNEVEN, 2, id="uneven-tp2"),
+        pytest.param(([], UNEVEN[0][:2]), 1, id="idle", marks=pytest.mark.release),
+        pytest.param(([], UNEVEN[0][:2]), 2, id="idle-tp2", marks=pytest.mark.release),
+        pytest.param(([], UNEVEN[0][:2], [], UNEVEN[1]), 1, id="four"),
     ],
 )
 def test_captured_steps_generate_the_tokens_of_one_process(
-    pool: ProcessPool, qwen3_moe: str, prompts: Sequence[Prompts]
+    pool: ProcessPool, qwen3_moe: str, prompts: Sequence[Prompts], tp: int
 ) -> None:
-    served = together(pool, qwen3_moe, prompts, captures=CAPTURES)
+    served = together(pool, qwen3_moe, prompts, captures=CAPTURES, tp=tp)
     assert [tokens(each) for each in served] == alone(qwen3_moe, prompts)
     check_all_captured(served)
     assert {bool(size.num_chunks) for size in served[0].captured} == {False, True}
@@ -78,9 +89,12 @@ def test_experts_skip_padding_in_captured_steps(
     assert any(size.num_draft_tokens for size in served[0].captured) == bool(settings)
 
 
-def test_prompts_arrive_while_another_engine_decodes(pool: ProcessPool, qwen3_moe: str) -> None:
+@pytest.mark.parametrize("tp", [1, TENSOR_PARALLEL])
+def test_prompts_arrive_while_another_engine_decodes(
+    pool: ProcessPool, qwen3_moe: str, tp: int
+) -> None:
     prompts: Sequence[Prompts] = (UNEVEN[0][1:3], [prompt(40, 1), prompt(9, 7)])
-    first, second = together(pool, qwen3_moe, prompts, delays=(0, 6), captures=CAPTURES)
+    first, second = together(pool, qwen3_moe, prompts, delays=(0, 6), captures=CAPTURES, tp=tp)
     assert [tokens(first), tokens(second)] == alone(qwen3_moe, prompts)
     check_all_captured([first, second])
     assert second.num_joined >= 6
@@ -88,13 +102,14 @@ def test_prompts_arrive_while_another_engine_decodes(pool: ProcessPool, qwen3_mo
     assert True in decodes[: decodes.index(False, decodes.index(True))]  # then prompts again
 
 
+@pytest.mark.parametrize("tp", [1, TENSOR_PARALLEL])
 def test_step_without_captured_size_makes_all_engines_eager(
-    pool: ProcessPool, qwen3_moe: str
+    pool: ProcessPool, qwen3_moe: str, tp: int
 ) -> None:
     long = [prompt(80, 5)]  # captured steps hold up to 64 prompt tokens
     prompts: Sequence[Prompts] = (UNEVEN[0][1:3], long)
     sharing = {"chunked_prefill_size": 96}
-    served = together(pool, qwen3_moe, prompts, delays=(0, 4), captures=CAPTURES, **sharing)
+    served = together(pool, qwen3_moe, prompts, delays=(0, 4), captures=CAPTURES, tp=tp, **sharing)
     assert [tokens(each) for each in served] == alone(qwen3_moe, prompts)
     assert served[0].captured == served[1].captured
     assert len(served[0].captured) == num_steps(served[0]) - 1
@@ -111,19 +126,27 @@ def test_abort_keeps_the_tokens_of_captured_steps(pool: ProcessPool, qwen3_moe: 
     check_all_captured(served)
 
 
-@pytest.mark.parametrize("others", [[], UNEVEN[1]], ids=["idle", "busy"])
+@pytest.mark.parametrize(
+    ("others", "tp"),
+    [
+        pytest.param([], 1, id="idle"),
+        pytest.param(UNEVEN[1], 1, id="busy"),
+        pytest.param(UNEVEN[1], 2, id="busy-tp2", marks=pytest.mark.release),
+    ],
+)
 def test_captured_drafts_generate_the_tokens_of_one_process(
-    pool: ProcessPool, qwen3_moe: str, others: Prompts
+    pool: ProcessPool, qwen3_moe: str, others: Prompts, tp: int
 ) -> None:
     """Draft token counts of the others change, while all other inputs of an idle engine stay the same."""
     prompts: Sequence[Prompts] = ([prompt(4, seed) * 5 for seed in (1, 2, 3, 4)], others)
-    limits = {"num_tokens": 60, "captures": (4,)}
+    limits = {"num_tokens": 60, "captures": (4,), "tp": tp}
     served = together(pool, qwen3_moe, prompts, delays=(0, 20 if others else 0), **limits, **DRAFTS)
     assert [tokens(each) for each in served] == alone(qwen3_moe, prompts, 60)
     assert served[0].captured == served[1].captured
     assert any(size.num_draft_tokens for size in served[0].captured)
 
 
+@pytest.mark.parametrize("tp", [1, TENSOR_PARALLEL])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -132,10 +155,10 @@ def test_captured_drafts_generate_the_tokens_of_one_process(
     ],
 )
 def test_captured_latent_attention_gives_the_same_tokens(
-    pool: ProcessPool, settings: dict[str, object]
+    pool: ProcessPool, settings: dict[str, object], tp: int
 ) -> None:
     prompts: Sequence[Prompts] = ([prompt(20, 1), prompt(3, 2)], [prompt(7, 3)])
-    served = together(pool, "demo-deepseek", prompts, captures=CAPTURES, **settings)
+    served = together(pool, "demo-deepseek", prompts, captures=CAPTURES, tp=tp, **settings)
     assert [tokens(each) for each in served] == alone("demo-deepseek", prompts)
     check_all_captured(served)
 

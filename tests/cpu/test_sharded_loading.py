@@ -122,11 +122,14 @@ def test_columns_of_a_weight_are_read_with_the_rest_of_their_rows(
         assert is_exact(num_read, WEIGHT - row + row // num_processes, 1)
 
 
-@pytest.mark.parametrize("num_processes", [2, 4])
-def test_experts_are_read_by_their_process_alone(experts_file: Path, num_processes: int) -> None:
+@pytest.mark.parametrize(
+    "groups", [Sizes(experts=2), Sizes(experts=4), Sizes(attn=2, experts=4, data=2)], ids=str
+)
+def test_experts_are_read_by_their_process_alone(experts_file: Path, groups: Sizes) -> None:
     sizes = {"num_experts": 16, "top_k": 2, "hidden_size": 512, "intermediate_size": 512}
+    num_processes = groups.experts
     for rank in range(num_processes):
-        build = RankBuild(Sizes(experts=num_processes).layout(rank))
+        build = RankBuild(groups.layout(rank))
         num_read = load(Experts(build, **sizes), build, experts_file)
         assert is_exact(num_read, 48 * (1 << 20) // num_processes, 48 // num_processes)
 

@@ -203,6 +203,27 @@ def test_two_engines_that_share_experts_give_the_tokens_of_one(
     assert found == texts_of_one_engine[:num_prompts]
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
+@pytest.mark.parametrize("num_prompts", [1, 40], ids=["idle", "busy"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        ("--no-enable-allreduce-fusion",),
+        ("--enforce-eager",),
+        (*BALANCED[:-1], "4"),
+        ("--enforce-eager", "--moe-tp-size", "2", "--all2all-backend", "alltoall"),
+    ],
+    ids=["graphs", "unfused", "eager", "balanced", "routed"],
+)
+def test_two_engines_of_two_gpus_give_the_tokens_of_one(
+    tmp_path: Path, texts_of_one_engine: list[str], num_prompts: int, more: tuple[str, ...]
+) -> None:
+    shared = ("--data-parallel-size", "2", "--tp", "2", "--enable-expert-parallel", *more)
+    found = batch_texts(tmp_path, num_prompts, *shared)
+    assert found == texts_of_one_engine[:num_prompts]
+
+
 @pytest.mark.parametrize(
     ("quantization", "layout"),
     [

@@ -27,8 +27,8 @@ _SIZES = (
 class ParallelSizes:
     """The sizes of the process groups, the number of nodes, the processes of an engine on each node, and the engines.
 
-    Engines that share experts (`shares_experts`) have one process each. `flags` are the given flags that set the sizes,
-    for messages.
+    If the engines share experts (`shares_experts`), `moe` and `experts` count the processes of all engines. `flags` are
+    the given flags that set the sizes, for messages.
     """
 
     attn: int
@@ -53,20 +53,21 @@ class ParallelSizes:
 
     def __str__(self) -> str:
         """Return the engines, their processes and the process groups in one line."""
-        if self.shares_experts:
-            return f"{self.num_engines} engines of one process share the experts: MoE TP {self.moe}, EP {self.experts}"
         where = f" on {self.num_nodes} nodes" if self.num_nodes > 1 else ""
         found = "one process" if self.world_size == 1 else f"{self.world_size} processes{where}"
-        if self.num_engines > 1:
+        if self.shares_experts:
+            found = f"{self.num_engines} engines of {found} share the experts"
+        elif self.num_engines > 1:
             found = f"{self.num_engines} engines of {found} each"
+        of_experts = f"MoE TP {self.moe}, EP {self.experts}"
         if self.world_size == 1:
-            return found
-        return f"{found}: attention TP {self.attn}, dense TP {self.dense}, MoE TP {self.moe}, EP {self.experts}"
+            return f"{found}: {of_experts}" if self.shares_experts else found
+        return f"{found}: attention TP {self.attn}, dense TP {self.dense}, {of_experts}"
 
     def layout(self, rank: int, replica: int = 0) -> ParallelLayout:
         """Return the process groups of a rank of an engine. Raises ValueError if the sizes do not go together."""
         return ParallelLayout.of(
-            rank if self.num_sharing == 1 else replica,
+            rank if self.num_sharing == 1 else replica * self.world_size + rank,
             attn=self.attn,
             dense=self.dense,
             moe=self.moe,
@@ -204,6 +205,11 @@ class ParallelSettings(Settings):
             raise ValueError(
                 "--data-parallel-size runs its engines on one machine; remove --nnodes, or start a server on each node"
             )
+        if sizes.shares_experts and self.distributed_executor_backend != LOCAL:
+            raise ValueError(
+                "--data-parallel-size with --enable-expert-parallel starts all processes itself; remove "
+                f"--distributed-executor-backend {self.distributed_executor_backend}"
+            )
         if self.distributed_executor_backend != LOCAL:
             self._refuse_own_nodes()
         elif self.nnodes > 1 and self.dist_init_addr is None:
@@ -262,14 +268,15 @@ class ParallelSettings(Settings):
     def parallel_sizes(self) -> ParallelSizes:
         """Return the sizes of the process groups. Raises ValueError if they contradict each other."""
         given = self._given_world_size()
-        if self.enable_expert_parallel and self.data_parallel_size > 1:
-            return self._sizes_of_sharing_engines()
+        shares_experts = self.enable_expert_parallel and self.data_parallel_size > 1
+        num_sharing = self.data_parallel_size if shares_experts else 1
         shared = self.tensor_parallel_size or given or 1
         attn, dense = self.attn_tp_size or shared, self.dense_tp_size or shared
         if self.enable_expert_parallel:
-            world_size = given or max(attn, dense, self.expert_parallel_size or 1)
+            own_experts = 1 if shares_experts else self.expert_parallel_size or 1
+            world_size = given or max(attn, dense, own_experts)
             moe = self.moe_tp_size or 1
-            experts = max(1, world_size // moe)
+            experts = max(1, num_sharing * world_size // moe)
             if self.expert_parallel_size not in (None, experts):
                 raise ValueError(
                     f"--enable-expert-parallel gives {experts} groups, and --expert-parallel-size is "
@@ -278,7 +285,7 @@ class ParallelSettings(Settings):
         else:
             experts = self.expert_parallel_size or 1
             moe = self.moe_tp_size or max(1, shared // experts)
-        world_size = given or max(attn, dense, moe * experts)
+        world_size = given or max(attn, dense, moe * experts // num_sharing)
         num_per_node = self.nprocs_per_node or max(1, world_size // self.nnodes)
         if num_per_node * self.nnodes != world_size:
             raise ValueError(
@@ -286,12 +293,19 @@ class ParallelSettings(Settings):
                 "of groups that need --nnodes times --nprocs-per-node processes"
             )
         flags = self._size_flags()
-        found = {attn, dense, moe * experts}
+        if shares_experts:
+            flags += f" --data-parallel-size {num_sharing}"
+            if moe * experts != num_sharing * world_size:
+                raise ValueError(
+                    f"{flags}: {num_sharing} engines with {num_sharing * world_size} processes share the experts, and "
+                    f"--moe-tp-size {moe} does not divide this number. Change one of these flags."
+                )
+        found = {attn, dense, moe * experts // num_sharing}
         if world_size not in found or not found <= {1, world_size}:
             raise ValueError(
                 f"{flags}: the engine has {world_size} processes. The size of each process group must be {world_size} or "
                 f"1, and at least one must be {world_size}; found attention TP {attn}, dense TP {dense}, MoE TP x EP "
-                f"{moe * experts}. "
+                f"{moe * experts // num_sharing}. "
                 "Change one of these flags."
             )
         return ParallelSizes(
@@ -302,36 +316,9 @@ class ParallelSettings(Settings):
             self.nnodes,
             num_per_node,
             num_engines=self.data_parallel_size,
+            shares_experts=shares_experts,
             flags=flags,
         )
-
-    def _sizes_of_sharing_engines(self) -> ParallelSizes:
-        """Return the sizes for engines that share their experts.
-
-        Raises ValueError for settings that give an engine several processes, and for sizes that contradict each other.
-        """
-        num_engines = self.data_parallel_size
-        for name in (
-            "tensor_parallel_size",
-            "attn_tp_size",
-            "dense_tp_size",
-            "world_size",
-            "nprocs_per_node",
-        ):
-            if (getattr(self, name) or 1) > 1:
-                raise ValueError(
-                    "--data-parallel-size with --enable-expert-parallel runs engines with one process each; remove "
-                    f"--{name.replace('_', '-')}, or replace --enable-expert-parallel with --expert-parallel-size, which "
-                    "gives every engine all experts"
-                )
-        moe = self.moe_tp_size or 1
-        if num_engines % moe or self.expert_parallel_size not in (None, num_engines // moe):
-            raise ValueError(
-                f"--enable-expert-parallel shares the experts among {num_engines} engines, but --moe-tp-size {moe} "
-                f"times --expert-parallel-size {self.expert_parallel_size or num_engines // moe} is not {num_engines}"
-            )
-        flags = f"{self._size_flags()} --data-parallel-size {num_engines}"
-        return ParallelSizes(1, 1, moe, num_engines // moe, 1, 1, num_engines, True, flags)
 
     def _size_flags(self) -> str:
         """Return the given flags for the sizes of process groups, with their values."""

@@ -90,8 +90,8 @@ def resolve(
 ) -> Resolved:
     """Find the checkpoint, downloading it if needed, and resolve the settings that depend on it.
 
-    Without `with_weights`, weight files are not downloaded. `rank` is that of this process. Raises CheckpointError,
-    PluginError or ConfigError.
+    Without `with_weights`, weight files are not downloaded. `rank` is that of this process in its engine, and `replica`
+    the number of the engine. Raises CheckpointError, PluginError or ConfigError.
     """
     checkpoint = resolve_checkpoint(config, catalog, with_weights=with_weights)
     info = checkpoint.info
@@ -141,6 +141,7 @@ def resolve(
         parallel=config.parallel_sizes().layout(rank, replica),
         executor=find_executor(config, catalog),
         drafter=drafter,
+        replica=replica,
     )
 
 
@@ -164,7 +165,7 @@ def start(
     prepare_torch()
     if is_batch and resolved.config.kv_events_config is not None:
         raise ConfigError("kv_events_config is not supported by LLM; use AsyncLLM or the server")
-    ranks = start_ranks(resolved, catalog, on_failure)
+    ranks = start_ranks(resolved, catalog, on_failure, peers)
     try:
         if peers is not None:
             peers.watch(on_failure)
@@ -185,7 +186,7 @@ def _start(
     *,
     is_batch: bool,
 ) -> Started:
-    """Do the work of `start`, with `ranks` for several processes or `peers` for engines that share experts."""
+    """Do the work of `start`, with `ranks` for several processes and `peers` for engines that share experts."""
     progress("libraries", 0, 1)  # importing them takes seconds
     from tokenspeed_core.worker.platform import resolve_device
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokenspeed_core.api.step import Runner, StepFailed
+from tokenspeed_core.api.step import Runner, StepFailed, StepSize
 from tokenspeed_core.config.parallel_settings import LOCAL
 from tokenspeed_core.engine.subprocesses import make_private_folder, remove_folder
 from tokenspeed_core.errors import EngineDeadError
 from tokenspeed_core.executor import DistributedRunner, Ranks
-from tokenspeed_core.executor.lockstep import LockstepRunner, Peers
+from tokenspeed_core.executor.lockstep import LockstepRunner, Peers, SharingRunner
 from tokenspeed_core.executor.messages import Agreed, Rendezvous
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.resolved import Resolved
@@ -19,6 +20,7 @@ from tokenspeed_core.resolved import Resolved
 if TYPE_CHECKING:
     from tokenspeed_core.worker.local import LocalRunner, Progress
 
+_FILE = "file://"
 log = logging.getLogger("tokenspeed.engine")
 
 
@@ -29,23 +31,31 @@ def build_runner(
     ranks: Ranks | None,
     peers: Peers | None,
 ) -> tuple[LocalRunner, Runner]:
-    """Return the runner of this process, and the one that executes a step on all processes that take part."""
+    """Return the runner of this process, and the one that executes a step on all processes that take part.
+
+    Raises the errors of `worker.local.build`, and EngineDeadError if a rank or another engine ends.
+    """
     from tokenspeed_core.worker.local import build
 
-    if ranks is not None:
-        runner = _build_with_ranks(resolved, catalog, progress, ranks)
-        return runner, DistributedRunner(runner, ranks)
-    if peers is not None:
-        runner = _build_with_peers(resolved, catalog, progress, peers)
-        return runner, _in_lockstep(runner, peers)
-    runner = build(resolved, catalog, progress)
-    return runner, runner
+    if ranks is None and peers is None:
+        runner = build(resolved, catalog, progress)
+        return runner, runner
+    try:
+        runner = _build_with_others(resolved, catalog, progress, ranks, peers)
+    except StepFailed as error:
+        raise EngineDeadError(str(error)) from error
+    executed: SharingRunner = runner if ranks is None else DistributedRunner(runner, ranks)
+    return runner, executed if peers is None else _in_lockstep(runner, executed, peers)
 
 
-def _build_with_ranks(
-    resolved: Resolved, catalog: Catalog, progress: Progress, ranks: Ranks
+def _build_with_others(
+    resolved: Resolved,
+    catalog: Catalog,
+    progress: Progress,
+    ranks: Ranks | None,
+    peers: Peers | None,
 ) -> LocalRunner:
-    """Build the runner of rank 0 while the other ranks build theirs."""
+    """Build the runner of this process while the other ranks and engines build theirs. Raises StepFailed."""
     from tokenspeed_core.worker import distributed
     from tokenspeed_core.worker.local import build
     from tokenspeed_core.worker.platform import check_num_devices, resolve_rank_device
@@ -55,50 +65,49 @@ def _build_with_ranks(
         check_num_devices(config.device, sizes.num_per_node)
     device = resolve_rank_device(config.device, 0)
     log.info("%s", sizes)
-    ranks.wait_joined()
-    address = distributed.free_address(ranks.rendezvous)
-    ranks.broadcast(Rendezvous(address))
-    ranks.use(abort=distributed.abort, leave=distributed.close)
+    if ranks is not None:
+        ranks.wait_joined()
+    address = _rendezvous(ranks, peers)
+    if ranks is not None:
+        ranks.broadcast(Rendezvous(address))
+        ranks.use(abort=distributed.abort, leave=distributed.close)
     handles = distributed.init(resolved.parallel, address, device)
-
-    def agree(value: int) -> int:
-        smallest = ranks.gather_min(value)
-        ranks.broadcast(Agreed(smallest))
-        return smallest
-
+    agree = int if ranks is None else partial(_agree, ranks)
     runner = build(resolved, catalog, progress, handles=handles, agree=agree)
-    ranks.remove_folder()
+    if ranks is not None:
+        ranks.remove_folder()
+    if peers is not None:
+        peers.exchange(StepSize())  # all processes of all engines have connected
+        remove_folder(Path(address.removeprefix(_FILE)).parent)
     return runner
 
 
-def _build_with_peers(
-    resolved: Resolved, catalog: Catalog, progress: Progress, peers: Peers
-) -> LocalRunner:
-    """Build the runner of an engine that shares experts, while the other engines build theirs."""
+def _rendezvous(ranks: Ranks | None, peers: Peers | None) -> str:
+    """Return the address at which all processes meet. Raises StepFailed if another engine ended."""
     from tokenspeed_core.worker import distributed
-    from tokenspeed_core.worker.local import build
-    from tokenspeed_core.worker.platform import resolve_rank_device
 
-    device = resolve_rank_device(resolved.config.device, 0)
-    log.info("%s", resolved.config.parallel_sizes())
-    try:
-        folder = Path(peers.share(lambda: str(make_private_folder())))
-        handles = distributed.init(resolved.parallel, f"file://{folder}/rendezvous", device)
-    except StepFailed as error:
-        raise EngineDeadError(str(error)) from error
-    runner = build(resolved, catalog, progress, handles=handles)
-    remove_folder(folder)
-    return runner
+    if peers is not None:
+        folder = peers.share(lambda: str(make_private_folder()))
+        return f"{_FILE}{folder}/rendezvous"
+    assert ranks is not None, "one process meets no other"
+    return distributed.free_address(ranks.rendezvous)
 
 
-def _in_lockstep(runner: LocalRunner, peers: Peers) -> LockstepRunner:
-    """Return a runner that executes its steps together with the other engines."""
+def _agree(ranks: Ranks, value: int) -> int:
+    """Return the smallest of the values that the ranks offer, and send it to them. Raises EngineDeadError."""
+    smallest = ranks.gather_min(value)
+    ranks.broadcast(Agreed(smallest))
+    return smallest
+
+
+def _in_lockstep(runner: LocalRunner, executed: SharingRunner, peers: Peers) -> LockstepRunner:
+    """Return a runner that executes the steps of `executed` together with the other engines."""
     from tokenspeed_core.worker import distributed
 
     return LockstepRunner(
-        runner,
+        executed,
         peers,
         unused_slot=runner.resolved.limits.max_num_seqs,
         num_groups=len(runner.resolved.cache_groups),
-        leave=distributed.close,
+        leave=distributed.close if executed is runner else None,
     )

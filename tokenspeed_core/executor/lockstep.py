@@ -33,9 +33,11 @@ from tokenspeed_core.api.step import (
 from tokenspeed_core.errors import EngineDeadError
 
 FINISH_SECONDS = 1.0  # between the end of a connection and that of this engine
+ATTRIBUTION_SECONDS = 1.0  # between the failure of a collective and the notice that an engine ended
 _MAX_BYTES = 4096  # of a text
 _SIZE = struct.Struct("<4i2?")
 _FINISHED = b"\0"  # instead of a size: this engine has no requests, and gets no others
+_FAILED = b"\1" + bytes(_SIZE.size)  # before the reason why this engine ends; no size is as long
 _NO_REQUESTS = StepSize()
 _EMPTY_STEP_IDS = (-1, -2)  # used in turn by steps without a request
 
@@ -45,6 +47,9 @@ class Peers:
 
     def __init__(self, fds: Sequence[int]) -> None:
         """Take a connected socket to each engine (see `connect_peers`), and -1 for this engine itself."""
+        self._reason: str | None = None  # why the engines cannot continue
+        self._lost_rank: int | None = None  # the first other engine that ended
+        self._has_failed = threading.Event()
         self.rank, self.num_engines = fds.index(-1), len(fds)
         self._sockets = {
             rank: socket.socket(fileno=fd) for rank, fd in enumerate(fds) if rank != self.rank
@@ -60,6 +65,13 @@ class Peers:
         return [each.fileno() for each in self._sockets.values()]
 
     @property
+    def failure(self) -> str | None:
+        """Why the engines cannot continue: the first engine or rank that ended. None: they can."""
+        if self._reason is None and self._lost_rank is not None:
+            return self._name(self._lost_rank, "ended")
+        return self._reason
+
+    @property
     def have_finished(self) -> bool:
         """Whether no engine, including this one, has or accepts requests."""
         return self._has_finished and len(self._finished) == len(self._sockets)
@@ -72,8 +84,8 @@ class Peers:
                 self._send(rank, text.encode())
             return text
         data = self._sockets[0].recv(_MAX_BYTES)
-        if not data:
-            raise StepFailed(self._lost(0))
+        if not data or data.startswith(_FAILED):
+            raise self._lost(0, data)
         return data.decode()
 
     def exchange(self, size: StepSize) -> Sequence[StepSize]:
@@ -84,7 +96,7 @@ class Peers:
         for rank, received in self._sizes.items():
             while not received:
                 if not self._receive(rank, 0):
-                    raise StepFailed(self._lost(rank))
+                    raise self._lost(rank)
             sizes[rank] = received.popleft()
         return sizes
 
@@ -111,33 +123,67 @@ class Peers:
 
         def wait() -> None:
             fd, _ = poller.poll()[0]
+            self._lost_rank = ranks[fd]
+            self._has_failed.set()
             time.sleep(FINISH_SECONDS)  # for messages that are not read yet
             if not self._is_closed and not self.have_finished:
-                on_lost(self._lost(ranks[fd]))
+                assert self.failure is not None, "an engine ended"
+                on_lost(self.failure)
 
         threading.Thread(target=wait, name="peers", daemon=True).start()
+
+    def fail(self, reason: str) -> None:
+        """Leave the other engines, because this one cannot continue. Can be called from any thread."""
+        if self._reason is None:
+            self._reason = reason
+        self._has_failed.set()
+        first_line = reason.partition("\n")[0].encode()[: _MAX_BYTES - len(_FAILED)]
+        for each in self._sockets.values():
+            with suppress(OSError):  # closed already
+                each.send(_FAILED + first_line, socket.MSG_DONTWAIT)
+        self._shut_down()
+
+    def wait_for_failure(self, seconds: float) -> str | None:
+        """Wait until an engine ended or failed. Return why the engines cannot continue, or None."""
+        if self._has_failed.wait(seconds):
+            with suppress(StepFailed):
+                self.is_waiting()  # reads the reason, if the engine sent one
+        return self.failure
 
     def close(self) -> None:
         """Close the connections. Can be called twice."""
         self._is_closed = True
+        self._shut_down()
         for each in self._sockets.values():
-            with suppress(OSError):  # closed already
-                each.shutdown(socket.SHUT_RDWR)  # wakes the thread of `watch`
             each.close()
 
-    def _lost(self, rank: int) -> str:
-        return f"engine {rank} of {self.num_engines}, which holds a part of the experts, ended"
+    def _shut_down(self) -> None:
+        for each in self._sockets.values():
+            with suppress(OSError):  # closed already
+                each.shutdown(socket.SHUT_RDWR)  # wakes this engine and the others
+
+    def _lost(self, rank: int, message: bytes = b"") -> StepFailed:
+        """Note that another engine ended, with its last message. Return the error, which names the first cause."""
+        reason = message[len(_FAILED) :].decode(errors="replace")
+        if self._reason is None:
+            self._reason = self._name(rank, f"failed: {reason}" if reason else "ended")
+        return StepFailed(self._reason)
+
+    def _name(self, rank: int, how: str) -> str:
+        return f"engine {rank} of {self.num_engines}, which holds a part of the experts, {how}"
 
     def _send(self, rank: int, data: bytes) -> None:
         try:
             self._sockets[rank].send(data)
         except OSError as error:
-            raise StepFailed(self._lost(rank)) from error
+            while self._receive(rank, socket.MSG_DONTWAIT):
+                pass  # until the reason, if the engine sent one
+            raise self._lost(rank) from error
 
     def _receive(self, rank: int, flags: int) -> bool:
         """Read a message of another engine; return whether there was one. Raises StepFailed if it ended too early."""
         try:
-            data = self._sockets[rank].recv(_SIZE.size, flags)
+            data = self._sockets[rank].recv(_MAX_BYTES, flags)
         except BlockingIOError:
             return False
         except ConnectionError:
@@ -145,7 +191,9 @@ class Peers:
         if not data:
             if self._has_finished and rank in self._finished:
                 return False
-            raise StepFailed(self._lost(rank))
+            raise self._lost(rank)
+        if data.startswith(_FAILED):
+            raise self._lost(rank, data)
         if data == _FINISHED:
             self._finished.add(rank)
         else:
@@ -194,7 +242,8 @@ class EmptyStep:
 class LockstepRunner:
     """A `Runner` that executes every step together with the other engines.
 
-    Every failure is final: the engines are no longer in step then.
+    Every failure is final: the engines are no longer in step then. The message names the engine or the rank that ended
+    first.
     """
 
     def __init__(
@@ -204,9 +253,12 @@ class LockstepRunner:
         *,
         unused_slot: int,
         num_groups: int,
-        leave: Callable[[], None],
+        leave: Callable[[], None] | None,
     ) -> None:
-        """Take this engine's own runner. `unused_slot` is the slot of padding; `leave` ends the communication."""
+        """Take the runner of this engine's processes. `unused_slot` is the slot of padding.
+
+        `leave` ends the communication; None: the runner does so.
+        """
         self.num_steps = 0
         self.fds = peers.fds
         self._runner, self._peers, self._leave = runner, peers, leave
@@ -220,20 +272,43 @@ class LockstepRunner:
 
     def forward(self, plan: StepPlan) -> None:
         """Launch the forward of a step on all engines. Raises StepFailed."""
-        if plan.num_rows:
-            self.num_steps += 1
-            sizes = self._peers.exchange(self._runner.step_size(plan))
-            self._runner.choose_shared_step(sizes)
-        self._runner.forward(plan)
-        self._collect_joined()
+        try:
+            if plan.num_rows:
+                self.num_steps += 1
+                sizes = self._peers.exchange(self._runner.step_size(plan))
+                self._runner.choose_shared_step(sizes)
+            self._runner.forward(plan)
+            self._collect_joined()
+        except StepFailed as error:
+            cause = self._cause_of(error)
+            raise cause from cause.__cause__
 
     def sample(self, step_id: int, late: LateInputs | None) -> None:
         """Launch the sampling of the step launched last. Raises StepFailed."""
-        self._runner.sample(step_id, late)
+        try:
+            self._runner.sample(step_id, late)
+        except StepFailed as error:
+            cause = self._cause_of(error)
+            raise cause from cause.__cause__
 
     def collect(self, step_id: int) -> StepResult:
         """Wait for the oldest launched step. Raises StepFailed."""
-        return self._runner.collect(step_id)
+        try:
+            return self._runner.collect(step_id)
+        except StepFailed as error:
+            cause = self._cause_of(error)
+            raise cause from cause.__cause__
+
+    def _cause_of(self, error: StepFailed) -> StepFailed:
+        """Return the end of another engine, without the traceback of the collective that waited for it.
+
+        If no other engine ended, return the error itself, and tell the other engines that this one ends.
+        """
+        reason = self._peers.wait_for_failure(ATTRIBUTION_SECONDS)
+        if reason is not None:
+            return StepFailed(reason)
+        self._peers.fail(str(error))
+        return error
 
     def join(self) -> None:
         """Launch a step without requests if another engine waits for this one. Raises EngineDeadError.
@@ -244,7 +319,7 @@ class LockstepRunner:
             if self._peers.is_waiting():
                 self._launch_empty()
         except StepFailed as error:
-            raise EngineDeadError(str(error)) from error
+            raise EngineDeadError(str(self._cause_of(error))) from error
 
     def _launch_empty(self) -> None:
         empty = self._empty[self.num_steps % len(self._empty)]
@@ -275,7 +350,8 @@ class LockstepRunner:
     def close(self) -> None:
         """Free the device memory and leave the other engines. Can be called twice."""
         self._runner.close()
-        self._leave()
+        if self._leave is not None:
+            self._leave()
         self._peers.close()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenspeed_core.api.step import LateInputs, StepPlan
+from tokenspeed_core.api.step import LateInputs, StepPlan, StepSize
 from tokenspeed_core.engine.wire import Codec, Message
 
 
@@ -16,6 +16,12 @@ class Agreed(Message, frozen=True, tag="agreed"):
     """The smallest of the values that all ranks offered."""
 
     value: int
+
+
+class ChooseStep(Message, frozen=True, tag="choose_step"):
+    """Choose how to execute the next step, from the sizes of the steps of all engines that share experts."""
+
+    sizes: tuple[StepSize, ...]
 
 
 class Forward(Message, frozen=True, tag="forward"):
@@ -55,5 +61,5 @@ class RankFailed(Message, frozen=True, tag="rank_failed"):
     message: str
 
 
-to_worker = Codec(Rendezvous, Agreed, Forward, Sample, Close)
+to_worker = Codec(Rendezvous, Agreed, ChooseStep, Forward, Sample, Close)
 to_rank_zero = Codec(Joined, Offer, RankFailed)

@@ -21,6 +21,7 @@ from tokenspeed_core.engine.subprocesses import make_private_folder, remove_fold
 from tokenspeed_core.engine.wire import WireError, pack
 from tokenspeed_core.errors import ConfigError, EngineDeadError
 from tokenspeed_core.executor.local import LocalExecutor
+from tokenspeed_core.executor.lockstep import Peers
 from tokenspeed_core.executor.messages import Joined, Offer, RankFailed, to_rank_zero
 from tokenspeed_core.executor.nodes import NodesExecutor
 from tokenspeed_core.plugins.catalog import Catalog, make
@@ -37,9 +38,10 @@ class Ranks:
     Only the thread that created the object may call it, except `wait_for_failure` and `kill`.
     """
 
-    def __init__(self, executor: Executor, world_size: int) -> None:
-        """Bind the sockets. Raises CapacityError."""
+    def __init__(self, executor: Executor, world_size: int, peers: Peers | None = None) -> None:
+        """Bind the sockets. `peers` are the engines that share the experts. Raises CapacityError."""
         self.world_size = world_size
+        self._peers = peers
         self.failure: str | None = None
         self.host = executor.host
         self._executor = executor
@@ -181,8 +183,11 @@ class Ranks:
                         self._offers[message.rank] = message.value
                         self._changed.notify_all()
                 case RankFailed():
+                    # The end of another engine makes the collectives of this rank fail.
+                    lost = None if self._peers is None else self._peers.failure
                     self._fail(
-                        f"rank {message.rank} of {self.world_size} failed: {message.message}"
+                        lost
+                        or f"rank {message.rank} of {self.world_size} failed: {message.message}"
                     )
 
     def _note_exit(self, end: WorkerExit) -> None:
@@ -199,6 +204,8 @@ class Ranks:
             os.close(self._failed)
             self._changed.notify_all()
             self._aborting.start()
+        if self._peers is not None:
+            self._peers.fail(reason)
         self._on_failure(reason)
 
     def _end_collectives(self) -> None:
@@ -210,8 +217,12 @@ def start_ranks(
     resolved: Resolved,
     catalog: Catalog,
     on_failure: Callable[[str], None],
+    peers: Peers | None = None,
 ) -> Ranks | None:
-    """Start the other ranks of an engine; None if it is one process. Raises PluginError, ConfigError, CapacityError."""
+    """Start the other ranks of an engine; None if it is one process. Raises PluginError, ConfigError, CapacityError.
+
+    `peers` are the engines that share the experts.
+    """
     config = resolved.config
     if config.node_rank:
         raise ConfigError(
@@ -221,11 +232,12 @@ def start_ranks(
     if sizes.world_size == 1:
         return None
     job = ExecutorJob(sizes.num_nodes, sizes.num_per_node, config.device)
-    ranks = Ranks(_make_executor(resolved, job), job.world_size)
+    ranks = Ranks(_make_executor(resolved, job), job.world_size, peers)
     settings = {
         "config": config.resolved(model=str(resolved.checkpoint.path)).to_wire(),
         "catalog_digest": catalog.digest(),
         "num_threads": resolved.num_threads,
+        "replica": resolved.replica,
     }
     try:
         ranks.start(settings, on_failure)

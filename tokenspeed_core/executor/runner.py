@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 
 import zmq
 
-from tokenspeed_core.api.step import LateInputs, Runner, StepFailed, StepPlan, StepResult
-from tokenspeed_core.executor.messages import Close, Forward, Sample
+from tokenspeed_core.api.step import LateInputs, StepFailed, StepPlan, StepResult, StepSize
+from tokenspeed_core.executor.lockstep import SharingRunner
+from tokenspeed_core.executor.messages import ChooseStep, Close, Forward, Sample
 from tokenspeed_core.executor.ranks import Ranks
 
 # A lost rank ends the collectives of the others before its exit is noticed.
@@ -20,10 +22,19 @@ class DistributedRunner:
     Every failure is final: the ranks are no longer in step then. The message names the rank that failed first.
     """
 
-    def __init__(self, runner: Runner, ranks: Ranks) -> None:
+    def __init__(self, runner: SharingRunner, ranks: Ranks) -> None:
         """Take the runner of rank 0, and the other ranks, which have built equal runners."""
         self._runner = runner
         self._ranks = ranks
+
+    def step_size(self, plan: StepPlan) -> StepSize:
+        """Return the size of this engine's next step."""
+        return self._runner.step_size(plan)
+
+    def choose_shared_step(self, sizes: Sequence[StepSize]) -> bool:
+        """Choose how all engines execute the next step, on all ranks (see `SharingRunner`)."""
+        self._ranks.broadcast(ChooseStep(tuple(sizes)))
+        return self._runner.choose_shared_step(sizes)
 
     def forward(self, plan: StepPlan) -> None:
         """Launch the forward of a step on all ranks. Raises StepFailed."""

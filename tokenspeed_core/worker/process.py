@@ -14,15 +14,17 @@ from typing import Any
 
 import zmq
 
-from tokenspeed_core.api.step import Runner, StepFailed
+from tokenspeed_core.api.step import StepFailed
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.environment import prepare_torch
 from tokenspeed_core.engine.factory import discover_in_subprocess, resolve
 from tokenspeed_core.engine.parent_death import attach_to_parent
 from tokenspeed_core.engine.wire import pack
 from tokenspeed_core.errors import TokenSpeedError
+from tokenspeed_core.executor.lockstep import SharingRunner
 from tokenspeed_core.executor.messages import (
     Agreed,
+    ChooseStep,
     Close,
     Forward,
     Joined,
@@ -106,7 +108,10 @@ def main() -> int:
 
 
 def _run(settings: Mapping[str, Any], rank_zero: RankZero) -> None:
-    config, catalog = discover_in_subprocess(Config, settings, f"rank-{rank_zero.rank}")
+    replica, name = settings["replica"], f"rank-{rank_zero.rank}"
+    config, catalog = discover_in_subprocess(
+        Config, settings, f"engine-{replica}-{name}" if replica else name
+    )
     for name in ("plugins.metadata", "worker", "engine", "models"):
         logging.getLogger(f"tokenspeed.{name}").setLevel(logging.ERROR)  # rank 0 logs the same
     prepare_torch()
@@ -120,6 +125,7 @@ def _run(settings: Mapping[str, Any], rank_zero: RankZero) -> None:
         catalog,
         num_threads=settings["num_threads"],
         rank=rank_zero.rank,
+        replica=replica,
     )
     resolved = replace(resolved, grammars=None)  # rank 0 sends the masks
     rank_zero.report(Joined(rank_zero.rank))
@@ -136,11 +142,13 @@ def _run(settings: Mapping[str, Any], rank_zero: RankZero) -> None:
         distributed.close()
 
 
-def follow(runner: Runner, rank_zero: RankZero) -> None:
+def follow(runner: SharingRunner, rank_zero: RankZero) -> None:
     """Execute plans until rank 0 closes. Raises StepFailed, and ParentDiedError."""
     in_flight: deque[int] = deque()
     while True:
         match rank_zero.receive():
+            case ChooseStep(sizes):
+                runner.choose_shared_step(sizes)
             case Forward(plan):
                 in_flight.append(plan.step_id)
                 runner.forward(plan)
