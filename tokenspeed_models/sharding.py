@@ -58,8 +58,8 @@ class ShardingSpec:
     `size` counts the output's values of a token on all processes. `bind` receives the kernel of each collective that the
     output needs, in order. `dtype` is that of the output, None for the model's. A module that
     `takes_all_tokens` shares its weights with engines that have other tokens, and computes the tokens of all. One with
-    a `routed_share` receives only the tokens that are routed to its weights, and returns their results; each token goes
-    to this share of the engines on average.
+    a `routed_share` receives only the tokens that are routed to its weights, and returns their results; each process
+    sends a token of its engine to this share of the processes on average.
 
     An output that `is_added` is added to the residual stream, before anything else reads it. `fuse` receives the
     kernels that add up such outputs of all processes, for a norm that can use them; it replaces `bind` of the module
@@ -180,12 +180,12 @@ def _collectives_of_tokens(
     """Return the ops between an engine's own tokens and those of all, with their groups; None if neither changes."""
     data, engine = build.group("data"), build.group("engine")
     if target.routed_share is not None:
-        if data.size == 1 or build.group("experts").ranks != data.ranks:
+        if data.size == 1 or not set(build.group("moe").ranks) <= set(engine.ranks):
             raise ValueError(
-                f"{where}: tokens are routed only between engines that share whole experts; set --data-parallel-size with "
-                f"--enable-expert-parallel and --moe-tp-size {engine.size}, or choose another --all2all-backend"
+                f"{where}: tokens are routed only between engines that hold whole experts; set --data-parallel-size with "
+                "--enable-expert-parallel and --moe-tp-size 1, or choose another --all2all-backend"
             )
-        return [("exchange_tokens", data.name)]
+        return [("exchange_tokens", "experts")]
     if data.size == 1 or source.takes_all_tokens == target.takes_all_tokens:
         return None
     if target.takes_all_tokens and output == needed == Replicated():

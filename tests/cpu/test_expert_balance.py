@@ -73,6 +73,7 @@ def test_sum_of_all_processes_is_the_same_after_moves(
         pytest.param(0, "torch", 1, marks=pytest.mark.release),
         pytest.param(4, "alltoall", 1, marks=pytest.mark.release),
         pytest.param(4, "torch", 2, marks=pytest.mark.release),
+        pytest.param(4, "alltoall", 2, marks=pytest.mark.release),
     ],
 )
 def test_engines_generate_the_tokens_of_one_process_while_experts_move(

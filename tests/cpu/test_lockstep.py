@@ -153,11 +153,11 @@ def test_routed_tokens_generate_the_tokens_of_one_process(
 
 
 @pytest.mark.release
-@pytest.mark.parametrize("backend", ["torch", "alltoall"])
-def test_engines_may_divide_the_features_of_experts(
-    pool: ProcessPool, qwen3_moe: str, backend: str
+@pytest.mark.parametrize(("moe", "backend"), [(1, "alltoall"), (2, "alltoall"), (2, "torch")])
+def test_engines_of_several_processes_may_route_tokens_and_divide_experts(
+    pool: ProcessPool, qwen3_moe: str, moe: int, backend: str
 ) -> None:
-    settings = {"moe_tp_size": 2, "all2all_backend": (backend,)}
+    settings = {"moe_tp_size": moe, "all2all_backend": (backend,)}
     served = together(pool, qwen3_moe, UNEVEN, tp=2, **settings)
     assert [tokens(each) for each in served] == alone(qwen3_moe, UNEVEN)
 

@@ -134,6 +134,7 @@ def test_four_processes_fuse_all_reduces(parallelism: str, pool: ProcessPool) ->
     "sizes",
     [
         Sizes(experts=2, data=2),
+        pytest.param(Sizes(attn=2, dense=2, experts=4, data=2), marks=pytest.mark.release),
         pytest.param(Sizes(attn=2, dense=2, moe=2, experts=2, data=2), marks=pytest.mark.release),
     ],
     ids=str,

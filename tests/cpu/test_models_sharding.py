@@ -167,29 +167,23 @@ def test_routed_tokens_send_fewer_bytes_than_all_tokens() -> None:
     assert sent == [2 * 2 * 7 * row, 2 * round(2 * 7 * row * share)]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "moe_tp_size"),
-    [({"moe": 2, "experts": 2, "data": 4}, 1), ({"attn": 2, "experts": 4, "data": 2}, 2)],
-)
-def test_tokens_are_routed_only_to_engines_with_whole_experts(
-    sizes: dict[str, int], moe_tp_size: int
-) -> None:
-    build = PlanningBuild(**sizes)
+def test_tokens_are_not_routed_to_engines_without_whole_experts() -> None:
+    build = PlanningBuild(moe=2, experts=2, data=4)
     build.routes_tokens = True
-    with pytest.raises(ValueError, match=f"--moe-tp-size {moe_tp_size},"):
-        Qwen3MoeForCausalLM({**SMALL, "num_experts": 8}, build)
+    with pytest.raises(ValueError, match="--moe-tp-size"):
+        Qwen3MoeForCausalLM(SMALL, build)
 
 
-def test_processes_of_an_engine_add_up_their_features_of_routed_tokens() -> None:
-    build = PlanningBuild(attn=2, moe=2, experts=2, data=2)
+@pytest.mark.parametrize(("moe", "share"), [(1, 0.5), (2, 1.0)])
+def test_processes_of_an_engine_add_up_the_results_of_routed_tokens(moe: int, share: float) -> None:
+    build = PlanningBuild(attn=2, moe=moe, experts=4 // moe, data=2)
     build.routes_tokens = True
-    Qwen3MoeForCausalLM(SMALL, build)
+    Qwen3MoeForCausalLM({**SMALL, "num_experts": 4, "num_experts_per_tok": 4}, build)
     found = [(each.op, each.group) for each in build.collectives]
-    assert found[1:4] == [
-        ("all_reduce", "attn"),
-        ("exchange_tokens", "data"),
-        ("all_reduce", "moe"),
-    ]
+    exchange = [("exchange_tokens", "experts"), ("all_reduce", "engine")]
+    assert found[1:4] == [("all_reduce", "attn"), *exchange]
+    # All processes have an expert of each token. Each process sends a part of its engine's tokens.
+    assert build.collectives[2].share == share
 
 
 def test_a_norm_that_cannot_gather_tokens_is_refused() -> None:

@@ -142,8 +142,8 @@ def test_documented_plan_is_printed(why: Print, row: list[str]) -> None:
     num_engines = int(words[1]) if words[0] == "--data-parallel-size" else 1
     counts: dict[tuple[str, str], int] = {}
     for count, op, _, processes, size, _ in COLLECTIVE.findall(output):
-        # In a group of engines, or of the processes of an engine.
-        assert int(processes) in (num_engines, int(gpus) // num_engines)
+        # All processes, those of an engine, or one of each engine.
+        assert int(processes) in (int(gpus), int(gpus) // num_engines, num_engines)
         if op != "all_gather":  # of the logits
             key = (op, f"{number(size) // 1024} KiB")
             counts[key] = counts.get(key, 0) + int(count)

@@ -212,7 +212,7 @@ def test_two_engines_that_share_experts_give_the_tokens_of_one(
         ("--no-enable-allreduce-fusion",),
         ("--enforce-eager",),
         (*BALANCED[:-1], "4"),
-        ("--enforce-eager", "--moe-tp-size", "2", "--all2all-backend", "alltoall"),
+        ("--enforce-eager", "--all2all-backend", "alltoall"),
     ],
     ids=["graphs", "unfused", "eager", "balanced", "routed"],
 )

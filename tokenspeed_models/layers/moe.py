@@ -98,15 +98,16 @@ class Router:
 class SharedExperts:
     """A gated MLP that every token uses. With `is_gated` its output is multiplied by the sigmoid of a linear layer.
 
-    All processes that share the layer's experts share its features. If tokens are routed, those with the same tokens do.
+    All processes that share the layer's experts share its features. If tokens are routed, those of an engine do.
     """
 
     def __init__(
         self, build: BuildContext, hidden_size: int, intermediate_size: int, *, is_gated: bool
     ) -> None:
         module = ModuleBuild(build, "shared_experts")
-        is_shared = build.group("experts").size > 1 and not build.routes_tokens
-        group = "world" if is_shared else "moe"
+        group = "world" if build.group("experts").size > 1 else "moe"
+        if build.routes_tokens:
+            group = "engine"
         columns, rows = Shard(0, group), Shard(1, group)
         self.gate_up = Linear(
             module,
@@ -223,6 +224,9 @@ class MoE:
         )
         self._top_k, self._routes_tokens = config.routing.top_k, build.routes_tokens
         self._num_processes = build.group("experts").size
+        # The processes of an engine send parts of its tokens, except those that share experts.
+        engine, moe = build.group("engine"), build.group("moe")
+        self._part, self._num_parts = engine.rank // moe.size, max(1, engine.size // moe.size)
         # Takes the arguments of `Experts`. If tokens are routed, the result has the terms of all engines.
         self.run_experts: Callable[..., torch.Tensor] = self.experts
 
@@ -271,7 +275,7 @@ class MoE:
         yield from self.experts.slots(prefix)
 
     def sharding(self, prefix: str) -> Iterator[ShardingSpec]:
-        """Routing is replicated; the experts' output is a partial sum, over fewer processes if tokens are routed."""
+        """Routing is replicated; the experts' output is a partial sum, in the engine only if tokens are routed."""
         if not self._routes_tokens:
             yield from expert_sharding(prefix, self.experts.num_experts, self.experts.hidden_size)
             return
@@ -283,12 +287,30 @@ class MoE:
             def run(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
                 return exchange(x, weights, local.places(ids), owners, experts)
 
-            self.run_experts = run
+            self.run_experts = run if self._num_parts == 1 else self._for_own_part(run)
 
         size, whole = self.experts.hidden_size, Replicated()
         share = routed_share(self.experts.num_experts, self._num_processes, self._top_k)
         yield ShardingSpec(f"{prefix}gate", whole, whole, size, bind)
-        yield ShardingSpec(f"{prefix}experts", whole, Partial(("moe",)), size, routed_share=share)
+        yield ShardingSpec(
+            f"{prefix}experts",
+            whole,
+            Partial(("engine",)),
+            size,
+            routed_share=share / self._num_parts,
+        )
+
+    def _for_own_part(self, run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """Return a function that runs for this process's part of the tokens. The rows of others are zero."""
+
+        def run_part(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            num_rows = -(-x.shape[0] // self._num_parts)  # the last parts may have fewer
+            rows = slice(self._part * num_rows, (self._part + 1) * num_rows)
+            result = torch.zeros_like(x)
+            result[rows] = run(x[rows], weights[rows], ids[rows])
+            return result
+
+        return run_part
 
 
 def routed_share(num_experts: int, num_processes: int, top_k: int) -> float:

@@ -169,6 +169,14 @@ def test_other_numbers_of_processes_are_refused() -> None:
         exchange_tokens(problem, group, options=DeepEPOptions())
 
 
+@pytest.mark.usefixtures("library")
+def test_engines_of_several_processes_are_refused() -> None:
+    problem = {"num_processes": 4, "size": SIZE, "dtype": "bfloat16"}
+    group = CommGroup(ProcessGroup("experts", 0, (0, 1, 2, 3)), (0, Link()), TokenCounts(2))
+    with pytest.raises(ValueError, match="--tensor-parallel-size"):
+        exchange_tokens(problem, group, options=DeepEPOptions())
+
+
 def test_library_that_does_not_load_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

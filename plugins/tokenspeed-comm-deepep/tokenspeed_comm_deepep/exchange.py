@@ -22,8 +22,8 @@ Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 def exchange_tokens(problem: Problem, group: CommGroup, *, options: DeepEPOptions) -> Exchange:
     """Return `exchange(x [T, N], weights [T, k], ids [T, k], owners [E], compute) -> [T, N]`.
 
-    All processes of the group call it. Raises ValueError for a number of processes that the library has no settings for,
-    and ImportError if the library does not load.
+    All processes of the group call it. Raises ValueError for engines of several processes, and for a number of processes
+    that the library has no settings for, and ImportError if the library does not load.
     """
     num_processes: int = problem["num_processes"]
     try:
@@ -39,6 +39,10 @@ def exchange_tokens(problem: Problem, group: CommGroup, *, options: DeepEPOption
         raise ValueError(
             f"DeepEP has no settings for {num_processes} processes. Use 2, 4 or 8."
         ) from error
+    if len(group.tokens.of(0)) != num_processes:
+        raise ValueError(
+            "DeepEP supports engines of one process. Remove --tensor-parallel-size, or use another --all2all-backend."
+        )
     row = problem["size"] * getattr(torch, problem["dtype"]).itemsize
     num_bytes = max(each.get_nvl_buffer_size_hint(row, num_processes) for each in configs)
     return Exchange(kinds(group.handle, num_bytes), group)
