@@ -22,6 +22,7 @@ from tokenspeed_core.api.step import StepFailed, StepPlan, StepSize
 from tokenspeed_core.config.schema import read_keywords
 from tokenspeed_core.engine.factory import discover, resolve
 from tokenspeed_core.errors import ConfigError, SelectionError
+from tokenspeed_core.executor import lockstep
 from tokenspeed_core.executor.lockstep import LockstepRunner, Peers, connect_peers, empty_plan
 from tokenspeed_core.kernels.plan import KernelPlan
 from tokenspeed_core.worker.assemble import plan_for
@@ -214,7 +215,10 @@ def test_peers_exchange_sizes_and_notice_an_end() -> None:
 
 
 @pytest.mark.parametrize("reads_first", [True, False])
-def test_all_engines_name_the_rank_that_failed_first(reads_first: bool) -> None:
+def test_all_engines_name_the_rank_that_failed_first(
+    reads_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lockstep, "FINISH_SECONDS", 0.01)
     lost: list[str] = []
     first, second, third = (Peers(fds) for fds in connect_peers(3))
     first.fail("rank 1 of 2 was killed\nits log")
@@ -231,7 +235,9 @@ def test_all_engines_name_the_rank_that_failed_first(reads_first: bool) -> None:
     assert lost == [second.failure]
 
 
-def test_engines_name_the_step_that_failed_first() -> None:
+def test_engines_name_the_step_that_failed_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lockstep, "ATTRIBUTION_SECONDS", 0.01)
+
     class Failing:
         def step_size(self, plan: StepPlan) -> StepSize:
             return StepSize(1)
@@ -241,11 +247,11 @@ def test_engines_name_the_step_that_failed_first() -> None:
 
     first, second = (Peers(fds) for fds in connect_peers(2))
     runner: Any = Failing()
-    lockstep = LockstepRunner(runner, first, unused_slot=0, num_groups=1, leave=None)
+    failing = LockstepRunner(runner, first, unused_slot=0, num_groups=1, leave=None)
     with ThreadPoolExecutor(1) as threads:
         other = threads.submit(second.exchange, StepSize())
         with pytest.raises(StepFailed, match=r"^no memory$"):
-            lockstep.forward(empty_plan(0, [0], 1))
+            failing.forward(empty_plan(0, [0], 1))
         other.result()
     with pytest.raises(StepFailed, match=r"engine 0 of 2.* no memory"):
         second.is_waiting()
