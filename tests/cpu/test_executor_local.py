@@ -165,7 +165,7 @@ def test_death_of_a_rank_ends_the_server_and_all_requests(tmp_path: Path, victim
             assert response.status_code == (200 if index % 2 == 0 else 500)
             assert '"code":"engine_dead"' in response.text.replace(" ", "")
         # Nothing says which process is which of the other ranks.
-        name = r"rank [123] of 4" if victim else "its process"
+        name = r"rank [123] of 4" if victim else "rank 0 of 4"
         assert re.search(rf"the engine died: {name} was killed by SIGKILL", server.stderr())
         wait_until(lambda: all(map(has_ended, processes)), 5, "all ended")
         assert not server.sockets()
