@@ -170,7 +170,9 @@ def few_path(
 ) -> Experts:
     """Return experts that use the kernels for few tokens for any number of tokens."""
     with ExitStack() as patches:
-        patches.enter_context(patch.object(few_tokens, "MAX_PAIRS_PER_EXPERT", 64.0))
+        patches.enter_context(
+            patch.object(few_tokens, "limits", lambda _: (few_tokens.MAX_SIZE, 64.0))
+        )
         if chosen is not None:
             patches.enter_context(patch.object(few_tokens, "few_tilings", lambda *_: chosen))
         return form.make(problem)
@@ -178,7 +180,7 @@ def few_path(
 
 def sorted_path(form: Form, problem: dict[str, Any]) -> Experts:
     """Return the experts without the kernels for few tokens."""
-    with patch.object(few_tokens, "MAX_SIZE", 0):
+    with patch.object(few_tokens, "limits", lambda _: (0, 0.0)):
         return form.make(problem)
 
 

@@ -52,7 +52,7 @@ def test_few_tokens_conform(op: str, dtype: str) -> None:
         "intermediate_size": 128,
         "dtype": dtype,
     }
-    assert check(SPECS[op], CUDA, cases=[case], num_rows=(1, 4, 5)) == 6
+    assert check(SPECS[op], CUDA, cases=[case], num_rows=(1, 2, 4, 5)) == 8
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 4, 5])

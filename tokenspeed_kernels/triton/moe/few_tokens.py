@@ -20,7 +20,6 @@ from tokenspeed_kernels.triton.moe.scales import Scales
 from tokenspeed_kernels.triton.pdl import supports_pdl
 from tokenspeed_kernels.triton.quantize.fp8_per_group import GROUP
 
-MAX_PAIRS_PER_EXPERT = 0.25  # with more tokens, too many of them share experts
 MAX_SIZE = 16384  # features of a weight row that fit into a program's registers
 MAX_WARPS = 8  # of the down projection
 
@@ -207,6 +206,14 @@ def _max_elements(kind: str) -> int:
     return MAX_WARPS * 32 * per_thread
 
 
+def limits(kind: str) -> tuple[int, float]:
+    """Return the largest hidden size, and the most pairs per expert, for which these kernels are faster than sorting.
+
+    With scales, they were slower for DeepSeek-V3's hidden size of 7,168. Sizes in between were not measured.
+    """
+    return (MAX_SIZE, 0.25) if kind == "none" else (2048, 0.125)
+
+
 class FewTokens:
     """The experts of one problem, for up to `max_pairs` pairs of a token and an expert.
 
@@ -218,8 +225,9 @@ class FewTokens:
         size, inner = problem["hidden_size"], problem["intermediate_size"]
         up, down = few_tilings(problem, kind)
         num_elements = _down_elements(problem) * down.block_n
-        fits = size <= MAX_SIZE and num_elements <= 2 * _max_elements(kind)
-        self.max_pairs = max(top_k, int(MAX_PAIRS_PER_EXPERT * problem["num_experts"]))
+        longest, pairs_per_expert = limits(kind)
+        fits = size <= longest and num_elements <= 2 * _max_elements(kind)
+        self.max_pairs = max(top_k, int(pairs_per_expert * problem["num_experts"]))
         self.max_pairs = self.max_pairs if fits else 0
         self._size, self._inner = size, inner
         self._up_tiles = triton.cdiv(inner, up.block_n)
