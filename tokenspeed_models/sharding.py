@@ -56,10 +56,10 @@ class ShardingSpec:
     """The sharding of a module's input and output.
 
     `size` counts the output's values of a token on all processes. `bind` receives the kernel of each collective that the
-    output needs, in order. `dtype` is that of the output, None for the model's. A module that
-    `takes_all_tokens` shares its weights with engines that have other tokens, and computes the tokens of all. One with
-    a `routed_share` receives only the tokens that are routed to its weights, and returns their results; each process
-    sends a token of its engine to this share of the processes on average.
+    output needs, in order. `dtype` is that of the output, None for the model's. A module that `takes_all_tokens` shares
+    its weights with engines that have other tokens, and computes the tokens of all. One with a `routed_share` receives
+    only the tokens that are routed to its weights, and returns their results; on average, each process sends a token of
+    its engine to this share of the processes.
 
     An output that `is_added` is added to the residual stream, before anything else reads it. `fuse` receives the
     kernels that add up such outputs of all processes, for a norm that can use them; it replaces `bind` of the module

@@ -61,11 +61,10 @@ class ParallelLayout:
     ) -> ParallelLayout:
         """Return the layout of process `rank` for the sizes of the groups.
 
-        `data` engines share experts and nothing else. Each engine has as many processes as the largest of its groups, in
-        which "moe" and "experts" of all engines count as one group of their product. "attn" and "dense" are an engine or a
-        single process; "moe" and "experts" together are the world or, in one engine, a single process. The processes of
-        an engine, and those of a "moe" group, have consecutive ranks. Raises ValueError for other sizes, and for a rank
-        outside the world.
+        `data` engines share experts and nothing else. An engine has as many processes as the largest of `attn`, `dense` and
+        its part of the experts, `moe * experts / data`. "attn" and "dense" are an engine or a single process. "moe" and
+        "experts" together are the world or, with one engine, a single process. The processes of an engine, and those of a
+        "moe" group, have consecutive ranks. Raises ValueError for other sizes, and for a rank outside the world.
         """
         if min(attn, dense, moe, experts, data) < 1:
             raise ValueError("process groups need at least one process each")

@@ -72,7 +72,7 @@ def _build_with_others(
         ranks.broadcast(Rendezvous(address))
         ranks.use(abort=distributed.abort, leave=distributed.close)
     handles = distributed.init(resolved.parallel, address, device)
-    agree = int if ranks is None else partial(_agree, ranks)
+    agree = int if ranks is None else partial(_agree, ranks)  # one process keeps its value
     runner = build(resolved, catalog, progress, handles=handles, agree=agree)
     if ranks is not None:
         ranks.remove_folder()

@@ -163,7 +163,7 @@ class Peers:
                 each.shutdown(socket.SHUT_RDWR)  # wakes this engine and the others
 
     def _lost(self, rank: int, message: bytes = b"") -> StepFailed:
-        """Note that another engine ended, with its last message. Return the error, which names the first cause."""
+        """Record that another engine ended, with the reason in its last message. Return the error for the first cause."""
         reason = message[len(_FAILED) :].decode(errors="replace")
         if self._reason is None:
             self._reason = self._name(rank, f"failed: {reason}" if reason else "ended")

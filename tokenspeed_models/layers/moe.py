@@ -224,7 +224,7 @@ class MoE:
         )
         self._top_k, self._routes_tokens = config.routing.top_k, build.routes_tokens
         self._num_processes = build.group("experts").size
-        # The processes of an engine send parts of its tokens, except those that share experts.
+        # Each process sends a part of its engine's tokens. Those that share the features of experts send the same part.
         engine, moe = build.group("engine"), build.group("moe")
         self._part, self._num_parts = engine.rank // moe.size, max(1, engine.size // moe.size)
         # Takes the arguments of `Experts`. If tokens are routed, the result has the terms of all engines.
@@ -248,7 +248,7 @@ class MoE:
             result = self.run_experts(x, *self.router(x))
             result += self.shared(x)
         else:
-            # The router first: the routed experts wait for it, and it would wait for multiprocessors.
+            # The router starts first: the routed experts wait for it, and the shared ones would delay it.
             is_ready = torch.cuda.current_stream().record_event()
             routed = self.router(x)
             side.wait_event(is_ready)
@@ -275,7 +275,7 @@ class MoE:
         yield from self.experts.slots(prefix)
 
     def sharding(self, prefix: str) -> Iterator[ShardingSpec]:
-        """Routing is replicated; the experts' output is a partial sum, in the engine only if tokens are routed."""
+        """Routing is replicated. The experts' output is a partial sum: within the engine if tokens are routed."""
         if not self._routes_tokens:
             yield from expert_sharding(prefix, self.experts.num_experts, self.experts.hidden_size)
             return

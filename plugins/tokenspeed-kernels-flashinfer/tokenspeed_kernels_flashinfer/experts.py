@@ -13,8 +13,8 @@ from tokenspeed_core.api import Problem
 class CutlassExperts:
     """Runs the library's `cutlass_fused_moe` for one problem.
 
-    The library reads the up projection before the gate, so `prepare_weights` exchanges them, and the first one also
-    lets the library measure which tiles are fastest for each number of tokens.
+    The library reads the up projection before the gate, so `prepare_weights` exchanges them. Its first call also lets
+    the library measure which tiles are fastest for each number of tokens.
     """
 
     def __init__(self, problem: Problem) -> None:
