@@ -44,8 +44,8 @@ class FlashMlaDecode:
             return q.new_empty((0, self._num_heads, self._latent_size))
         if schedule is None or isinstance(schedule, Tensor):  # a shared prefix
             schedule = new_schedule()
-        # With a computed schedule, the library's kernel may start before the previous one on the stream has finished, if
-        # that uses programmatic dependent launch, and does not wait for it. It does wait for an ordinary launch.
+        # With a computed schedule, the library's kernel does not wait for the end of the previous one on the stream if
+        # that one allows it to start early (programmatic dependent launch). Filling a tensor does not allow it.
         seq_lens.new_zeros(1)
         y: Tensor
         y, _ = LIBRARY.flash_mla_with_kvcache(

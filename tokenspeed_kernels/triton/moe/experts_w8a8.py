@@ -3,6 +3,7 @@
 Weights have per-channel scales, and activations per-token or static ones; or scales are block-wise: 1 x 128 for
 activations and 128 x 128 for weights. As in `gemm_fp8`, the weight is the wide side of a tile and an expert's few
 tokens the narrow one. The hidden state is quantized by a separate launch, because its scales depend on many features.
+Few tokens are not sorted (see `few_tokens`).
 """
 
 from __future__ import annotations
