@@ -60,7 +60,7 @@ class Layers:
 
     def _decode(self, *arguments: object) -> None:
         shared = arguments[-1]
-        self.decoded.append(shared.tolist()[:2] if isinstance(shared, Tensor) else None)
+        self.decoded.append(shared.tolist()[:2] if isinstance(shared, Tensor) else shared)
 
     def begin(self, step: AttentionStep) -> None:
         self.group.begin(
@@ -190,3 +190,13 @@ def test_a_kernel_plans_each_forward_once() -> None:
     assert all(
         table is step.block_table and lengths is step.seq_lens for table, lengths in kernel.plans
     )
+
+
+def test_layers_with_other_kernels_do_not_get_the_plan() -> None:
+    layers, kernel = Layers(None), Planned()
+    first, _ = layers.layers  # the second one is a draft model's
+    first.kernels = replace(first.kernels, decode=kernel)
+    layers.begin(step_of(320))
+    for _ in range(2):
+        assert layers.forward() == [None]
+    assert kernel.got == [1, 2]

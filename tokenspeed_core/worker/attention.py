@@ -40,8 +40,8 @@ class AttentionGroup:
         self.batches: list[Batch] = []
         # The prefills of a split step run on this stream, in parallel with its decodes.
         self.side: torch.cuda.Stream | None = None
-        self._first_layer: CachedLayer | None = None  # of the layers that called `once`
-        self._computed: Any = None
+        # By key of `once`: the first layer that called it, and the result.
+        self._computed: dict[object, tuple[CachedLayer, Any]] = {}
 
     @property
     def takes_drafts(self) -> bool:
@@ -52,7 +52,7 @@ class AttentionGroup:
     def begin(self, inputs: GroupInputs) -> None:
         """Prepare each kernel for a step, and note which query tokens it serves."""
         self.kv_slots = inputs.kv_slots
-        self._first_layer = None
+        self._computed.clear()
         if inputs.decodes is not None and inputs.prefills is not None:
             num = inputs.decodes.num_tokens
             self.batches = [
@@ -67,14 +67,14 @@ class AttentionGroup:
                 if problem.phase == phase:
                     kernel.prepare(step)
 
-    def once(self, layer: CachedLayer, compute: Callable[[], T]) -> T:
+    def once(self, key: object, layer: CachedLayer, compute: Callable[[], T]) -> T:
         """Return the result of `compute()` in the first layer of this forward. A captured forward repeats it in each replay."""
-        if self._first_layer is None:
-            self._first_layer = layer
-        if layer is self._first_layer:
-            self._computed = compute()
-        computed: T = self._computed
-        return computed
+        first, computed = self._computed.get(key, (layer, None))
+        if layer is first:
+            computed = compute()
+            self._computed[key] = layer, computed
+        result: T = computed
+        return result
 
     def attend(self, attend: Callable[[Batch], None]) -> None:
         """Call `attend` for each batch of the step. On a device, two batches run in parallel."""

@@ -101,7 +101,7 @@ class LatentLayer:
         kernels, table, lengths = self.kernels, step.block_table, step.seq_lens
         (cache,) = self.caches
         if phase == "decode":
-            plan = self.group.once(self, lambda: kernels.plan(step))
+            plan = self.group.once(kernels.decode, self, lambda: kernels.plan(step))
             absorbed = kernels.absorb(q, kv_up)
             latents = kernels.decode(
                 absorbed, cache, table, lengths, step.max_seq_len, self.scale, plan
