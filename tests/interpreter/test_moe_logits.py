@@ -47,7 +47,9 @@ def test_splits_add_up(num_experts: int, size: int, num_tokens: int) -> None:
     assert torch.equal(logits(x, weight), y)
 
 
-@pytest.mark.parametrize(("num_experts", "size"), [(8, 64), (64, 2048), (160, 5120), (256, 7168)])
+@pytest.mark.parametrize(
+    ("num_experts", "size"), [(8, 64), (64, 2048), (32, 2880), (160, 5120), (256, 7168)]
+)
 def test_programs_are_limited_and_precompiled(num_experts: int, size: int) -> None:
     logits = ManyLogits(num_experts, size)
     parts = {count: logits.partition(count) for count in (*range(17, 600), *PRECOMPILED, 100_000)}

@@ -184,7 +184,8 @@ class ManyLogits:
         while num_splits * tiles[0] * tiles[1] > MAX_PROGRAMS:
             num_splits //= 2
         num_blocks = triton.cdiv(self._size, SMALL.block_k)
-        return SMALL, tiles, max(1, min(num_splits, num_blocks))
+        blocks = triton.cdiv(num_blocks, max(1, num_splits))
+        return SMALL, tiles, triton.cdiv(num_blocks, blocks)
 
     def _tiles(self, tiling: Tiling, num_tokens: int) -> tuple[int, int]:
         return (
