@@ -235,6 +235,26 @@ def test_all_engines_name_the_rank_that_failed_first(
     assert lost == [second.failure]
 
 
+def test_engine_that_loses_another_one_is_not_the_first_cause() -> None:
+    first, second, third = (Peers(fds) for fds in connect_peers(3))
+    third.fail("rank 1 of 2 was killed")
+    second.close()
+    with pytest.raises(StepFailed, match=r"engine 2 of 3.* rank 1 of 2 was killed$"):
+        first.exchange(StepSize())  # waits for the second engine
+    for peers in (first, third):
+        peers.close()
+
+
+def test_reason_arrives_from_an_engine_that_read_nothing() -> None:
+    first, second = (Peers(fds) for fds in connect_peers(2))
+    second._send(0, b"unread")
+    first.fail("no memory")
+    first.close()
+    with pytest.raises(StepFailed, match=r"engine 0 of 2.* no memory$"):
+        second.is_waiting()
+    second.close()
+
+
 def test_engines_name_the_step_that_failed_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lockstep, "ATTRIBUTION_SECONDS", 0.01)
 

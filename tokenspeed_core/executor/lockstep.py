@@ -83,7 +83,7 @@ class Peers:
             for rank in self._sockets:
                 self._send(rank, text.encode())
             return text
-        data = self._sockets[0].recv(_MAX_BYTES)
+        data = self._read(0, 0) or b""
         if not data or data.startswith(_FAILED):
             raise self._lost(0, data)
         return data.decode()
@@ -164,8 +164,11 @@ class Peers:
 
     def _lost(self, rank: int, message: bytes = b"") -> StepFailed:
         """Record that another engine ended, with the reason in its last message. Return the error for the first cause."""
-        reason = message[len(_FAILED) :].decode(errors="replace")
         if self._reason is None:
+            if not message:  # perhaps it lost another engine, which sent its reason
+                found = {other: self._failure_of(other) for other in self._sockets}
+                rank, message = next((each for each in found.items() if each[1]), (rank, b""))
+            reason = message[len(_FAILED) :].decode(errors="replace")
             self._reason = self._name(rank, f"failed: {reason}" if reason else "ended")
         return StepFailed(self._reason)
 
@@ -182,12 +185,9 @@ class Peers:
 
     def _receive(self, rank: int, flags: int) -> bool:
         """Read a message of another engine; return whether there was one. Raises StepFailed if it ended too early."""
-        try:
-            data = self._sockets[rank].recv(_MAX_BYTES, flags)
-        except BlockingIOError:
+        data = self._read(rank, flags)
+        if data is None:
             return False
-        except ConnectionError:
-            data = b""
         if not data:
             if self._has_finished and rank in self._finished:
                 return False
@@ -199,6 +199,24 @@ class Peers:
         else:
             self._sizes[rank].append(StepSize(*_SIZE.unpack(data)))
         return True
+
+    def _read(self, rank: int, flags: int) -> bytes | None:
+        """Return a message of another engine, b"" after its last one, or None if there is none yet."""
+        for _ in range(2):
+            try:
+                return self._sockets[rank].recv(_MAX_BYTES, flags)
+            except BlockingIOError:
+                return None
+            except ConnectionError:
+                continue  # it ended before it read our last message; its own may follow
+        return b""
+
+    def _failure_of(self, rank: int) -> bytes:
+        """Return the message with which another engine failed, or b""."""
+        while data := self._read(rank, socket.MSG_DONTWAIT):
+            if data.startswith(_FAILED):
+                return data
+        return b""
 
 
 def connect_peers(num_engines: int) -> list[list[int]]:
