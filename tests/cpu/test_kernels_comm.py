@@ -66,3 +66,20 @@ def test_abort_ends_kernels_that_wait() -> None:
     distributed.close()
     distributed.abort()
     assert not ended.acquire(timeout=0.05)
+
+
+def test_abort_ends_the_collectives_of_all_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+
+    class Group:
+        def __init__(self, index: int) -> None:
+            self.abort = lambda: ended.append(index)
+
+        def _get_backend(self, device: object) -> Group:
+            return self
+
+    monkeypatch.setattr(distributed, "_GROUPS", [Group(0), Group(1)])
+    monkeypatch.setattr(distributed.dist, "get_backend", lambda group: "nccl")
+    distributed.abort()
+    distributed.close()
+    assert ended == [0, 1]

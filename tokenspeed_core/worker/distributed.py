@@ -22,6 +22,7 @@ _TIMEOUT = timedelta(minutes=30)
 
 _ON_ABORT: list[Callable[[], None]] = []
 _IS_ABORTED = threading.Event()
+_GROUPS: list[Any] = []  # of this process
 
 CommGroup = Any
 """A process group of torch.distributed."""
@@ -59,6 +60,8 @@ def init(layout: ParallelLayout, address: str, device: torch.device) -> Mapping[
     # torch.distributed requires that every process creates every group. Groups of the same processes share one.
     everyone = [ranks for name in layout.groups for ranks in _partition(layout, name)]
     made = {ranks: _group(ranks, layout.world_size) for ranks in dict.fromkeys(everyone)}
+    own = (group for ranks, group in made.items() if layout.rank in ranks)
+    _GROUPS.extend(dict.fromkeys((dist.group.WORLD, *own)))
     return {name: made[group.ranks] for name, group in layout.groups.items() if group.size > 1}
 
 
@@ -73,6 +76,7 @@ def close() -> None:
     """End the communication. Does nothing if it was not started."""
     _ON_ABORT.clear()
     _IS_ABORTED.clear()
+    _GROUPS.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -83,10 +87,10 @@ def abort() -> None:
     for stop_waiting in _ON_ABORT:
         # In a thread, because the call may wait for the device, and the rest must not.
         threading.Thread(target=stop_waiting, name="stop-waiting", daemon=True).start()
-    world: Any = dist.group.WORLD if dist.is_available() else None
-    with suppress(RuntimeError, ValueError):  # `close` may have ended the group
-        if world is not None and dist.get_backend(world) == "nccl":
-            world._get_backend(torch.device("cuda")).abort()
+    for group in _GROUPS:
+        with suppress(RuntimeError, ValueError):  # `close` may have ended the group
+            if dist.get_backend(group) == "nccl":
+                group._get_backend(torch.device("cuda")).abort()
 
 
 def _store(layout: ParallelLayout, address: str) -> Any:
