@@ -64,6 +64,7 @@ def test_missing_sizes_are_derived(keywords: dict[str, Any], expected: tuple[int
         ({"tp": 3, "nnodes": 2, "dist_init_addr": "a:1"}, ["--nprocs-per-node"]),
         ({"world_size": 4, "nprocs_per_node": 2}, ["--world-size", "--nnodes"]),
         ({"tp": 2, "nnodes": 2}, ["--dist-init-addr"]),
+        ({**SHARED, "moe_tp_size": 2, "enable_eplb": True}, ["remove --moe-tp-size 2"]),
         ({"tp": 2, "dist_init_addr": "a:1"}, ["--nnodes"]),
         ({"tp": 2, "nnodes": 2, "dist_init_addr": "a"}, ["HOST:PORT"]),
         ({"tp": 2, "node_rank": 1}, ["--nnodes"]),
@@ -77,7 +78,10 @@ def test_missing_sizes_are_derived(keywords: dict[str, Any], expected: tuple[int
             {**SHARED, "attn_tp_size": 4, "dense_tp_size": 2},
             ["--attn-tp-size 4 --dense-tp-size 2", "dense TP 2"],
         ),
-        ({**SHARED, "nnodes": 2, "dist_init_addr": "a:1"}, ["--nnodes"]),
+        (
+            {**SHARED, "nnodes": 2, "dist_init_addr": "a:1"},
+            ["--data-parallel-size", "remove --nnodes"],
+        ),
         (
             {**SHARED, "tp": 2, "distributed_executor_backend": "ray"},
             ["--distributed-executor-backend ray"],

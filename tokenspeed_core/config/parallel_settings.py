@@ -188,6 +188,10 @@ class ParallelSettings(Settings):
 
     @model_validator(mode="after")
     def _check_parallel_sizes(self) -> Self:
+        if self.data_parallel_size > 1 and self.nnodes > 1:
+            raise ValueError(
+                "--data-parallel-size runs its engines on one machine; remove --nnodes, or start a server on each node"
+            )
         sizes = self.parallel_sizes()
         self._check_balance(sizes.experts)
         self._check_fusion(sizes.world_size)
@@ -201,10 +205,6 @@ class ParallelSettings(Settings):
                 raise ValueError(
                     f"--dist-init-addr {self.dist_init_addr} must be HOST:PORT, such as node0:29500"
                 )
-        if self.data_parallel_size > 1 and max(self.nnodes, sizes.num_nodes) > 1:
-            raise ValueError(
-                "--data-parallel-size runs its engines on one machine; remove --nnodes, or start a server on each node"
-            )
         if sizes.shares_experts and self.distributed_executor_backend != LOCAL:
             raise ValueError(
                 "--data-parallel-size with --enable-expert-parallel starts all processes itself; remove "
@@ -226,9 +226,14 @@ class ParallelSettings(Settings):
     def _check_balance(self, num_groups: int) -> None:
         """Raise ValueError for settings of the experts' balance that have no effect or do not fit the groups."""
         if self.enable_eplb and num_groups == 1:
+            change = (
+                "set --enable-expert-parallel with --tensor-parallel-size or --data-parallel-size"
+            )
+            if self.enable_expert_parallel and self.moe_tp_size is not None:
+                change = f"remove --moe-tp-size {self.moe_tp_size}"
             raise ValueError(
-                "--enable-eplb moves experts between processes, but here every process has all experts; set "
-                "--enable-expert-parallel with --tensor-parallel-size or --data-parallel-size"
+                "--enable-eplb moves experts between processes, but here every process has all experts or a part of "
+                f"each; {change}"
             )
         if self.num_redundant_experts and not self.enable_eplb:
             raise ValueError("--num-redundant-experts has no effect without --enable-eplb")
