@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tokenspeed_drafters import match_index
 from tokenspeed_drafters.match_index import MAX_CONTEXT, ORDERS, Matches, MatchIndex
 
+HASH = match_index._all_hashes
 TEXTS = st.lists(st.integers(0, 3), max_size=60)
 
 
@@ -102,6 +103,21 @@ def test_only_the_newest_tokens_are_kept(seed: int, sizes: list[int], is_bulk: b
     expected = matches(text, context.token_ids, index.oldest - shift)
     assert [each - shift for each in found.positions] == expected.positions
     assert found.length == expected.length
+
+
+@pytest.mark.usefixtures("unlimited")
+@pytest.mark.parametrize("size", [100, 1000])
+def test_growing_index_keeps_its_chains(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    index, text, num_chained = MatchIndex(8192), [], []
+    monkeypatch.setattr(
+        match_index, "_all_hashes", lambda ids: num_chained.append(len(ids)) or HASH(ids)
+    )
+    for part in np.random.default_rng(size).integers(0, 40, (5000 // size, size), np.int32):
+        index.extend(part.tolist())
+        text += part.tolist()
+        context = index.context()
+        assert index.find(context) == matches(text, context.token_ids)
+    assert sum(num_chained) < 1.2 * len(text), "no token is chained again"
 
 
 def test_search_visits_a_bounded_number_of_occurrences() -> None:

@@ -230,11 +230,13 @@ class MatchIndex:
             return
         while capacity < min(num_tokens, self._max_tokens):
             capacity *= 2
-        kept = self._token_array[: self.num_tokens]  # nothing was overwritten before
+        tokens, heads, previous = self._token_array, self._head_array, self._previous_array
+        kept, chained = self.num_tokens, self._num_chained  # nothing was overwritten before
         self._allocate(capacity)
-        self._token_array[: len(kept)] = kept
-        self._num_chained = 0
-        self._chain()
+        self._token_array[:kept] = tokens[:kept]
+        self._previous_array[:, :chained] = previous[:, :chained]
+        # The buckets into which one is divided share its chain: searches skip tokens of other contexts anyway.
+        self._head_array[:] = np.tile(heads, self._num_buckets // heads.shape[1])
 
     def _chain(self) -> None:
         """Chain the tokens that are not chained yet."""
