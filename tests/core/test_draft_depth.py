@@ -83,6 +83,19 @@ def test_one_row_gets_the_batched_estimates(claimed: float | None) -> None:
         depth.observe(slots, most // 2, np.asarray([4, accepted], np.int32))
 
 
+def test_rows_are_observed_alone_as_together() -> None:
+    together, alone = AdaptiveDepth(2, 8), AdaptiveDepth(2, 8)
+    for number in range(3):
+        drafts, accepted = np.asarray([8, 2], np.int32), np.asarray([number, 2], np.int32)
+        for depth in (together, alone):
+            depth._step_expected[:] = (1.5, 0.25)
+        together.observe(np.arange(2), drafts, accepted)
+        for slot in range(2):
+            alone.observe(np.asarray([slot]), drafts[slot : slot + 1], accepted[slot : slot + 1])
+    assert together._history.ravel() == pytest.approx(alone._history.ravel())
+    assert together._prior() == pytest.approx(alone._prior(), abs=0.01)
+
+
 def test_times_of_unmeasured_draft_counts_are_interpolated() -> None:
     cost = StepCost(1, 8).of(1)
     cost.observe_plain(1.0)

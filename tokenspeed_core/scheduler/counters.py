@@ -6,10 +6,12 @@ The step loop only adds integers and reads a clock; nothing here is called per t
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence as ListLike
+from itertools import accumulate
 
 import numpy as np
 
-from tokenspeed_core.api.step import I32, I64, StepPlan
+from tokenspeed_core.api.step import I32, StepPlan
 from tokenspeed_core.engine.stats import (
     HOST_BOUNDS,
     REQUEST_BOUNDS,
@@ -41,8 +43,8 @@ class EngineCounters:
         self._queue = Histogram(REQUEST_BOUNDS)
         self._prefill = Histogram(REQUEST_BOUNDS)
         # Rows with draft tokens: by the number of these, and by how many of them were accepted.
-        self._num_drafted = np.zeros(1, np.int64)
-        self._num_rows = np.zeros(1, np.int64)
+        self._num_drafted = [0]
+        self._num_rows = [0]
         self._last_drafts = np.zeros(0, np.int32)  # of the rows that had any in the newest step
 
     def admit(self, sequence: Sequence, num_cached: int, *, has_prefix_cache: bool) -> None:
@@ -62,12 +64,14 @@ class EngineCounters:
 
     def verify(self, num_drafts: I32, num_accepted: I32) -> None:
         """Count the draft tokens of the rows that had any, and those that were accepted."""
-        num_missing = max(num_drafts.tolist()) + 1 - len(self._num_rows)
+        counts = num_drafts.tolist()
+        num_missing = max(counts) + 1 - len(self._num_rows)
         if num_missing > 0:
-            self._num_drafted = np.pad(self._num_drafted, (0, num_missing))
-            self._num_rows = np.pad(self._num_rows, (0, num_missing))
-        self._num_drafted += np.bincount(num_drafts, minlength=len(self._num_rows))
-        self._num_rows += np.bincount(num_accepted, minlength=len(self._num_rows))
+            self._num_drafted += [0] * num_missing
+            self._num_rows += [0] * num_missing
+        for drafted, accepted in zip(counts, num_accepted.tolist(), strict=True):
+            self._num_drafted[drafted] += 1
+            self._num_rows[accepted] += 1
         self._last_drafts = num_drafts
 
     def finish_step(self, plan: StepPlan, num_output_tokens: int, seconds: float) -> None:
@@ -103,7 +107,7 @@ class EngineCounters:
             self._host.snapshot(),
             self._queue.snapshot(),
             self._prefill.snapshot(),
-            int(self._num_rows.sum()),
+            sum(self._num_rows),
             sum(num_drafted),
             num_accepted,
             num_drafted,
@@ -113,6 +117,6 @@ class EngineCounters:
         )
 
 
-def _at_least(num_rows: I64) -> tuple[int, ...]:
+def _at_least(num_rows: ListLike[int]) -> tuple[int, ...]:
     """Return how many rows have at least 1, 2, … tokens, from the numbers of rows with 0, 1, 2, …"""
-    return tuple(num_rows[:0:-1].cumsum()[::-1].tolist())
+    return tuple(accumulate(num_rows[:0:-1]))[::-1]

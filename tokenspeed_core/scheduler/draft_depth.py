@@ -272,13 +272,20 @@ class AdaptiveDepth:
 
     def observe(self, slots: I64, num_drafts: I32, num_accepted: I32) -> None:
         """Record how many draft tokens of some rows the model accepted."""
-        tried = np.minimum(num_accepted + 1, num_drafts)
-        num_tried = sum(tried.tolist())
-        newest = np.array((num_accepted, self._step_expected[slots], tried), np.float32)
-        newest += _FORGET * self._history.take(slots, 1)
-        self._history[:, slots] = newest
+        if len(slots) == 1:
+            in_all = num_accepted.item(0)
+            num_tried = min(in_all + 1, num_drafts.item(0))
+            row = self._history[:, slots.item(0)]
+            row *= _FORGET
+            row += (in_all, self._step_expected.item(slots.item(0)), num_tried)
+        else:
+            tried = np.minimum(num_accepted + 1, num_drafts)
+            in_all, num_tried = sum(num_accepted.tolist()), sum(tried.tolist())
+            newest = np.array((num_accepted, self._step_expected[slots], tried), np.float32)
+            newest += _FORGET * self._history.take(slots, 1)
+            self._history[:, slots] = newest
         kept = max(0.0, 1.0 - num_tried / _MAX_TRIED_BY_ALL)
-        self._accepted_by_all = kept * self._accepted_by_all + sum(num_accepted.tolist())
+        self._accepted_by_all = kept * self._accepted_by_all + in_all
         self._tried_by_all = kept * self._tried_by_all + num_tried
 
     def finish_step(self, step: FinishedStep) -> None:

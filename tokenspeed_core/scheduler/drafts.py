@@ -56,7 +56,7 @@ class FinishedStep(NamedTuple):
         """Describe a step. `kept` [num_decodes] are the new tokens that each sequence keeps; None: no draft tokens."""
         num_accepted = 0
         if kept is not None:
-            num_accepted = int(kept.sum()) - int(np.count_nonzero(kept))
+            num_accepted = sum([each - 1 for each in kept.tolist() if each])
         num_chunk_tokens = len(plan.token_ids)
         return cls(
             plan.num_rows,

@@ -12,7 +12,7 @@ import numpy as np
 
 from tokenspeed_core.api.policy import Limits, Policy
 from tokenspeed_core.api.sampling import FinishReason
-from tokenspeed_core.api.step import I32, StepResult
+from tokenspeed_core.api.step import I32, I64, StepResult
 from tokenspeed_core.engine.messages import Outputs, Rejected, Submit
 from tokenspeed_core.errors import EngineDeadError
 from tokenspeed_core.kv_cache.manager import KVManager
@@ -292,26 +292,35 @@ class Scheduler:
         kept = num_kept(flight, parts)[: plan.num_decodes] if plan.num_draft_tokens else None
         drafts.finish_step(FinishedStep.of(plan, kept, seconds, is_steady=is_steady))
         if kept is not None:
-            self._observe_drafts(drafts, flight, result, kept)
+            self._observe_drafts(drafts, flight, result, kept, has_preempted=len(parts) > 1)
         if result.next_draft_ids is not None and not self.in_flight:
             self._receive_drafts(drafts, flight, result.next_draft_ids)
 
     def _observe_drafts(
-        self, drafts: DraftSource, flight: StepInFlight, result: StepResult, kept: I32
+        self,
+        drafts: DraftSource,
+        flight: StepInFlight,
+        result: StepResult,
+        kept: I32,
+        *,
+        has_preempted: bool,
     ) -> None:
         """Count the draft tokens that sequences keep, and tell the source how many the model accepted.
 
-        `kept` [num_decodes] are the new tokens that each sequence keeps.
+        `kept` [num_decodes] are the new tokens that each sequence keeps. With `has_preempted`, some have no slot.
         """
-        num_drafts = flight.plan.num_query_tokens[: len(kept)] - 1
-        rows = (num_drafts * kept).nonzero()[0]
-        if not len(rows):
+        rows: slice | I64 = slice(len(kept))
+        num_drafts = flight.plan.num_query_tokens[rows] - 1
+        is_verified = num_drafts * kept
+        if np.count_nonzero(is_verified) < len(kept):
+            rows = is_verified.nonzero()[0]
+            num_drafts, kept = num_drafts[rows], kept[rows]
+        if not len(kept):
             return
-        slots, num_drafts = flight.slots[rows], num_drafts[rows]
-        self.counters.verify(num_drafts, kept[rows] - 1)
-        num_accepted = result.num_tokens[rows] - 1
-        has_slot = self.columns.sequence_id[slots] == flight.sequence_ids[rows]
-        if np.count_nonzero(has_slot) < len(slots):
+        self.counters.verify(num_drafts, kept - 1)
+        slots, num_accepted = flight.slots[rows], result.num_tokens[rows] - 1
+        if has_preempted:
+            has_slot = self.columns.sequence_id[slots] == flight.sequence_ids[rows]
             slots, num_drafts = slots[has_slot], num_drafts[has_slot]
             num_accepted = num_accepted[has_slot]
         drafts.observe(slots, num_drafts, num_accepted)

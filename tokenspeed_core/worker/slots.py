@@ -103,6 +103,9 @@ class SlotLayout:
 
     def _draft_words(self, plan: StepPlan) -> I64:
         """Return the words of a plan's draft tokens. Raises ValueError if a row has more than `max_drafts`."""
+        if plan.num_decodes == 1 and plan.num_draft_tokens <= self.max_drafts:
+            start = self.drafts + plan.slots.item(0) * self.max_drafts
+            return np.arange(start, start + plan.num_draft_tokens)
         counts = plan.num_query_tokens[: plan.num_decodes] - 1
         most = max(counts.tolist(), default=0)
         if most > self.max_drafts:
