@@ -192,6 +192,61 @@ def test_account_limits_the_time_to_begin_and_end_sequences() -> None:
     assert depth.max_drafts(4) == 3
 
 
+def measured_depth(seconds: float = 1.0) -> AdaptiveDepth:
+    """Return the depth of one row whose first pause is over."""
+    depth = AdaptiveDepth(1, 4)
+    for _ in range(100):
+        depth.finish_step(FinishedStep(1, 1, 0, 0, seconds))
+    assert depth.max_drafts(1) == 4
+    return depth
+
+
+SLOT, COUNT = np.zeros(1, np.int64), np.full(1, 4, np.int32)
+
+
+def test_step_with_drafts_pays_for_the_proposals_before_it() -> None:
+    depth = measured_depth()
+    depth.cost.of(1).observe_early_proposal(2.0)
+    depth.spend(0.25)
+    assert depth.are_worth_waiting(SLOT, COUNT, None, 1, 4)
+    depth.finish_step(FinishedStep(1, 1, 0, 0, 2.25))
+    assert depth.max_drafts(1) == 4, "the budget of half a step is not charged yet"
+    depth.finish_step(FinishedStep(1, 1, 0, 0, 1.0, is_steady=False))
+    before = depth.budget
+    assert depth.choose(SLOT, COUNT, None, 1, 4) == 4
+    depth.finish_step(FinishedStep(1, 5, 0, 4, 2.0))
+    saved = 1 + 4 - 2.0
+    assert depth.budget == pytest.approx(before + MAX_LOSS + saved - (2.0 - 1.0) - 0.25)
+
+
+def test_plain_steps_pay_if_no_step_with_drafts_follows() -> None:
+    depth = measured_depth()
+    depth.cost.of(1).observe_early_proposal(1.25)
+    assert depth.are_worth_waiting(SLOT, COUNT, None, 1, 4)
+    depth.finish_step(FinishedStep(1, 1, 0, 0, 1.25))
+    before = depth.budget
+    depth.finish_step(FinishedStep(1, 1, 0, 0, 1.0))
+    assert depth.budget == pytest.approx(before + MAX_LOSS - 0.25)
+
+
+def test_unwanted_proposals_become_rare() -> None:
+    depth, numbers = measured_depth(), []
+    for _ in range(2):
+        depth.cost.of(1).observe(4, 100.0)
+    for number in range(100):
+        if depth.max_drafts(1):
+            numbers.append(number)
+            assert not depth.are_worth_waiting(SLOT, COUNT, None, 1, 4)
+        depth.finish_step(FinishedStep(1, 1, 0, 0, 1.0))
+    assert numbers == [0, 2, 6, 14, 30, 46, 62, 78, 94]
+    for _ in range(200):
+        depth.cost.of(1).observe(4, 1.0)
+    while not depth.max_drafts(1):
+        depth.finish_step(FinishedStep(1, 1, 0, 0, 1.0))
+    assert depth.are_worth_waiting(SLOT, COUNT, None, 1, 4)
+    assert depth.max_drafts(1) == 4
+
+
 def test_steps_without_drafts_raise_the_budget_to_a_limit() -> None:
     depth = AdaptiveDepth(4, 3)
     for _ in range(10_000):  # drafts are on, but no row may have any, as with logits processors

@@ -35,6 +35,7 @@ _FIRST_DRAFTS = 4
 _NUM_PLAIN = 4  # plain steps that are measured before drafts are tried
 _PLAIN_INTERVAL = 256  # drafted steps after which plain steps are measured again
 _NUM_PLAIN_AGAIN = 2
+_MAX_SKIPPED = 15  # steps after an early proposal that was not worth waiting for
 _PRIOR_ACCEPTANCE = 0.6  # of a token without a drafter's estimate; more if other rows accept more
 _PRIOR_WEIGHT = 3.0  # draft tokens that a prior counts for
 _MAX_RATIO = 1.25  # of a row's acceptance to the drafter's estimates
@@ -133,8 +134,13 @@ class AdaptiveDepth:
         # Seconds to begin and end sequences, not yet in the account: of this step, and of earlier steps that were not
         # compared with plain ones.
         self._spent = self._spent_before = 0.0
-        # The drafter proposed tokens before the step that finishes next was collected, and they are worth a step.
-        self._has_proposed_early = self._is_wanted = False
+        self._has_proposed_early = (
+            False  # the drafter proposed tokens before the step that finishes next was collected
+        )
+        # Proposals were worth waiting for. The step with drafts that follows pays for all that was spent before it.
+        self._is_waiting = False
+        # Steps before the drafter proposes early again: in all, and left. Each rejected proposal about doubles them.
+        self._num_skipped = self._num_to_skip = 0
         self._is_drafting = False  # the drafter was called for the step that finishes next
         self._was_drafting = False  # the drafter was called for the step before that
         self._prompts = PromptCost()
@@ -166,7 +172,7 @@ class AdaptiveDepth:
 
     def max_drafts(self, num_rows: int) -> int:
         """Return the maximum number of draft tokens of a row; 0 while drafts cost more than they save."""
-        if self.account.pause or self._num_plain_wanted:
+        if self.account.pause or self._num_plain_wanted or self._num_to_skip:
             return 0
         return self._max_drafts if self.cost.of(num_rows).num_plain >= _NUM_PLAIN else 0
 
@@ -204,8 +210,10 @@ class AdaptiveDepth:
         seconds = cost.with_drafts(self._most(counts, num_left, cost))
         seconds[0] = cost.plain
         chosen, _ = self._choose(slots, counts, probabilities, num_rows, seconds)
-        self._is_wanted = any(chosen.tolist())
-        return self._is_wanted
+        self._is_waiting = any(chosen.tolist())
+        self._num_skipped = 0 if self._is_waiting else min(2 * self._num_skipped + 1, _MAX_SKIPPED)
+        self._num_to_skip = self._num_skipped
+        return self._is_waiting
 
     def _most(self, counts: I32, num_left: int, cost: RowsCost) -> int:
         """Return the maximum draft tokens of a step."""
@@ -290,23 +298,26 @@ class AdaptiveDepth:
 
     def finish_step(self, step: FinishedStep) -> None:
         """Record the duration of a step. Steps with prompt tokens are compared only with each other."""
-        account, num_drafts = self.account, step.num_tokens - step.num_rows
-        has_proposed_early, is_wanted = self._has_proposed_early, self._is_wanted
-        self._has_proposed_early = self._is_wanted = False
         last_pass, self._last_pass = self._last_pass, step.num_tokens if step.is_followed else 0
         if step.num_chunk_tokens or not step.num_rows:
             if step.num_chunk_tokens:
                 self._num_followed += step.is_followed
                 self._finish_prompts(step, last_pass + self._last_pass)
-            self._is_drafting = False
+            self._is_drafting = self._has_proposed_early = False
             self._spent_before += self._spent
             self._spent = 0.0
-            return
+        else:
+            self._finish_decodes(step, last_pass)
+
+    def _finish_decodes(self, step: FinishedStep, last_pass: int) -> None:
+        """Record a step of decodes. A draft model ran over `last_pass` tokens after the step before it."""
+        account, num_drafts = self.account, step.num_tokens - step.num_rows
+        has_proposed_early, self._has_proposed_early = self._has_proposed_early, False
         account.earn()
+        if self._num_to_skip and not has_proposed_early:
+            self._num_to_skip -= 1
         is_called, was_called = self._is_drafting or num_drafts > 0, self._was_drafting
-        own, costs = self._spent, self._spent + self._spent_before + self._owed
-        if account.pause > _NUM_MEASURED and not (is_called or was_called or last_pass or costs):
-            return  # the usual case without drafts
+        own = self._spent
         self._is_drafting, self._was_drafting = False, is_called
         cost = self.cost.of(step.num_rows)
         seconds = max(0.0, step.seconds - own)
@@ -331,16 +342,20 @@ class AdaptiveDepth:
         if not plain:
             return
         spent, self._spent_before = self._spent_before + self._take_owed(), 0.0
-        if is_wanted:  # the step with drafts pays for beginning its sequences
+        is_alone = (
+            was_called or last_pass
+        )  # no other step was in flight, or the draft model delayed this one
+        if has_proposed_early and not (is_called or is_alone):
+            spent += max(0.0, cost.with_early_proposal - plain)
+        if is_called or (step.is_steady and not has_proposed_early):
+            self._is_waiting = False
+        if self._is_waiting:
             self._spent_before, spent = spent, 0.0
         saved = -spent / plain
         if is_called:
             saved += 1 + step.num_accepted / step.num_rows - seconds / plain
-        elif was_called or last_pass:
-            # No other step was in flight, or the draft model delayed this one.
+        elif is_alone:
             saved -= max(0.0, min(seconds / plain, MAX_OUTLIER) - 1)
-        elif has_proposed_early:
-            saved -= max(0.0, cost.with_early_proposal / plain - 1)
         if saved:
             account.record(saved, seconds / plain)
 
