@@ -93,6 +93,23 @@ def test_paused_drafter_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls.in_flight == [2] * 10, "two steps are in flight, as without a drafter"
 
 
+def test_only_plain_steps_are_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, depth, _ = paused_world(monkeypatch)
+    depth.is_paused = False
+    passed, finished = [], []
+    monkeypatch.setattr(depth, "pass_step", lambda: passed.append(1) or True)
+    monkeypatch.setattr(depth, "finish_step", finished.append)
+    before = world.engine.num_steps
+    world.run()
+    world.submit(request(NUM_SEQUENCES, [1, 2, 3], max_tokens=20))
+    world.run()
+    assert len(passed) + len(finished) == world.engine.num_steps - before
+    assert passed
+    assert all(each.num_tokens > each.num_rows for each in finished)
+    assert len(finished) > 5
+    assert [each.num_chunk_tokens for each in finished if each.num_chunk_tokens] == [3]
+
+
 def test_drafter_gets_the_tokens_of_a_pause_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     world, depth, calls = paused_world(monkeypatch)
     depth.is_paused = False
@@ -245,6 +262,31 @@ def test_unwanted_proposals_become_rare() -> None:
         depth.finish_step(FinishedStep(1, 1, 0, 0, 1.0))
     assert depth.are_worth_waiting(SLOT, COUNT, None, 1, 4)
     assert depth.max_drafts(1) == 4
+
+
+def test_passed_steps_of_a_pause_count_like_finished_ones() -> None:
+    finishing, passing, num_passed = AdaptiveDepth(1, 4), AdaptiveDepth(1, 4), 0
+    for number in range(1, 1000):
+        step = FinishedStep(1, 1, 0, 0, 1.0)
+        if number % 220 == 0:  # a sequence ends
+            finishing.spend(2.5)
+            passing.spend(2.5)
+            step = step._replace(seconds=3.5)
+        if number == 150:  # draft tokens lose three steps, and delay the next one
+            for depth in (finishing, passing):
+                assert depth.choose(SLOT, COUNT, None, 1, 4) == 4
+            step = FinishedStep(1, 5, 0, 0, 4.0)
+        if number == 151:
+            step = step._replace(seconds=2.0)
+        finishing.finish_step(step)
+        is_passed = passing.pass_step()
+        num_passed += is_passed
+        if not is_passed:
+            passing.finish_step(step)
+        assert passing.account == finishing.account
+        assert passing.max_drafts(1) == finishing.max_drafts(1)
+    assert passing.cost.of(1).num_plain == finishing.cost.of(1).num_plain
+    assert num_passed > 300
 
 
 def test_steps_without_drafts_raise_the_budget_to_a_limit() -> None:

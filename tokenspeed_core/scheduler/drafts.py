@@ -154,6 +154,12 @@ class DraftDepth(Protocol):
     def observe(self, slots: I64, num_drafts: I32, num_accepted: I32) -> None:
         """Learn how many draft tokens of some rows the model accepted."""
 
+    def pass_step(self) -> bool:
+        """Record a decode step without draft tokens in a pause, and return True, if its duration does not matter.
+
+        Otherwise do nothing, and return False: `finish_step` follows.
+        """
+
     def finish_step(self, step: FinishedStep) -> None:
         """Learn the duration of a step, before its tokens are observed and its last sequences end."""
 
@@ -224,6 +230,10 @@ class DraftSource(ABC):
     def observe(self, slots: I64, num_drafts: I32, num_accepted: I32) -> None:
         """Learn how many draft tokens of some rows the model accepted."""
         self._depth.observe(slots, num_drafts, num_accepted)
+
+    def pass_step(self) -> bool:
+        """Return whether a decode step without draft tokens needs no `finish_step`; see `DraftDepth`."""
+        return self._depth.pass_step()
 
     def finish_step(self, step: FinishedStep) -> None:
         """Learn the duration of a step, before its result is applied."""

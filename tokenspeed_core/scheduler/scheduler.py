@@ -90,6 +90,8 @@ class Scheduler:
 
     def wants_results(self) -> bool:
         """Return whether to collect all steps in flight before the next one is planned, for its draft tokens."""
+        if self.drafts is None or self.drafts.is_paused:
+            return False
         drafts = self._drafts_of_next_step
         return drafts is not None and drafts.wants_results()
 
@@ -256,11 +258,10 @@ class Scheduler:
         self.kv.retire(result.step_id)
         collected = collect(self.columns, flight, result)
         parts = (collected.tokens, *self._collect_preempted(flight, result, collected))
-        if self.drafts is not None:
+        drafts = self.drafts
+        if drafts is not None and not (flight.plan.is_plain and drafts.pass_step()):
             # Before sequences end: the drafter ends them too, and that time is part of the next step.
-            self._finish_drafts(
-                self.drafts, flight, result, parts, seconds=seconds, is_steady=is_steady
-            )
+            self._finish_drafts(drafts, flight, result, parts, seconds=seconds, is_steady=is_steady)
         self._count_prefills(flight)
         for slot in collected.with_full_block(self.columns, self.kv.granularity).tolist():
             self.sequences.cache_known_blocks(slot)

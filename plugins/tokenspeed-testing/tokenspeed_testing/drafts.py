@@ -52,6 +52,10 @@ class FixedDepth:
         kept: I32 = np.clip(num_left - (np.cumsum(counts) - counts), 0, counts).astype(np.int32)
         return kept
 
+    def pass_step(self) -> bool:
+        """Return False: `finish_step` is called after every step."""
+        return False
+
     def begin(self, slot: int) -> None:
         """Do nothing."""
 
