@@ -108,6 +108,43 @@ def test_times_of_unmeasured_draft_counts_are_interpolated() -> None:
     assert cost.with_drafts(4) == [2.0, 2.25, 2.5, 2.75, 3.0]
 
 
+def test_slow_steps_among_the_first_do_not_count() -> None:
+    cost = StepCost(1, 8).of(1)
+    cost.observe_plain(1.0)
+    for seconds in (30.0, 3.0, 20.0, 4.0):
+        cost.observe(4, seconds)
+    assert cost.with_drafts(4)[4] == 3.0
+
+
+def test_single_slow_step_hardly_changes_the_mean() -> None:
+    cost = StepCost(1, 8).of(1)
+    for _ in range(20):
+        cost.observe_plain(1.0)
+        cost.observe(4, 3.0)
+    cost.observe_plain(7.0)
+    assert cost.observe(4, 21.0) == 21.0, "the charge is not limited to the next mean"
+    assert cost.plain == pytest.approx(1.1)
+    assert cost.with_drafts(4)[4] == pytest.approx(3.3)
+
+
+def test_drafts_that_were_slow_are_tried_again_after_pauses() -> None:
+    depth, slots, counts = AdaptiveDepth(1, 4), np.zeros(1, np.int64), np.full(1, 4, np.int32)
+    for _ in range(20):
+        depth.cost.of(1).observe(4, 20.0)
+    num_rejected = 0
+    for _ in range(3000):
+        seconds = 1.0
+        if depth.max_drafts(1):
+            if depth.are_worth_waiting(slots, counts, None, 1, 4):
+                break
+            num_rejected += 1
+            depth.spend(0.6)  # more than the budget
+            seconds += 0.6
+        depth.finish_step(FinishedStep(1, 1, 0, 0, seconds))
+    assert 5 < num_rejected < 20
+    assert depth.cost.of(1).with_drafts(4)[4] < 3.5
+
+
 def test_time_of_zero_does_not_stay() -> None:
     cost = StepCost(1, 8).of(1)
     cost.observe_plain(1.0)

@@ -325,6 +325,7 @@ class AdaptiveDepth:
         """Record a step of decodes. A draft model ran over `last_pass` tokens after the step before it."""
         account, num_drafts = self.account, step.num_tokens - step.num_rows
         has_proposed_early, self._has_proposed_early = self._has_proposed_early, False
+        is_last_of_pause = account.pause == 1
         account.earn()
         if self._num_to_skip and not has_proposed_early:
             self._num_to_skip -= 1
@@ -332,6 +333,8 @@ class AdaptiveDepth:
         own = self._spent
         self._is_drafting, self._was_drafting = False, is_called
         cost = self.cost.of(step.num_rows)
+        if is_last_of_pause:
+            cost.forgive()
         seconds = max(0.0, step.seconds - own)
         self._spent_before += own
         self._spent = 0.0

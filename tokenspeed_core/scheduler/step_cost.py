@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-MAX_OUTLIER = 8.0  # a longer step counts as this multiple of the mean
+MAX_OUTLIER = 8.0  # a longer step is charged as this multiple of the mean
+_MAX_GROWTH = 2.0  # a longer step counts as this multiple of the mean in the next mean
 _WEIGHT = 0.1  # of the newest step in the running means
+_NUM_FIRST = 4  # first steps with some number of draft tokens, of which the fastest counts
+_FORGIVEN = 0.2  # share of the time of draft tokens that is forgotten before they are tried again
 
 
 def size_class(number: int) -> int:
@@ -56,10 +59,16 @@ class RowsCost:
         each = self._classes[num_drafts]
         mean, count = self._seconds[each], self._num_steps[each] + 1
         self._num_steps[each] = count
-        # The first step of a kind loads code. It is slow, and does not count.
-        self._seconds[each] = seconds if count == 2 else next_mean(mean, count, seconds)
+        # The first steps of a kind load code. A high estimate would keep draft tokens from being measured again.
+        is_first = mean > 0.0 and count <= _NUM_FIRST
+        self._seconds[each] = min(mean, seconds) if is_first else next_mean(mean, count, seconds)
         self.most_tried = max(self.most_tried, num_drafts)
         return min(seconds, MAX_OUTLIER * max(mean, self.plain))
+
+    def forgive(self) -> None:
+        """Lower the times of steps with draft tokens a little, so that outliers do not stay for ever."""
+        for i, seconds in enumerate(self._seconds):
+            self._seconds[i] = seconds - _FORGIVEN * max(0.0, seconds - self.plain)
 
     def with_drafts(self, max_drafts: int) -> list[float]:
         """Return the seconds of steps with 0 to `max_drafts` draft tokens for which the drafter was called.
@@ -91,7 +100,7 @@ def next_mean(mean: float, count: int, seconds: float) -> float:
     if count == 1 or mean == 0.0:
         return seconds
     weight = max(_WEIGHT, 1 / count)  # an average at first, so that no single step dominates
-    return mean + weight * (min(seconds, MAX_OUTLIER * mean) - mean)
+    return mean + weight * (min(seconds, _MAX_GROWTH * mean) - mean)
 
 
 class StepCost:
