@@ -56,6 +56,17 @@ def test_host_step_measures_steps_with_drafts() -> None:
 
 
 @pytest.mark.release
+def test_draft_choice_compares_engines_with_and_without_drafts() -> None:
+    words = ("--tasks", "copy", "--items", "8", "--engines", "none,paused,all,chosen")
+    done = script("draft_choice.py", *words)
+    assert done.returncode == 0, done.stderr
+    _, plain, paused, drafting, chosen = map(json.loads, done.stdout.splitlines())
+    assert drafting["steps"] < plain["steps"] == paused["steps"]
+    assert drafting["accepted_per_drafted"] > 1 > paused["drafted"]
+    assert drafting["steps"] < chosen["steps"] <= plain["steps"]
+
+
+@pytest.mark.release
 def test_gpu_script_reports_a_missing_gpu() -> None:
     assert "Triton attention" in script("attention_tilings.py", "--help").stdout
     done = script("attention_tilings.py")
