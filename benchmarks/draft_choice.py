@@ -195,7 +195,7 @@ DEPTHS = {"none": None, "paused": PausedDepth, "all": AllDrafts, "chosen": Recor
 
 
 class Replay:
-    """An engine of one user that answers with known tokens."""
+    """An engine for one user. It answers with known tokens."""
 
     def __init__(
         self, name: str, arguments: argparse.Namespace, max_len: int, worker: Runner

@@ -210,7 +210,7 @@ def test_account_limits_the_time_to_begin_and_end_sequences() -> None:
 
 
 def measured_depth(seconds: float = 1.0) -> AdaptiveDepth:
-    """Return the depth of one row whose first pause is over."""
+    """Return an `AdaptiveDepth` for one row, after its first pause."""
     depth = AdaptiveDepth(1, 4)
     for _ in range(100):
         depth.finish_step(FinishedStep(1, 1, 0, 0, seconds))
