@@ -176,6 +176,7 @@ def serve(
         if started.engine.scheduler.drafts is not None:
             depth: Any = started.engine.scheduler.drafts._depth
             depth.account.pause = 0  # the outputs are short
+            depth.account.balance = 1000.0  # slow steps of a busy machine start no pause
     delay = delays[rank] if delays else 0
 
     def submit() -> None:
