@@ -357,9 +357,8 @@ class AdaptiveDepth:
         if not plain:
             return
         spent, self._spent_before = self._spent_before + self._take_owed(), 0.0
-        is_alone = (
-            was_called or last_pass
-        )  # no other step was in flight, or the draft model delayed this one
+        # No other step was in flight, or the draft model delayed this one.
+        is_alone = was_called or last_pass
         if has_proposed_early and not (is_called or is_alone):
             spent += max(0.0, cost.with_early_proposal - plain)
         if is_called or (step.is_steady and not has_proposed_early):
