@@ -231,7 +231,7 @@ def backend_rows(
 def backend_call(kernel: Any, q: Tensor, layers: Layers, context: int) -> Callable[[int], object]:
     """Return a call of layer `i`. A kernel with a plan gets one for all layers, as in a step."""
     caches, table, lengths = layers.caches, layers.table, layers.lengths
-    plan = kernel.plan(table, lengths) if hasattr(kernel, "plan") else None
+    plan = kernel.plan() if hasattr(kernel, "plan") else None
     return lambda i: kernel(q, caches[i], table, lengths, context, SCALE, plan)
 
 

@@ -113,7 +113,7 @@ def test_each_kernel_of_a_layer_waits_for_the_one_before(num_rows: int) -> None:
     between: list[torch.Tensor] = []
 
     def run() -> None:
-        schedule = decode.plan(table, lengths)
+        schedule = decode.plan()
         between.clear()
         for layer, out in enumerate(outs):
             absorbed = absorb(q, kv_up)

@@ -39,7 +39,7 @@ class LatentKernels:
         """Return the last argument of `decode` in all layers of a step: its plan, a shared prefix, or None."""
         plan = getattr(self.decode, "plan", None)
         if plan is not None:
-            return plan(step.block_table, step.seq_lens)
+            return plan()
         if self.find_shared is None or not step.shares_prefix:
             return None
         return self.find_shared(step.block_table, step.seq_lens)

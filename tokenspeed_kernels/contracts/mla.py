@@ -117,7 +117,7 @@ MLA = (
         "where seq_lens is 0. seq_lens <= max_seq_len. Blocks and table entries past a row's length may hold anything. q "
         "is from mla_absorb. The cache is strided on B. shared is the result of find_shared_prefix for these rows, or "
         "None; a backend with the feature shared_prefix reads the entries in shared blocks once for all rows of the group. "
-        "A kernel may have a method plan(block_table, seq_lens), which is called once per step; all layers then get its "
+        "A kernel may have a method plan(), which is called once per step; all layers then get its "
         "result instead of shared",
         _DECODED,
         f"{_REFERENCE}:mla_decode",

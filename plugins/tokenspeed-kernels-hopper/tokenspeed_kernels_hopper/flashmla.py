@@ -60,9 +60,8 @@ class FlashMlaDecode:
         )
         return y.squeeze(1)
 
-    def plan(self, block_table: Tensor, seq_lens: Tensor) -> Any:
+    def plan(self) -> Any:
         """Return an empty schedule for all layers of a step. The first call with it computes it on the device."""
-        del block_table, seq_lens
         return new_schedule()
 
 
