@@ -1,4 +1,4 @@
-"""Time tilings of whole ops of experts: 4-bit experts and experts with biases, whose two GEMMs share a tiling."""
+"""Time tilings of experts as whole ops: those with 4-bit weights and those with biases. Their GEMMs share a tiling."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_logits_equal_those_of_single_experts(family: str, tmp_path: Path) -> No
 
 
 def load(schemes: LayerSchemes, sizes: Sizes, rank: int, tensors: Stored) -> Tensor:
-    """Return all values of a layer of experts of one process."""
+    """Return all values of the experts in a layer of a single process."""
     build = RankBuild(sizes.layout(rank))
     build.schemes = schemes
     experts = Experts(build, **SHAPE)

@@ -260,8 +260,8 @@ class EmptyStep:
 class LockstepRunner:
     """A `Runner` that executes every step together with the other engines.
 
-    Every failure is final: the engines are no longer in step then. The message names the engine or the rank that ended
-    first.
+    After a failure the engines cannot continue, because they no longer execute the same steps. The message names the
+    engine or the rank that ended first.
     """
 
     def __init__(
