@@ -244,6 +244,9 @@ def gemms(block_m: int, num_weights: int) -> Iterator[Gemm]:
         if num_weights == 2 and not few:
             yield replace(gemm, joined=True)
             yield replace(gemm, joined=True, together=8)
+        if block_m == 128 and columns >= 128:
+            yield replace(gemm, joined=num_weights == 2, tma=True, together=4)
+            yield replace(gemm, joined=num_weights == 2, tma=True, together=16)
 
 
 def tilings_of(op: Op, name: str, average: float) -> list[Tiling]:
@@ -519,6 +522,7 @@ def text_of(timing: Timing) -> str:
     """Describe a tiling."""
     gemm = timing.gemm
     order = ", weights first" if gemm.weights_first else ", joined" if gemm.joined else ""
+    order += ", TMA" if gemm.tma else ""
     order += f", {gemm.together} together" if gemm.together > 1 else ""
     sums = "" if gemm.max_inexact is None else f", sums of {gemm.max_inexact}"
     return (

@@ -19,7 +19,7 @@ from tokenspeed_core.api import KernelSpec
 from tokenspeed_kernels import descriptors
 from tokenspeed_kernels.triton import precompile
 from tokenspeed_kernels.triton.moe import biased_experts, experts_w4a16, tuned
-from tokenspeed_kernels.triton.moe.tilings import Gemm, Tiling, fitting_tilings
+from tokenspeed_kernels.triton.moe.tilings import Gemm, Tiling, fitting_tilings, supports_tma
 from tokenspeed_kernels.triton.moe.tuned import tuned_tilings
 
 ADA, HOPPER = ((8, 9), 100 * 1024), ((9, 0), 228 * 1024)  # bytes per multiprocessor
@@ -97,6 +97,38 @@ def test_every_tile_of_mxfp4_experts_fits(
     codes = compile_kernels(monkeypatch, "moe_experts_mxfp4", "moe.experts_w4a16", device)
     assert len(codes) == 2 * len(tuned_tilings("moe_experts_mxfp4", experts_w4a16.Tiling))
     assert max(code.metadata.shared for code in codes) <= device[1] - 1024
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("device", [HOPPER, BLACKWELL], ids=["9.0", "10.0"])
+def test_many_pairs_are_loaded_by_tma(
+    monkeypatch: pytest.MonkeyPatch, device: tuple[tuple[int, int], int]
+) -> None:
+    codes = compile_kernels(monkeypatch, "moe_experts", "moe.tma_kernel", device)
+    assert {code.metadata.name for code in codes} == {"gate_up", "down"}
+    assert all("cp.async.bulk.tensor" in code.asm["ptx"] for code in codes)
+    assert max(code.metadata.shared for code in codes) <= device[1] - 1024
+
+
+@pytest.mark.parametrize(
+    ("capability", "itemsize", "sizes", "expected"),
+    [
+        ((9, 0), 2, (256, 128), True),
+        ((8, 9), 2, (256, 128), False),
+        ((9, 0), 4, (256, 128), False),
+        ((9, 0), 2, (256, 132), False),
+    ],
+    ids=["", "no TMA", "float32", "rows of 264 bytes"],
+)
+def test_tma_needs_a_device_and_aligned_rows(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    itemsize: int,
+    sizes: tuple[int, int],
+    expected: bool,
+) -> None:
+    use_device(monkeypatch, capability, HOPPER[1])
+    assert supports_tma(itemsize, *sizes) is expected
 
 
 @pytest.mark.parametrize(

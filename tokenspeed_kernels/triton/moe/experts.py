@@ -1,6 +1,6 @@
 """The ops `moe_route` and `moe_experts`: routing in one launch, and grouped GEMMs over tokens sorted by expert.
 
-The kernels are in `kernel` and `gemm_kernel`, those for few tokens in `few_tokens`.
+The kernels are in `kernel`, `gemm_kernel` and `tma_kernel`, those for few tokens in `few_tokens`.
 """
 
 from __future__ import annotations
@@ -12,17 +12,20 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokenspeed_core.api import Problem
 from tokenspeed_kernels.triton import precompile
-from tokenspeed_kernels.triton.moe import gemm_kernel, kernel
+from tokenspeed_kernels.triton.moe import gemm_kernel, kernel, tma_kernel
 from tokenspeed_kernels.triton.moe.few_tokens import FewTokens
 from tokenspeed_kernels.triton.moe.scales import Scales
 from tokenspeed_kernels.triton.moe.tilings import (
     Gemm,
     Tiling,
     fitting_tilings,
+    supports_tma,
     tiling_for,
+    without_tma,
 )
 from tokenspeed_kernels.triton.moe.tuned import tuned_tilings
 from tokenspeed_kernels.triton.pdl import supports_pdl
@@ -32,7 +35,7 @@ Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 SMALL_SORT = 4096  # one program groups up to this many token-expert pairs
 CURSOR_STRIDE = 32  # integers from one expert's counter to the next one's, 128 bytes
-SMALLEST_SORT = 512  # for up to this many, with few warps
+SORT_BLOCKS = (512, 2048, SMALL_SORT)  # sizes of that program
 
 
 def moe_route(problem: Problem) -> Route:
@@ -86,9 +89,10 @@ def moe_experts(problem: Problem) -> Experts:
     num_experts, top_k = problem["num_experts"], problem["top_k"]
     size, inner = problem["hidden_size"], problem["intermediate_size"]
     few_tokens, has_pdl = FewTokens(problem), supports_pdl()
-    tilings = fitting_tilings(
-        tuned_tilings("moe_experts", Tiling.of), getattr(torch, problem["dtype"]).itemsize
-    )
+    itemsize = getattr(torch, problem["dtype"]).itemsize
+    tilings = fitting_tilings(tuned_tilings("moe_experts", Tiling.of), itemsize)
+    if not supports_tma(itemsize, size, inner):
+        tilings = without_tma(tilings)
 
     def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         num_pairs = ids.numel()
@@ -128,7 +132,25 @@ def run_gate_up(
     num_experts, inner, size = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
     dtype = x.dtype if scales is None else scales.dtype
     hidden = torch.empty((len(pairs), inner), dtype=dtype, device=x.device)
-    gemm_kernel.gate_up[(triton.cdiv(inner, tiling.up.columns), len(tiles))](
+    grid = (triton.cdiv(inner, tiling.up.columns), len(tiles))
+    if tiling.up.tma:
+        weight = gate_up.view(num_experts, 2, inner, size)
+        block = [1, 2, tiling.up.columns, tiling.up.block_k]
+        tma_kernel.gate_up[grid](
+            x,
+            TensorDescriptor.from_tensor(weight, block),
+            hidden,
+            pairs,
+            tiles,
+            x.stride(0),
+            E=num_experts,
+            TOP_K=top_k,
+            N=inner,
+            K=size,
+            **_tma_settings(tiling.block_m, tiling.up, pdl=pdl),
+        )
+        return hidden
+    gemm_kernel.gate_up[grid](
         x,
         None if scales is None else scales.inputs,
         gate_up,
@@ -164,7 +186,24 @@ def run_down(
     num_experts, size, inner = down.shape
     dtype = hidden.dtype if scales is None else scales.dtype
     scaled = torch.empty((len(pairs), size), dtype=dtype, device=hidden.device)
-    gemm_kernel.down[(triton.cdiv(size, tiling.down.columns), len(tiles))](
+    grid = (triton.cdiv(size, tiling.down.columns), len(tiles))
+    if tiling.down.tma:
+        block_k = tiling.down.block_k
+        tma_kernel.down[grid](
+            hidden,
+            TensorDescriptor.from_tensor(hidden, [tiling.block_m, block_k]),
+            TensorDescriptor.from_tensor(down, [1, tiling.down.columns, block_k]),
+            scaled,
+            pairs,
+            tiles,
+            weights,
+            E=num_experts,
+            N=size,
+            K=inner,
+            **_tma_settings(tiling.block_m, tiling.down, pdl=pdl),
+        )
+        return scaled
+    gemm_kernel.down[grid](
         hidden,
         None if scales is None else scales.inputs,
         down,
@@ -187,13 +226,20 @@ def _settings(
     block_m: int, gemm: Gemm, dtype: torch.dtype, scales: Scales | None, *, pdl: bool
 ) -> dict[str, Any]:
     return {
-        "BLOCK_M": block_m,
-        "BLOCK_N": gemm.columns,
-        "BLOCK_K": gemm.block_k,
+        **_tma_settings(block_m, gemm, pdl=pdl),
         "WEIGHTS_FIRST": gemm.weights_first,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "SCALES": "none" if scales is None else scales.kind,
         "MAX_INEXACT": gemm.max_inexact,
+        "HALVES": block_m >= (64 if scales is None else 128),
+    }
+
+
+def _tma_settings(block_m: int, gemm: Gemm, *, pdl: bool) -> dict[str, Any]:
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": gemm.columns,
+        "BLOCK_K": gemm.block_k,
         "TOGETHER": gemm.together,
         "PDL": pdl,
         "num_warps": gemm.num_warps,
@@ -220,7 +266,7 @@ def blank_routings(
     """
     num_experts, top_k = problem["num_experts"], problem["top_k"]
     by_average = (int(each) * num_experts // top_k for each in averages)
-    by_sort = (SMALLEST_SORT // top_k, SMALL_SORT // top_k, SMALL_SORT * num_experts)
+    by_sort = (*(block // top_k for block in SORT_BLOCKS), SMALL_SORT * num_experts)
     nums = {1, *more, *by_average, *by_sort}
     for num_tokens in sorted(nums, reverse=True):
         yield (
@@ -269,13 +315,13 @@ def sort_by_expert(
     sizes = {"E": num_experts, "BLOCK_E": triton.next_power_of_2(num_experts), "BLOCK_M": block_m}
     if num_pairs <= SMALL_SORT:
         tally = torch.empty((2, num_experts), dtype=torch.int32, device=ids.device)
-        block = SMALLEST_SORT if num_pairs <= SMALLEST_SORT else SMALL_SORT
+        block = next(each for each in SORT_BLOCKS if num_pairs <= each)
         kernel.sort_small[(1,)](
             *(ids, pairs, tally[0], tally[1], tiles, num_pairs, num_tiles),
             **sizes,
             BLOCK=block,
             PDL=pdl,
-            num_warps=block // 256,
+            num_warps=min(32, block // 32),
             launch_pdl=pdl,
         )
         return pairs, tally[0]

@@ -13,7 +13,7 @@ from tokenspeed_kernels.triton import precompile
 
 
 @triton.jit
-def _load(ptrs, k, start, K: tl.constexpr, BLOCK_K: tl.constexpr):
+def load_features(ptrs, k, start, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """Load BLOCK_K features from `start` on. `k` are their indices in a block, in the shape of one row or column."""
     if K % BLOCK_K == 0:
         values = tl.load(ptrs + start)
@@ -89,7 +89,7 @@ def _scale_channels(acc, x_scale, w_scale, WEIGHTS_FIRST: tl.constexpr):
 
 
 @triton.jit
-def _place_in_grid(TOGETHER: tl.constexpr):
+def place_in_grid(TOGETHER: tl.constexpr):
     """Return the tile of columns and the tile of pairs of this program, for a grid (tiles of columns, tiles of pairs).
 
     Programs for TOGETHER consecutive tiles of pairs are neighbors, so that they share a weight tile in the L2 cache.
@@ -165,8 +165,8 @@ def _gate_up_tile(
                 x_scale = tl.load(x_scale_ptrs + group)
                 gate_scale = tl.load(gate_scale_ptr + group)
                 up_scale = tl.load(up_scale_ptr + group)
-            x = _load(x_ptrs, k, start, K, BLOCK_K)
-            w = _load(w_ptrs, k, start, K, BLOCK_K)
+            x = load_features(x_ptrs, k, start, K, BLOCK_K)
+            w = load_features(w_ptrs, k, start, K, BLOCK_K)
             both = _multiply(both, x, w, now_x, now_w, WEIGHTS_FIRST, PRECISION, MAX_INEXACT)
         if SCALES == "channel":
             w_scale = tl.load(w_scale_ptr + expert.to(tl.int64) * (2 * N) + row)
@@ -185,9 +185,9 @@ def _gate_up_tile(
                 x_scale = tl.load(x_scale_ptrs + group)
                 gate_scale = tl.load(gate_scale_ptr + group)
                 up_scale = tl.load(up_scale_ptr + group)
-            x = _load(x_ptrs, k, start, K, BLOCK_K)
-            gate_w = _load(gate_ptrs, k, start, K, BLOCK_K)
-            up_w = _load(up_ptrs, k, start, K, BLOCK_K)
+            x = load_features(x_ptrs, k, start, K, BLOCK_K)
+            gate_w = load_features(gate_ptrs, k, start, K, BLOCK_K)
+            up_w = load_features(up_ptrs, k, start, K, BLOCK_K)
             gate = _multiply(
                 gate, x, gate_w, now_x, now_gate, WEIGHTS_FIRST, PRECISION, MAX_INEXACT
             )
@@ -229,24 +229,25 @@ def gate_up(
     SCALES: tl.constexpr,
     MAX_INEXACT: tl.constexpr,
     TOGETHER: tl.constexpr,
+    HALVES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """hidden [pairs, N] = silu(x @ gate) * (x @ up), in sorted order. Grid (tiles of N, tiles of pairs).
 
     WEIGHTS_FIRST: the weights are the left operand, whose tile needs 64 rows for Hopper's wide instructions.
     JOINED: rows of gate and up alternate in one right operand, which is twice as wide.
-    A large tile that is at most half full is computed as one of half the size.
+    HALVES: a tile that is at most half full is computed as one of half the size.
     PDL: the next kernel may read what the one before this has written, because it starts after this one's wait.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    column_tile, tile = _place_in_grid(TOGETHER)
+    column_tile, tile = place_in_grid(TOGETHER)
     tile_ptr = tiles_ptr + tile * 3
     expert = tl.load(tile_ptr)
     first, end = tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
     if expert < E:
-        if BLOCK_M >= 128 and end - first <= BLOCK_M // 2:
+        if HALVES and end - first <= BLOCK_M // 2:
             _gate_up_tile(
                 x_ptr,
                 x_scale_ptr,
@@ -352,8 +353,8 @@ def _down_tile(
         if SCALES == "block":
             group = _next_group(start, K, BLOCK_K)
             scale, block_scale = tl.load(scale_ptrs + group), tl.load(block_scale_ptr + group)
-        hidden = _load(hidden_ptrs, k, start, K, BLOCK_K)
-        w = _load(w_ptrs, k, start, K, BLOCK_K)
+        hidden = load_features(hidden_ptrs, k, start, K, BLOCK_K)
+        w = load_features(w_ptrs, k, start, K, BLOCK_K)
         acc = _multiply(acc, hidden, w, now, now_block, WEIGHTS_FIRST, PRECISION, MAX_INEXACT)
     if SCALES == "channel":
         w_scale = tl.load(w_scale_ptr + expert.to(tl.int64) * N + row)
@@ -389,19 +390,20 @@ def down(
     SCALES: tl.constexpr,
     MAX_INEXACT: tl.constexpr,
     TOGETHER: tl.constexpr,
+    HALVES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """scaled [pairs, N] = weight * hidden @ down, in the order of tokens. Grid (tiles of N, tiles of pairs)."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    column_tile, tile = _place_in_grid(TOGETHER)
+    column_tile, tile = place_in_grid(TOGETHER)
     tile_ptr = tiles_ptr + tile * 3
     expert = tl.load(tile_ptr)
     first, end = tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
     if PDL:
         tl.extra.cuda.gdc_wait()
     if expert < E:
-        if BLOCK_M >= 128 and end - first <= BLOCK_M // 2:
+        if HALVES and end - first <= BLOCK_M // 2:
             _down_tile(
                 hidden_ptr,
                 hidden_scale_ptr,

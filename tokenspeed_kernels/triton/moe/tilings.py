@@ -16,6 +16,7 @@ class Gemm:
     """Output columns per tile, features per iteration, warps, pipeline stages, and the order of the operands.
 
     `joined`: the rows of gate and up alternate in one operand; requires `weights_first=False`.
+    `tma`: the kernels of `tma_kernel`, where gate and up are one operand too; requires `joined` of gate and up.
     `together` consecutive tiles of pairs use a weight tile at the same time.
     The tensor cores add up to `max_inexact` products of FP8 in a short accumulator before a float32 sum, all if None.
     """
@@ -26,13 +27,14 @@ class Gemm:
     num_stages: int
     weights_first: bool = False
     joined: bool = False
+    tma: bool = False
     together: int = 1
     max_inexact: int | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError for an order of operands that the kernel does not have."""
-        if self.joined and self.weights_first:
-            raise ValueError("joined requires weights_first=False")
+        if (self.joined or self.tma) and self.weights_first:
+            raise ValueError("joined and tma require weights_first=False")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,23 @@ def fitting_tilings(tilings: Tilings, itemsize: int) -> Tilings:
         if tiling.shared_memory(itemsize, major) <= available
     )
     return (*smaller, (float("inf"), last))
+
+
+def supports_tma(itemsize: int, *sizes: int) -> bool:
+    """Return whether TMA can load 16-bit rows of these sizes: their bytes are multiples of 16, and the device has TMA.
+
+    True without a device, for Triton's interpreter. Call once, when binding a kernel.
+    """
+    has_tma = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (9, 0)
+    return has_tma and itemsize == 2 and all(size * itemsize % 16 == 0 for size in sizes)
+
+
+def without_tma(tilings: Tilings) -> Tilings:
+    """Return the tilings with operands that the threads load."""
+    return tuple(
+        (bound, replace(each, up=replace(each.up, tma=False), down=replace(each.down, tma=False)))
+        for bound, each in tilings
+    )
 
 
 def _for_float32(tiling: Tiling) -> Tiling:
