@@ -51,7 +51,11 @@ def use_device(
 
 
 def compile_kernels(
-    monkeypatch: pytest.MonkeyPatch, op: str, module: str, device: tuple[tuple[int, int], int]
+    monkeypatch: pytest.MonkeyPatch,
+    op: str,
+    module: str,
+    device: tuple[tuple[int, int], int],
+    **changed: Any,
 ) -> list[Any]:
     """Return the machine code of the kernels of a module that an op compiles for a device when it is bound."""
     spec: KernelSpec = SPECS[op]
@@ -76,7 +80,7 @@ def compile_kernels(
     monkeypatch.setattr(driver, "_active", active)
     monkeypatch.setattr(precompile, "is_possible", lambda: True)
     monkeypatch.setattr(precompile._THREADS, "put", lambda _, task: task())
-    spec.factory()(PROBLEM)
+    spec.factory()({**PROBLEM, **changed})
     return list(found.values())
 
 
@@ -129,6 +133,25 @@ def test_tma_needs_a_device_and_aligned_rows(
 ) -> None:
     use_device(monkeypatch, capability, HOPPER[1])
     assert supports_tma(itemsize, *sizes) is expected
+
+
+@pytest.mark.release
+@pytest.mark.parametrize(
+    ("op", "size"), [("moe_experts_mxfp4", 2048), ("moe_biased_experts_mxfp4", 2880)]
+)
+def test_few_tokens_load_packed_weights_in_16_bytes(
+    monkeypatch: pytest.MonkeyPatch, op: str, size: int
+) -> None:
+    sizes = {"num_experts": 128, "hidden_size": size, "intermediate_size": size}
+    codes = compile_kernels(
+        monkeypatch, op, "few_tokens_w4_kernel", HOPPER, **sizes, alpha=1.7, limit=7.0
+    )
+    assert len(codes) == 2
+    for code in codes:
+        loads = [line for line in code.asm["ptx"].splitlines() if "evict_first" in line]
+        loads = [line for line in loads if "ld.global" in line]
+        assert len(loads) == 8
+        assert all(".v4.b32" in line for line in loads)
 
 
 @pytest.mark.parametrize(

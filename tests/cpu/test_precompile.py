@@ -83,6 +83,8 @@ PRECOMPILED = (
     "linear_mxfp4",
     "moe_experts_w4a16",
     "moe_experts_mxfp4",
+    "moe_biased_experts",
+    "moe_biased_experts_mxfp4",
     "linear_int8",
     "quantize_int8",
     "quantize_int8_static",
@@ -199,7 +201,8 @@ def test_factory_precompiles_every_launched_kernel(spec: KernelSpec, compiler: C
         assert len(found) == len(compiler.launchers)
         for num_rows in (1, 33, 65, 129):
             given = make_inputs(contract, problem, num_rows, CPU, strided=False)
-            warmed_up = {} if spec.op == "moe_route" else WARMED_UP
+            has_bias = spec.op == "moe_route" or spec.op.startswith("moe_biased")
+            warmed_up = {} if has_bias else WARMED_UP
             kernel(*(warmed_up.get(name, value) for name, value in given.items()))
             assert compiler.names() == found, (
                 f"{num_rows} rows launch a kernel that was not precompiled: {problem}"

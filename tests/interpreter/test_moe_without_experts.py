@@ -34,6 +34,7 @@ GROUPED: Problem = {
     "limit": 7.0,
     "dtype": "float16",
 }
+FEW_GROUPED: Problem = {**GROUPED, "num_experts": 48}
 SPECS = {spec.op: spec for spec in descriptors.TRITON_MOE}
 
 
@@ -78,6 +79,9 @@ def poison(given: Mapping[str, Any], contract: OpContract, problem: Problem) -> 
         ("moe_experts_mxfp4", GROUPED, 6),
         ("moe_biased_experts", GROUPED, 6),
         ("moe_biased_experts_mxfp4", GROUPED, 6),
+        ("moe_experts_w4a16", FEW_GROUPED, 4),
+        ("moe_experts_mxfp4", FEW_GROUPED, 4),
+        ("moe_biased_experts_mxfp4", FEW_GROUPED, 4),
     ],
 )
 def test_only_pairs_with_an_expert_are_computed(

@@ -1,7 +1,8 @@
 """Experts with biases and a clamped SwiGLU: grouped GEMMs over tokens sorted by expert.
 
 Weights are unquantized or MXFP4. MXFP4 weights are read once per tile of pairs and dequantized in registers, which is
-exact, so the result is that of unquantized weights with the same values.
+exact, so the result is that of unquantized weights with the same values. Few tokens of MXFP4 experts are not sorted
+(see `few_tokens_w4`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tokenspeed_core.api import Problem
 from tokenspeed_kernels.reference.biased_experts import GROUP, Experts, ExpertsMxfp4
 from tokenspeed_kernels.triton import precompile
 from tokenspeed_kernels.triton.moe.experts import add_up, blank_routings, sort_by_expert
+from tokenspeed_kernels.triton.moe.few_tokens_w4 import FewTokensW4, PackedWeight
 from tokenspeed_kernels.triton.moe.kernel import find_tile
 from tokenspeed_kernels.triton.moe.tuned import tuned_tilings
 
@@ -69,7 +71,26 @@ def moe_biased_experts_mxfp4(problem: Problem) -> ExpertsMxfp4:
     CUDA graphs may replay it.
     """
     tilings = tuned_tilings("moe_biased_experts_mxfp4", Tiling)
-    launch = _launcher(problem, tilings)
+    launch, few_tokens = _launcher(problem, tilings), FewTokensW4(problem, "mxfp4")
+
+    def experts(
+        x: Tensor,
+        gate_up: Tensor,
+        gate_up_scale: Tensor,
+        gate_up_bias: Tensor,
+        down: Tensor,
+        down_scale: Tensor,
+        down_bias: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+    ) -> Tensor:
+        if 0 < ids.numel() <= few_tokens.max_pairs:
+            up_weight = PackedWeight(gate_up, gate_up_scale, bias=gate_up_bias)
+            down_weight = PackedWeight(down, down_scale, bias=down_bias)
+            return few_tokens(x, up_weight, down_weight, weights, ids)
+        return launch(
+            *(x, gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias, weights, ids)
+        )
 
     def blank(experts: int, rows: int, size: int) -> tuple[Tensor, Tensor]:
         return (
@@ -77,8 +98,8 @@ def moe_biased_experts_mxfp4(problem: Problem) -> ExpertsMxfp4:
             precompile.blank("uint8", experts, rows, size // GROUP),
         )
 
-    _precompile(problem, tilings, launch, blank)
-    return launch
+    _precompile(problem, tilings, experts, blank, few_tokens.max_pairs // problem["top_k"] + 1)
+    return experts
 
 
 def _precompile(
@@ -86,8 +107,12 @@ def _precompile(
     tilings: Tilings,
     experts: Callable[..., Tensor],
     weight: Callable[[int, int, int], tuple[Tensor, ...]],
+    *more: int,
 ) -> None:
-    """Compile the kernels for every tiling. `weight` makes the tensors of a blank weight."""
+    """Compile the kernels for every tiling. `weight` makes the tensors of a blank weight.
+
+    `more` are other numbers of tokens.
+    """
     num_experts, size = problem["num_experts"], problem["hidden_size"]
     inner, blank = problem["intermediate_size"], partial(precompile.blank, problem["dtype"])
     operands = (
@@ -96,7 +121,8 @@ def _precompile(
         *weight(num_experts, size, inner),
         blank(num_experts, size),
     )
-    for num_tokens, *routing in blank_routings(problem, [bound for bound, _ in tilings[:-1]]):
+    bounds = [bound for bound, _ in tilings[:-1]]
+    for num_tokens, *routing in blank_routings(problem, bounds, *more):
         precompile.compile_for(experts, blank(num_tokens, size), *operands, *routing)
 
 

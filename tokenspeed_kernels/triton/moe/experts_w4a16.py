@@ -1,7 +1,8 @@
 """Experts with 4-bit weights, integers (W4A16) or E2M1 floats (MXFP4): grouped GEMMs over tokens sorted by expert.
 
 As in `gemm_w4a16`, the weight is the wide side of a tile, is converted in registers, and sums of a group of columns are
-scaled before they are added. Only the weights of chosen experts are read.
+scaled before they are added. Only the weights of chosen experts are read. Few tokens are not sorted (see
+`few_tokens_w4`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from tokenspeed_kernels.triton.linear.gemm_w4a16 import (
     halves,
 )
 from tokenspeed_kernels.triton.moe.experts import add_up, blank_routings, sort_by_expert
+from tokenspeed_kernels.triton.moe.few_tokens_w4 import FewTokensW4, PackedWeight
 from tokenspeed_kernels.triton.moe.kernel import find_tile
 from tokenspeed_kernels.triton.moe.tuned import tuned_tilings
 
@@ -212,7 +214,8 @@ def moe_experts_w4a16(problem: Problem) -> ExpertsW4A16:
     x may be strided on T; everything else is contiguous. Grids are upper bounds, so CUDA graphs may replay it.
     """
     tilings = tuned_tilings("moe_experts_w4a16", Tiling)
-    experts = _launcher(problem, tilings, is_e2m1=False)
+    few_tokens = FewTokensW4(problem, "int4")
+    experts = _launcher(problem, tilings, few_tokens, is_e2m1=False)
     codes = partial(precompile.blank, "uint8")
 
     def blank(num_experts: int, rows: int, columns: int, *, has_zero: bool) -> Weight:
@@ -223,14 +226,15 @@ def moe_experts_w4a16(problem: Problem) -> ExpertsW4A16:
 
     # In the order of the checkpoint.
     for has_zero in (False, True):
-        _precompile(problem, tilings, experts, partial(blank, has_zero=has_zero))
+        _precompile(problem, tilings, few_tokens, experts, partial(blank, has_zero=has_zero))
     return experts
 
 
 def moe_experts_mxfp4(problem: Problem) -> ExpertsMxfp4:
     """Return `experts(x, gate_up, gate_up_scale, down, down_scale, weights, ids) -> y [T, N]`, as `moe_experts_w4a16`."""
     tilings = tuned_tilings("moe_experts_mxfp4", Tiling)
-    launch = _launcher({**problem, "group_size": MX_GROUP}, tilings, is_e2m1=True)
+    few_tokens = FewTokensW4(problem, "mxfp4")
+    launch = _launcher({**problem, "group_size": MX_GROUP}, tilings, few_tokens, is_e2m1=True)
 
     def experts(
         x: Tensor,
@@ -249,11 +253,13 @@ def moe_experts_mxfp4(problem: Problem) -> ExpertsMxfp4:
         codes = partial(precompile.blank, "uint8", num_experts, rows)
         return codes(columns // 2), codes(columns // MX_GROUP)
 
-    _precompile(problem, tilings, experts, blank)
+    _precompile(problem, tilings, few_tokens, experts, blank)
     return experts
 
 
-def _launcher(problem: Problem, tilings: Tilings, *, is_e2m1: bool) -> ExpertsW4A16:
+def _launcher(
+    problem: Problem, tilings: Tilings, few_tokens: FewTokensW4, *, is_e2m1: bool
+) -> ExpertsW4A16:
     """Return a function that runs the experts. Codes are integers, or E2M1 floats with E8M0 scales."""
     num_experts, top_k = problem["num_experts"], problem["top_k"]
     size, inner = problem["hidden_size"], problem["intermediate_size"]
@@ -291,6 +297,10 @@ def _launcher(problem: Problem, tilings: Tilings, *, is_e2m1: bool) -> ExpertsW4
         num_pairs = ids.numel()
         if num_pairs == 0:
             return torch.empty((x.shape[0], size), dtype=x.dtype, device=x.device)
+        if num_pairs <= few_tokens.max_pairs:
+            up_weight = PackedWeight(gate_up, gate_up_scale, gate_up_zero, gate_up_order)
+            down_weight = PackedWeight(down, down_scale, down_zero, down_order)
+            return few_tokens(x, up_weight, down_weight, weights, ids)
         pairs, counts = sort_by_expert(ids, num_experts)
         tiling = next(each for bound, each in tilings if num_pairs / num_experts <= bound)
         num_tiles = num_pairs // tiling.block_t + min(num_experts, num_pairs)
@@ -344,13 +354,16 @@ def _launcher(problem: Problem, tilings: Tilings, *, is_e2m1: bool) -> ExpertsW4
 def _precompile(
     problem: Problem,
     tilings: Tilings,
+    few_tokens: FewTokensW4,
     experts: Callable[..., Tensor],
     weight: Callable[[int, int, int], Weight],
 ) -> None:
-    """Compile the kernels of every tiling. `weight` makes the tensors of a blank weight [E, O, I]."""
+    """Compile the kernels of every tiling, and those for few tokens. `weight` makes the tensors of a blank weight [E, O, I]."""
     num_experts, size = problem["num_experts"], problem["hidden_size"]
     inner = problem["intermediate_size"]
     weights = *weight(num_experts, 2 * inner, size), *weight(num_experts, size, inner)
-    for num_tokens, *routing in blank_routings(problem, [bound for bound, _ in tilings[:-1]]):
+    bounds = [bound for bound, _ in tilings[:-1]]
+    next_few = few_tokens.max_pairs // problem["top_k"] + 1
+    for num_tokens, *routing in blank_routings(problem, bounds, next_few):
         x = precompile.blank(problem["dtype"], num_tokens, size)
         precompile.compile_for(experts, x, *weights, *routing)

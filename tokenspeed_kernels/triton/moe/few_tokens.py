@@ -186,7 +186,10 @@ def _down(
 
 
 def few_tilings(problem: Problem, kind: str) -> tuple[Tiling, Tiling]:
-    """Return the tilings of both GEMVs: weight rows per program, of gate and of up, or of each expert of a token."""
+    """Return the tilings of both GEMVs: weight rows per program, of gate and of up, or of each expert of a token.
+
+    `kind` is that of the scales (see `FewTokens`), or "int4" or "mxfp4" for 4-bit weights.
+    """
     row_tiling = gemv.one_row_tiling if kind == "none" else gemv_fp8.row_tiling
     elements = _down_elements(problem)
     block_n = max(1, min(4, _max_elements(kind) // elements))
@@ -209,9 +212,22 @@ def _max_elements(kind: str) -> int:
 def limits(kind: str) -> tuple[int, float]:
     """Return the largest hidden size, and the most pairs per expert, for which these kernels are faster than sorting.
 
-    With scales, they were slower for DeepSeek-V3's hidden size of 7,168. Sizes in between were not measured.
+    With 8-bit weights, they were slower for DeepSeek-V3's hidden size of 7,168. Sizes in between were not measured.
+    The limits of 4-bit weights are estimates. 2,880 is the hidden size of gpt-oss.
     """
-    return (MAX_SIZE, 0.25) if kind == "none" else (2048, 0.125)
+    if kind == "none":
+        return MAX_SIZE, 0.25
+    return (2880, 0.25) if kind in ("int4", "mxfp4") else (2048, 0.125)
+
+
+def max_pairs(problem: Problem, kind: str) -> int:
+    """Return the most pairs of a token and an expert for these kernels, at least those of a token; 0 for large weights."""
+    longest, pairs_per_expert = limits(kind)
+    _, down = few_tilings(problem, kind)
+    num_elements = _down_elements(problem) * down.block_n
+    if problem["hidden_size"] > longest or num_elements > 2 * _max_elements(kind):
+        return 0
+    return max(problem["top_k"], int(pairs_per_expert * problem["num_experts"]))
 
 
 class FewTokens:
@@ -224,11 +240,7 @@ class FewTokens:
         top_k = problem["top_k"]
         size, inner = problem["hidden_size"], problem["intermediate_size"]
         up, down = few_tilings(problem, kind)
-        num_elements = _down_elements(problem) * down.block_n
-        longest, pairs_per_expert = limits(kind)
-        fits = size <= longest and num_elements <= 2 * _max_elements(kind)
-        self.max_pairs = max(top_k, int(pairs_per_expert * problem["num_experts"]))
-        self.max_pairs = self.max_pairs if fits else 0
+        self.max_pairs = max_pairs(problem, kind)
         self._size, self._inner = size, inner
         self._up_tiles = triton.cdiv(inner, up.block_n)
         self._down_tiles = triton.cdiv(size, down.block_n)
