@@ -26,6 +26,18 @@ def test_part_of_the_model_may_be_replicated() -> None:
     assert layout.group("experts").ranks == (0, 1)
 
 
+def test_groups_of_mlps_divide_an_engine() -> None:
+    layouts = [ParallelLayout.of(rank, attn=4, dense=2, experts=8, data=2) for rank in range(8)]
+    assert [layout.group("dense").ranks for layout in layouts[::2]] == [
+        (0, 1),
+        (2, 3),
+        (4, 5),
+        (6, 7),
+    ]
+    assert [layout.group("dense").rank for layout in layouts] == [0, 1] * 4
+    assert layouts[5].group("attn").ranks == (4, 5, 6, 7)
+
+
 def test_engines_of_several_processes_share_experts_only() -> None:
     layout = ParallelLayout.of(3, attn=2, experts=4, data=2)
     ranks = {name: layout.group(name).ranks for name in layout.groups}
@@ -44,7 +56,8 @@ def test_engines_of_several_processes_share_experts_only() -> None:
 @pytest.mark.parametrize(
     ("sizes", "named"),
     [
-        ({"attn": 4, "dense": 2}, "dense"),
+        ({"attn": 4, "dense": 3}, "dense"),
+        ({"attn": 2, "dense": 4}, "attn"),
         ({"attn": 4, "moe": 2}, "moe"),
         ({"attn": 0}, "one"),
         ({"experts": 3, "data": 2}, "2 engines"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -26,12 +27,14 @@ def sizes(**keywords: Any) -> tuple[int, ...]:
         ({"tp": 4, "ep_size": 2}, (4, 4, 2, 2, 4)),
         ({"tp": 4, "enable_expert_parallel": True}, (4, 4, 1, 4, 4)),
         ({"tp": 2, "dense_tp_size": 1}, (2, 1, 2, 1, 2)),
+        ({"tp": 4, "dense_tp_size": 2}, (4, 2, 4, 1, 4)),
         ({"tp": 4, "moe_tp_size": 2, "expert_parallel_size": 2}, (4, 4, 2, 2, 4)),
         ({"world_size": 2, "attn_tp_size": 1}, (1, 2, 2, 1, 2)),
         ({"nprocs_per_node": 2, "nnodes": 2, "dist_init_addr": "a:1"}, (4, 4, 4, 1, 4)),
         ({**SHARED, "tp": 2}, (2, 2, 1, 4, 2)),
         ({**SHARED, "tp": 2, "attn_tp_size": 1}, (1, 2, 1, 4, 2)),
         ({**SHARED, "tp": 4, "moe_tp_size": 4, "ep_size": 2}, (4, 4, 4, 2, 4)),
+        ({**SHARED, "tp": 4, "dense_tp_size": 2}, (4, 2, 1, 8, 4)),
         ({**SHARED, "world_size": 4}, (4, 4, 1, 8, 4)),
         ({"data_parallel_size": 2, "tp": 2, "ep_size": 2}, (2, 2, 1, 2, 2)),
     ],
@@ -45,11 +48,11 @@ def test_missing_sizes_are_derived(keywords: dict[str, Any], expected: tuple[int
     [
         (
             {"tp": 4, "attn_tp_size": 2},
-            ["--tensor-parallel-size 4 --attn-tp-size 2:", "attention TP 2"],
+            ["--tensor-parallel-size 4 --attn-tp-size 2:", "Attention TP", "not 2"],
         ),
         (
             {"tp": 2, "ep_size": 3},
-            ["--tensor-parallel-size 2 --expert-parallel-size 3:", "MoE TP x EP 3"],
+            ["--tensor-parallel-size 2 --expert-parallel-size 3:", "3 processes"],
         ),
         (
             {"tp": 2, "moe_tp_size": 2, "ep_size": 2},
@@ -60,6 +63,7 @@ def test_missing_sizes_are_derived(keywords: dict[str, Any], expected: tuple[int
             ["--tensor-parallel-size 2 --expert-parallel-size 3 --enable-expert-parallel:"],
         ),
         ({"tp": 1, "world_size": 2}, ["--tensor-parallel-size 1 --world-size 2:"]),
+        ({"tp": 2, "attn_tp_size": 4}, ["--tensor-parallel-size 2 --attn-tp-size 4:"]),
         ({"tp": 4, "world_size": 2}, ["--tensor-parallel-size 4 --world-size 2:"]),
         ({"tp": 3, "nnodes": 2, "dist_init_addr": "a:1"}, ["--nprocs-per-node"]),
         ({"world_size": 4, "nprocs_per_node": 2}, ["--world-size", "--nnodes"]),
@@ -72,11 +76,11 @@ def test_missing_sizes_are_derived(keywords: dict[str, Any], expected: tuple[int
         ({"distributed_executor_backend": "ray"}, ["--tensor-parallel-size"]),
         ({"distributed_executor_backend": "ray", "tp": 2, "node_rank": 1, "nnodes": 2}, ["ray"]),
         ({"tp": 0}, ["tensor_parallel_size"]),
-        ({**SHARED, "tp": 2, "ep_size": 2}, ["--expert-parallel-size is 2"]),
+        ({**SHARED, "tp": 2, "ep_size": 2}, ["makes --expert-parallel-size 4"]),
         ({**SHARED, "tp": 2, "moe_tp_size": 3}, ["--moe-tp-size 3", "2 engines", "4 processes"]),
         (
-            {**SHARED, "attn_tp_size": 4, "dense_tp_size": 2},
-            ["--attn-tp-size 4 --dense-tp-size 2", "dense TP 2"],
+            {**SHARED, "attn_tp_size": 4, "dense_tp_size": 3},
+            ["--attn-tp-size 4 --dense-tp-size 3", "Dense TP must divide 4"],
         ),
         (
             {**SHARED, "nnodes": 2, "dist_init_addr": "a:1"},
@@ -112,6 +116,45 @@ def test_contradictions_are_refused_in_one_line(keywords: dict[str, Any], names:
     assert "\n" not in str(caught.value)
 
 
+# Sizes of --attn-tp-size, --dense-tp-size, --moe-tp-size and --ep-size.
+COMBINATIONS = list(product((None, 1, 2, 4), repeat=4))
+
+
+@pytest.mark.parametrize("is_expert_parallel", [False, True])
+@pytest.mark.parametrize("given", COMBINATIONS, ids=str)
+def test_divisors_of_tp_give_a_plan_or_name_the_flags(
+    given: tuple[int | None, ...], is_expert_parallel: bool
+) -> None:
+    names = ("attn_tp_size", "dense_tp_size", "moe_tp_size", "expert_parallel_size")
+    keywords = {name: size for name, size in zip(names, given, strict=True) if size}
+    attn, dense, moe, experts = given
+    attn, dense = attn or 4, dense or 4
+    if is_expert_parallel:
+        moe = moe or 1
+        fits = 4 // moe > 1 and experts in (None, 4 // moe)
+        experts = 4 // moe
+    else:
+        experts = experts or 1
+        moe = moe or 4 // experts
+        fits = moe * experts in (1, 4)
+    fits = fits and attn != 2 and 4 in (attn, dense, moe * experts)
+    if fits:
+        found = sizes(tp=4, enable_expert_parallel=is_expert_parallel, **keywords)
+        assert found == (attn, dense, moe, experts, 4)
+        return
+    with pytest.raises(ConfigError) as caught:
+        sizes(tp=4, enable_expert_parallel=is_expert_parallel, **keywords)
+    flags = [f"--{name.replace('_', '-')} {size}" for name, size in keywords.items()]
+    flags += ["--enable-expert-parallel"] * is_expert_parallel
+    assert str(caught.value).startswith(" ".join(["--tensor-parallel-size 4", *flags]) + ": ")
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_expert_parallel_size_is_suggested() -> None:
+    with pytest.raises(ConfigError, match="add --expert-parallel-size 2"):
+        sizes(tp=4, moe_tp_size=2)
+
+
 @pytest.mark.parametrize(
     ("keywords", "text"),
     [
@@ -145,6 +188,11 @@ def test_engines_and_their_processes_are_described(keywords: dict[str, Any], tex
             "2 processes (--enable-expert-parallel --data-parallel-size 2)",
         ),
         ({"tp": 2, "data_parallel_size": 2}, "dense", "2 processes (--tensor-parallel-size 2)"),
+        (
+            {"tp": 4, "dense_tp_size": 2},
+            "dense",
+            "2 processes (--tensor-parallel-size 4 --dense-tp-size 2)",
+        ),
     ],
 )
 def test_groups_name_the_given_flags(keywords: dict[str, Any], group: str, text: str) -> None:

@@ -80,6 +80,11 @@ def test_dry_run_reports_api_workers_and_their_origin(
         ({"ep_size": 2}, ConfigError, "--expert-parallel-size has no effect"),
         ({"tp": 2, "moe_tp_size": 2}, ConfigError, "--moe-tp-size has no effect"),
         (
+            {"tp": 4, "attn_tp_size": 1, "dense_tp_size": 2},
+            ConfigError,
+            "all 4 processes (--tensor-parallel-size 4 --attn-tp-size 1 --dense-tp-size 2)",
+        ),
+        (
             {"data_parallel_size": 2, "enable_expert_parallel": True},
             ConfigError,
             "--enable-expert-parallel has no effect",

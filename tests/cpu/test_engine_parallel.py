@@ -46,6 +46,23 @@ PARTLY_DIVIDED: dict[str, dict[str, int]] = {
     "only experts, along both axes": {"moe_tp_size": 2, "expert_parallel_size": 2},
     "only attention": {"attn_tp_size": 4},
 }
+# Layouts in which each pair of processes has a copy of the MLPs.
+MLP_COPIES: dict[str, dict[str, int]] = {
+    "attention of four": {"tensor_parallel_size": 4, "dense_tp_size": 2},
+    "fused all-reduces": {
+        "tensor_parallel_size": 4,
+        "dense_tp_size": 2,
+        "enable_allreduce_fusion": True,
+        "comm_fusion_max_num_tokens": 16,
+    },
+    "experts of four": {"tensor_parallel_size": 4, "dense_tp_size": 2, "expert_parallel_size": 4},
+    "whole attention": {"tensor_parallel_size": 4, "attn_tp_size": 1, "dense_tp_size": 2},
+}
+WITH_MLP_COPIES = [
+    ("Qwen3", "attention of four"),
+    ("Qwen3", "fused all-reduces"),
+    *(("DeepseekV3", layout) for layout in MLP_COPIES),
+]
 Generated = list[list[int]]
 
 
@@ -102,6 +119,20 @@ def test_partly_divided_models_generate_the_tokens_of_one_process(
 ) -> None:
     model, expected = alone(family)
     assert generate(model, **PARTLY_DIVIDED[layout]) == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        pytest.param(*case, marks=() if case == WITH_MLP_COPIES[0] else pytest.mark.release)
+        for case in WITH_MLP_COPIES
+    ],
+)
+def test_copies_of_mlps_generate_the_tokens_of_one_process(
+    family: str, layout: str, alone: Callable[[str], tuple[Path, Generated]]
+) -> None:
+    model, expected = alone(family)
+    assert generate(model, **MLP_COPIES[layout]) == expected
 
 
 def test_documentation_lists_the_tested_engines() -> None:

@@ -129,6 +129,27 @@ def test_four_processes_fuse_all_reduces(parallelism: str, pool: ProcessPool) ->
         assert num_fused > 0
 
 
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("Llama", Sizes(attn=4, dense=2)),
+        ("Gemma2", Sizes(attn=4, dense=2)),  # its all-reduces are not fused
+        ("DeepseekV3", Sizes(attn=4, dense=2, experts=4)),
+        ("Llama4", Sizes(dense=2, moe=2, experts=2)),
+    ],
+    ids=str,
+)
+def test_copies_of_mlps_give_the_logits_of_one_process(
+    family: str, sizes: Sizes, pool: ProcessPool
+) -> None:
+    load, config = specs()[f"{family}ForCausalLM"].load, config_of(family)
+    results = pool.run(fused_logits, sizes, load, config)
+    assert len(results) == sizes.layout(0).world_size
+    for _, (sharded, whole) in results:
+        torch.testing.assert_close(sharded, whole, rtol=1e-4, atol=1e-4 * float(whole.abs().max()))
+        assert torch.equal(sharded, results[0][1][0])
+
+
 @pytest.mark.parametrize("family", EXPERTS)
 @pytest.mark.parametrize(
     "sizes",

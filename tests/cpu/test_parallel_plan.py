@@ -118,6 +118,43 @@ def test_commands_print_collectives_with_bytes_and_reasons(
     assert [number(each) for each in totals.groups()] == [11 * 512, 3072 // 2]
 
 
+@pytest.mark.parametrize("words", [("serve", "--dry-run"), ("plugins", "why", "comm")])
+def test_commands_print_the_group_that_shares_mlps(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    flags = ("--tp", "4", "--dense-tp-size", "2", "--enable-allreduce-fusion")
+    assert main([*words, "demo", *flags, "--device", "cpu"]) == 0
+    output = capsys.readouterr().out
+    found = COLLECTIVE.findall(output)
+    assert [each[:5] for each in found] == [
+        ("1", "all_reduce", "attn", "4", "512"),
+        ("5", "all_reduce", "attn", "4", "512"),
+        ("4", "all_reduce", "dense", "2", "512"),
+        ("1", "all_reduce", "dense", "2", "512"),
+        ("1", "all_gather", "attn", "4", "3,072"),
+    ]
+    # Among more than two processes, 512 KiB of the 512 B of a token are fused.
+    assert re.findall(r"(attn|dense), .* steps of up to ([\d,]+) tokens", output) == [
+        ("attn", "1,024"),
+        ("dense", "8,192"),
+        ("dense", "8,192"),
+    ]
+    totals = SENT.search(output)
+    assert totals
+    # In a ring of n processes, each sends 2 (n - 1) / n of the bytes, and (n - 1) / n of the logits.
+    expected = [(6 * 3 + 5 * 2) * 512 // 2, 3072 * 3 // 4]
+    assert [number(each) for each in totals.groups()] == expected
+
+
+def test_size_of_mlp_groups_is_refused_for_models_without_mlps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_MOE))
+    command = ("plugins", "why", "comm", str(tmp_path), "--platform", "cpu")
+    assert main([*command, "--tp", "4", "--dense-tp-size", "2"]) == 2
+    assert "--dense-tp-size has no effect: Qwen3MoeForCausalLM" in capsys.readouterr().err
+
+
 def test_documented_collectives_are_printed(why: Print) -> None:
     shown = re.findall(
         r"[Ff]or (\S[^`]*) with `([^`]+)`:\n\n```\n(.*?)```", PAGE.read_text(), re.DOTALL

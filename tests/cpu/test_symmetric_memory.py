@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from process_pool import ProcessPool, RankBuild, tensor_parallel
+from process_pool import ProcessPool, RankBuild, Sizes, tensor_parallel
 from tokenspeed_testing.comm import CommConformance
 from torch import Tensor, distributed
 from torch.distributed.distributed_c10d import _resolve_process_group
@@ -175,15 +176,22 @@ class NumberedRendezvous:
         return SimpleNamespace(get_buffer=lambda *arguments: own, buffer_ptrs=numbers)
 
 
-def allocate_repeatedly(build: RankBuild, num_before: int) -> int:
-    """Allocate two buffers in a process that has had `num_before` rendezvous in an earlier engine."""
-    group = CommGroup(build.group("attn"), build._handles["attn"])
+@contextmanager
+def numbered_rendezvous(rank: int) -> Iterator[None]:
+    """Replace torch's symmetric memory, as if this process used GPU `rank` and had had no rendezvous."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(symmetric_memory, "_SymmetricMemory", NumberedRendezvous)
         patch.setattr(symmetric_memory, "_num_rendezvous", 0)
-        patch.setattr(torch.cuda, "current_device", lambda: group.group.rank)
+        patch.setattr(torch.cuda, "current_device", lambda: rank)
         patch.setattr(torch.cuda, "can_device_access_peer", lambda *pair: True)
         NumberedRendezvous.count = 0
+        yield
+
+
+def allocate_repeatedly(build: RankBuild, num_before: int) -> int:
+    """Allocate two buffers in a process that has had `num_before` rendezvous in an earlier engine."""
+    group = CommGroup(build.group("attn"), build._handles["attn"])
+    with numbered_rendezvous(group.group.rank):
         if group.group.rank == 0:
             symmetric_memory.catch_up(num_before, torch.device("cpu"))
         for _ in range(2):
@@ -193,6 +201,18 @@ def allocate_repeatedly(build: RankBuild, num_before: int) -> int:
 
 def test_process_of_an_earlier_engine_shares_memory_with_new_ones(pool: ProcessPool) -> None:
     assert list(pool.run(allocate_repeatedly, tensor_parallel(4), 3)) == [5] * 4
+
+
+def allocate_in_two_groups(build: RankBuild) -> list[int]:
+    """Allocate buffers in the groups of attention and of MLPs. Return how many processes share each."""
+    with numbered_rendezvous(build.group("attn").rank):
+        groups = [CommGroup(build.group(name), build._handles[name]) for name in ("attn", "dense")]
+        buffers = [symmetric_memory.allocate(group, 8, torch.float32) for group in 2 * groups]
+    return [len(each.all) for each in buffers]
+
+
+def test_processes_share_memory_in_two_groups(pool: ProcessPool) -> None:
+    assert list(pool.run(allocate_in_two_groups, Sizes(attn=4, dense=2))) == [[4, 2, 4, 2]] * 4
 
 
 def selector(platform: PlatformInfo, *backends: str) -> Selector:

@@ -62,9 +62,10 @@ class ParallelLayout:
         """Return the layout of process `rank` for the sizes of the groups.
 
         `data` engines share experts and nothing else. An engine has as many processes as the largest of `attn`, `dense` and
-        its part of the experts, `moe * experts / data`. "attn" and "dense" are an engine or a single process. "moe" and
-        "experts" together are the world or, with one engine, a single process. The processes of an engine, and those of a
-        "moe" group, have consecutive ranks. Raises ValueError for other sizes, and for a rank outside the world.
+        its part of the experts, `moe * experts / data`. "attn" is an engine or a single process. "dense" divides an engine;
+        its groups hold copies of the MLPs. "moe" and "experts" together are the world or, with one engine, a single
+        process. The processes of an engine, and those of a "dense" or "moe" group, have consecutive ranks. Raises
+        ValueError for other sizes, and for a rank outside the world.
         """
         if min(attn, dense, moe, experts, data) < 1:
             raise ValueError("process groups need at least one process each")
@@ -73,8 +74,13 @@ class ParallelLayout:
                 f"{data} engines cannot share experts that are divided among {moe * experts} processes. Choose a multiple "
                 "of the number of engines."
             )
-        sizes = {"attn": attn, "dense": dense, "moe x experts": moe * experts // data}
-        engine_size = max(sizes.values())
+        sizes = {"attn": attn, "moe x experts": moe * experts // data}
+        engine_size = max(dense, *sizes.values())
+        if engine_size % dense:
+            raise ValueError(
+                f"process group dense has {dense} processes, which do not divide the {engine_size} processes of an engine. "
+                "Choose a divisor."
+            )
         for name, size in sizes.items():
             is_shared = data > 1 and name == "moe x experts"
             if size != engine_size and (size > 1 or is_shared):
@@ -88,12 +94,11 @@ class ParallelLayout:
         world = tuple(range(world_size))
         first, place = rank - rank % engine_size, rank % engine_size
         engine = world[first : first + engine_size]
-        first, offset = rank - rank % moe, rank % moe
         members = {
             "attn": engine if attn > 1 else (rank,),
-            "dense": engine if dense > 1 else (rank,),
-            "moe": world[first : first + moe],
-            "experts": world[offset::moe] if experts > 1 else (rank,),
+            "dense": _consecutive(rank, dense),
+            "moe": _consecutive(rank, moe),
+            "experts": world[rank % moe :: moe] if experts > 1 else (rank,),
             "data": world[place::engine_size] if data > 1 else (rank,),
             "engine": engine,
             "world": world,
@@ -103,6 +108,12 @@ class ParallelLayout:
             for name, ranks in members.items()
         }
         return cls(rank, world_size, MappingProxyType(groups))
+
+
+def _consecutive(rank: int, size: int) -> tuple[int, ...]:
+    """Return the group of `rank`, if ranks are divided into groups of `size` consecutive ones."""
+    first = rank - rank % size
+    return tuple(range(first, first + size))
 
 
 ONE_PROCESS = ParallelLayout.of(0)

@@ -93,7 +93,7 @@ class ParallelSettings(Settings):
         "Processes that share attention heads: 1 or all; default: --tensor-parallel-size."
     )
     dense_tp_size: int | None = _processes(
-        "Processes that share MLP layers: 1 or all; default: --tensor-parallel-size."
+        "Processes that share MLP layers: a divisor of all; default: --tensor-parallel-size."
     )
     moe_tp_size: int | None = _processes(
         "Processes that share each expert; default: --tp divided by --ep-size."
@@ -279,18 +279,18 @@ class ParallelSettings(Settings):
         attn, dense = self.attn_tp_size or shared, self.dense_tp_size or shared
         if self.enable_expert_parallel:
             own_experts = 1 if shares_experts else self.expert_parallel_size or 1
-            world_size = given or max(attn, dense, own_experts)
+            world_size = given or max(shared, attn, dense, own_experts)
             moe = self.moe_tp_size or 1
             experts = max(1, num_sharing * world_size // moe)
             if self.expert_parallel_size not in (None, experts):
                 raise ValueError(
-                    f"--enable-expert-parallel gives {experts} groups, and --expert-parallel-size is "
-                    f"{self.expert_parallel_size}; remove one of them"
+                    f"{self._size_flags()}: --enable-expert-parallel makes --expert-parallel-size {experts}; remove one of "
+                    "these two flags"
                 )
         else:
             experts = self.expert_parallel_size or 1
             moe = self.moe_tp_size or max(1, shared // experts)
-        world_size = given or max(attn, dense, moe * experts // num_sharing)
+        world_size = given or max(shared, attn, dense, moe * experts // num_sharing)
         num_per_node = self.nprocs_per_node or max(1, world_size // self.nnodes)
         if num_per_node * self.nnodes != world_size:
             raise ValueError(
@@ -305,15 +305,7 @@ class ParallelSettings(Settings):
                     f"{flags}: {num_sharing} engines with {num_sharing * world_size} processes share the experts, and "
                     f"--moe-tp-size {moe} does not divide this number. Change one of these flags."
                 )
-        found = {attn, dense, moe * experts // num_sharing}
-        if world_size not in found or not found <= {1, world_size}:
-            raise ValueError(
-                f"{flags}: the engine has {world_size} processes. The size of each process group must be {world_size} or "
-                f"1, and at least one must be {world_size}; found attention TP {attn}, dense TP {dense}, MoE TP x EP "
-                f"{moe * experts // num_sharing}. "
-                "Change one of these flags."
-            )
-        return ParallelSizes(
+        sizes = ParallelSizes(
             attn,
             dense,
             moe,
@@ -324,6 +316,34 @@ class ParallelSettings(Settings):
             shares_experts=shares_experts,
             flags=flags,
         )
+        self._check_groups(sizes)
+        return sizes
+
+    def _check_groups(self, sizes: ParallelSizes) -> None:
+        """Raise ValueError for sizes of process groups that do not go together."""
+        world_size, dense = sizes.world_size, sizes.dense
+        of_experts = sizes.moe * sizes.experts // sizes.num_sharing
+        change, problem = "Change one of these flags", ""
+        if self.tensor_parallel_size not in (None, 1, world_size):
+            problem = f"--tensor-parallel-size must be {world_size} or 1"
+        elif sizes.attn not in (1, world_size):
+            problem = f"Attention TP must be {world_size} or 1, not {sizes.attn}"
+        elif world_size % dense:
+            problem = f"Dense TP must divide {world_size}, but it is {dense}"
+        elif of_experts not in (1, world_size):
+            problem = f"MoE TP x EP must be {world_size} or 1, not {sizes.moe} x {sizes.experts}"
+            if self.expert_parallel_size is None and world_size % sizes.moe == 0:
+                change += f", or add --expert-parallel-size {world_size // sizes.moe}"
+        elif world_size not in (sizes.attn, dense, of_experts):
+            problem = (
+                f"One of the process groups must have all of them; found attention TP {sizes.attn}, dense TP {dense}, "
+                f"MoE TP x EP {of_experts}"
+            )
+        elif self.enable_expert_parallel and sizes.num_sharing == 1 and sizes.moe == world_size > 1:
+            problem = f"--enable-expert-parallel has no effect with --moe-tp-size {sizes.moe}"
+        if problem:
+            have = "one process" if world_size == 1 else f"{world_size} processes"
+            raise ValueError(f"{sizes.flags}: the engine has {have}. {problem}. {change}.")
 
     def _size_flags(self) -> str:
         """Return the given flags for the sizes of process groups, with their values."""

@@ -20,6 +20,7 @@ from tokenspeed_core.api.models import (
     HiddenStates,
     Model,
 )
+from tokenspeed_core.api.parallel import ProcessGroup
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.logits_processors import LogitsProcessorTable
 from tokenspeed_core.errors import CheckpointError, ConfigError, TokenSpeedError
@@ -128,7 +129,9 @@ def assemble(
             f"--quantization {method.name} has no effect: {checkpoint.info.architecture} has no linear layer that it "
             "quantizes."
         )
-    _check_parallel_flags(config, checkpoint.info.architecture, chosen.plan())
+    _check_parallel_flags(
+        config, checkpoint.info.architecture, chosen.plan(), resolved.parallel.group("engine")
+    )
     build.check_groups()
     block_size = solve_block_size(build, config.block_size, selector)
     build.select_attention(block_size)
@@ -153,8 +156,10 @@ def assemble(
     return assembly
 
 
-def _check_parallel_flags(config: Config, architecture: str, plan: KernelPlan) -> None:
-    """Raise ConfigError for flags of experts and of fused all-reduces that have no effect on the model."""
+def _check_parallel_flags(
+    config: Config, architecture: str, plan: KernelPlan, engine: ProcessGroup
+) -> None:
+    """Raise ConfigError for flags of processes and of fused all-reduces that have no effect on the model."""
     of_experts = {
         "--enable-expert-parallel": config.enable_expert_parallel,
         "--expert-parallel-size": config.expert_parallel_size not in (None, 1),
@@ -165,6 +170,15 @@ def _check_parallel_flags(config: Config, architecture: str, plan: KernelPlan) -
         raise ConfigError(
             f"{given[0]} has no effect: {architecture} has no experts. Remove it, or share the model with "
             "--tensor-parallel-size."
+        )
+    groups = {each.collective.group for each in plan.collectives}
+    if config.dense_tp_size not in (None, 1) and "dense" not in groups:
+        raise ConfigError(
+            f"--dense-tp-size has no effect: {architecture} has no dense MLPs. Remove it."
+        )
+    if max((each.num_processes for each in plan.collectives), default=1) < engine.size:
+        raise ConfigError(
+            f"no layer of {architecture} is divided among all {engine}. Use fewer processes, or change these flags."
         )
     of_fusion = {
         "--enable-allreduce-fusion": config.enable_allreduce_fusion,

@@ -104,7 +104,7 @@ ONE_KV_HEAD = {"num_key_value_heads": 1}
                 ("smollm3", {}),
                 ("qwen3_moe", ANY),
                 # Norms over all heads: attention is not divided.
-                ("olmoe", {"attn_tp_size": 1, "dense_tp_size": 2, "moe_tp_size": 2}),
+                ("olmoe", {"attn_tp_size": 1, "moe_tp_size": 2}),
                 ("ernie4_5", {}),
                 ("glm", {}),
                 ("helium", {}),
@@ -124,7 +124,7 @@ ONE_KV_HEAD = {"num_key_value_heads": 1}
 def test_several_processes_give_the_tokens_of_transformers(
     model_type: str, num_processes: int, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    sizes = {} if "dense_tp_size" in settings else {"tensor_parallel_size": num_processes}
+    sizes = {} if "attn_tp_size" in settings else {"tensor_parallel_size": num_processes}
     check(model_type, tmp_path, **sizes, **settings)
 
 
