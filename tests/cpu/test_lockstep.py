@@ -235,6 +235,40 @@ def test_all_engines_name_the_rank_that_failed_first(
     assert lost == [second.failure]
 
 
+def test_blocked_engine_reports_the_first_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lockstep, "FINISH_SECONDS", 0.01)
+    lost: list[str] = []
+    first, second, third = (Peers(fds) for fds in connect_peers(3))
+    second.watch(lost.append)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(second.exchange, StepSize())  # for the first engine
+        wait_until(third.is_waiting, 10, "the exchange")
+        third._send(1, lockstep._pack(StepSize()))
+        third.fail("rank 1 of 2 was killed")
+        wait_until(lambda: bool(lost), 10, "the failure")
+        assert not waiting.done()
+        first.close()
+        with pytest.raises(StepFailed, match=r"engine 2 of 3.* rank 1 of 2 was killed$"):
+            waiting.result()
+    assert lost == [second.failure]
+    for peers in (second, third):
+        peers.close()
+
+
+def test_end_after_all_have_finished_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lockstep, "FINISH_SECONDS", 0.01)
+    lost: list[str] = []
+    first, second = (Peers(fds) for fds in connect_peers(2))
+    second.watch(lost.append)
+    second.finish()
+    first.finish()
+    first.close()
+    time.sleep(0.1)
+    assert second.have_finished
+    assert lost == []
+    second.close()
+
+
 def test_engine_that_loses_another_one_is_not_the_first_cause() -> None:
     first, second, third = (Peers(fds) for fds in connect_peers(3))
     third.fail("rank 1 of 2 was killed")

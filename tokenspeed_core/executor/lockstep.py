@@ -58,6 +58,11 @@ class Peers:
         self._finished: set[int] = set()
         self._has_finished = False
         self._is_closed = False
+        # `watch` reads messages too. No thread waits for a message while it holds the lock.
+        self._lock = threading.RLock()
+        self._readable = {rank: select.poll() for rank in self._sockets}
+        for rank, poller in self._readable.items():
+            poller.register(self._sockets[rank], select.POLLIN)
 
     @property
     def fds(self) -> list[int]:
@@ -83,7 +88,8 @@ class Peers:
             for rank in self._sockets:
                 self._send(rank, text.encode())
             return text
-        data = self._read(0, 0) or b""
+        while (data := self._read(0)) is None:
+            self._readable[0].poll()
         if not data or data.startswith(_FAILED):
             raise self._lost(0, data)
         return data.decode()
@@ -95,7 +101,7 @@ class Peers:
             self._send(rank, message)
         for rank, received in self._sizes.items():
             while not received:
-                if not self._receive(rank, 0):
+                if not self._receive(rank, wait=True):
                     raise self._lost(rank)
             sizes[rank] = received.popleft()
         return sizes
@@ -103,7 +109,7 @@ class Peers:
     def is_waiting(self) -> bool:
         """Return whether another engine has begun the next step. Raises StepFailed if one has ended."""
         for rank in self._sockets:
-            while self._receive(rank, socket.MSG_DONTWAIT):
+            while self._receive(rank):
                 pass
         return any(self._sizes.values())
 
@@ -115,7 +121,10 @@ class Peers:
                 self._send(rank, _FINISHED)
 
     def watch(self, on_lost: Callable[[str], None]) -> None:
-        """Call a function from another thread when another engine has ended before all have finished."""
+        """Call a function from another thread when another engine has ended before all have finished.
+
+        It gets the reason that an engine sent, even if the engine's own thread reads no messages.
+        """
         poller = select.poll()
         ranks = {each.fileno(): rank for rank, each in self._sockets.items()}
         for fd in ranks:
@@ -123,9 +132,11 @@ class Peers:
 
         def wait() -> None:
             fd, _ = poller.poll()[0]
+            self._read_all()
             self._lost_rank = ranks[fd]
             self._has_failed.set()
-            time.sleep(FINISH_SECONDS)  # for messages that are not read yet
+            time.sleep(FINISH_SECONDS)  # for messages that are not sent yet
+            self._read_all()
             if not self._is_closed and not self.have_finished:
                 assert self.failure is not None, "an engine ended"
                 on_lost(self.failure)
@@ -134,8 +145,9 @@ class Peers:
 
     def fail(self, reason: str) -> None:
         """Leave the other engines, because this one cannot continue. Can be called from any thread."""
-        if self._reason is None:
-            self._reason = reason
+        with self._lock:
+            if self._reason is None:
+                self._reason = reason
         self._has_failed.set()
         first_line = reason.partition("\n")[0].encode()[: _MAX_BYTES - len(_FAILED)]
         for each in self._sockets.values():
@@ -152,10 +164,11 @@ class Peers:
 
     def close(self) -> None:
         """Close the connections. Can be called twice."""
-        self._is_closed = True
-        self._shut_down()
-        for each in self._sockets.values():
-            each.close()
+        with self._lock:
+            self._is_closed = True
+            self._shut_down()
+            for each in self._sockets.values():
+                each.close()
 
     def _shut_down(self) -> None:
         for each in self._sockets.values():
@@ -164,13 +177,14 @@ class Peers:
 
     def _lost(self, rank: int, message: bytes = b"") -> StepFailed:
         """Record that another engine ended, with the reason in its last message. Return the error for the first cause."""
-        if self._reason is None:
-            if not message:  # perhaps it lost another engine, which sent its reason
-                found = {other: self._failure_of(other) for other in self._sockets}
-                rank, message = next((each for each in found.items() if each[1]), (rank, b""))
-            reason = message[len(_FAILED) :].decode(errors="replace")
-            self._reason = self._name(rank, f"failed: {reason}" if reason else "ended")
-        return StepFailed(self._reason)
+        with self._lock:
+            if self._reason is None:
+                if not message:  # perhaps it lost another engine, which sent its reason
+                    found = {other: self._failure_of(other) for other in self._sockets}
+                    rank, message = next((each for each in found.items() if each[1]), (rank, b""))
+                reason = message[len(_FAILED) :].decode(errors="replace")
+                self._reason = self._name(rank, f"failed: {reason}" if reason else "ended")
+            return StepFailed(self._reason)
 
     def _name(self, rank: int, how: str) -> str:
         return f"engine {rank} of {self.num_engines}, which holds a part of the experts, {how}"
@@ -179,15 +193,30 @@ class Peers:
         try:
             self._sockets[rank].send(data)
         except OSError as error:
-            while self._receive(rank, socket.MSG_DONTWAIT):
+            while self._receive(rank):
                 pass  # until the reason, if the engine sent one
             raise self._lost(rank) from error
 
-    def _receive(self, rank: int, flags: int) -> bool:
+    def _read_all(self) -> None:
+        """Read the messages that have arrived, and record the reason if an engine sent one."""
+        for rank in self._sockets:
+            with self._lock, suppress(StepFailed):
+                while not self._is_closed and self._receive(rank):
+                    pass
+
+    def _receive(self, rank: int, *, wait: bool = False) -> bool:
         """Read a message of another engine; return whether there was one. Raises StepFailed if it ended too early."""
-        data = self._read(rank, flags)
-        if data is None:
-            return False
+        while True:
+            with self._lock:
+                data = self._read(rank)
+                if data is not None:
+                    return self._take(rank, data)
+            if not wait:
+                return False
+            self._readable[rank].poll()
+
+    def _take(self, rank: int, data: bytes) -> bool:
+        """Record a message of another engine; return False for b"", its end. Raises StepFailed if it ended too early."""
         if not data:
             if self._has_finished and rank in self._finished:
                 return False
@@ -200,11 +229,11 @@ class Peers:
             self._sizes[rank].append(StepSize(*_SIZE.unpack(data)))
         return True
 
-    def _read(self, rank: int, flags: int) -> bytes | None:
+    def _read(self, rank: int) -> bytes | None:
         """Return a message of another engine, b"" after its last one, or None if there is none yet."""
         for _ in range(2):
             try:
-                return self._sockets[rank].recv(_MAX_BYTES, flags)
+                return self._sockets[rank].recv(_MAX_BYTES, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return None
             except ConnectionError:
@@ -213,7 +242,7 @@ class Peers:
 
     def _failure_of(self, rank: int) -> bytes:
         """Return the message with which another engine failed, or b""."""
-        while data := self._read(rank, socket.MSG_DONTWAIT):
+        while data := self._read(rank):
             if data.startswith(_FAILED):
                 return data
         return b""
