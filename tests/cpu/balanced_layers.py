@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from tokenspeed_core.api import ExpertBalance
 from tokenspeed_core.executor.expert_placement import NUM_TURNS
 from tokenspeed_core.worker.expert_balancer import ExpertBalancer
 from tokenspeed_models.layers.experts import Experts
+from tokenspeed_models.weights import WeightMap
 
 SIZES: dict[str, int] = {
     "num_experts": 8,
@@ -22,6 +24,7 @@ SIZES: dict[str, int] = {
     "hidden_size": 128,
     "intermediate_size": 128,
 }
+PREPARED = "prepared"  # unquantized, for a kernel with its own layout
 NUM_STEPS = 30
 INTERVAL = 4
 
@@ -29,8 +32,39 @@ INTERVAL = 4
 Outputs = list[list[torch.Tensor]]
 
 
+class PreparedExperts:
+    """Experts with weights in another order: up before gate, and the input features reversed."""
+
+    def __init__(self, experts: Callable[..., torch.Tensor]) -> None:
+        self._experts = experts
+
+    def prepare_weights(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        for expert in range(len(gate_up)):
+            gate_up[expert] = _reordered(gate_up[expert])
+            down[expert] = down[expert].flip(1)
+
+    def __call__(
+        self, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, *routes: torch.Tensor
+    ) -> torch.Tensor:
+        gate_ups = [_reordered(expert) for expert in gate_up]
+        return self._experts(x, torch.stack(gate_ups), down.flip(2), *routes)
+
+
+def _reordered(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return weights [2I, N] with the halves of their rows exchanged and their columns reversed."""
+    return torch.cat(gate_up.chunk(2)[::-1]).flip(1)
+
+
+class PreparingBuild(RankBuild):
+    """A build with such experts."""
+
+    def op(self, op: str, **problem: Any) -> Callable[..., Any]:
+        kernel = super().op(op, **problem)
+        return PreparedExperts(kernel) if op == "moe_experts" else kernel
+
+
 def make_experts(build: RankBuild, form: str | None) -> Experts | GptOssExperts:
-    if form is None:
+    if form is None or form == PREPARED:
         return Experts(build, **SIZES)
     if form in FORMS:
         build.schemes = scheme_of(FORMS[form][0])
@@ -60,7 +94,7 @@ def make_layer(
     build: RankBuild, form: str | None, generator: torch.Generator
 ) -> Experts | GptOssExperts:
     """Return a layer with this process's part of random weights. Unused slots are not finite."""
-    layer = make_experts(build, form)
+    layer, wholes = make_experts(build, form), []
     num, rank = layer.local.num, build.group("experts").rank
     for weight in layer._operands:
         if weight is None:
@@ -72,6 +106,10 @@ def make_layer(
         whole = random_weight(weight, generator, is_exponent=is_exponent)
         weight.copy_(torch.full(weight.shape, float("nan")))
         weight[:num] = whole[num * rank : num * (rank + 1)].to(weight.dtype)
+        wholes.append(whole)
+    if form == PREPARED:
+        names = ("experts.gate_up_proj", "experts.down_proj")
+        WeightMap(layer.slots(""), groups=build.group).load(zip(names, wholes, strict=True))
     return layer
 
 
@@ -83,6 +121,8 @@ def run_layers(
     Without `num_redundant`, experts do not move.
     """
     balance = None if num_redundant is None else ExpertBalance(num_redundant, NUM_TURNS)
+    if form == PREPARED:
+        build = PreparingBuild(build._layout, build._handles)
     build.expert_balance = balance
     generator = torch.Generator().manual_seed(3)
     layers = [make_layer(build, form, generator) for _ in range(2)]

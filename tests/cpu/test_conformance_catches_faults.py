@@ -30,7 +30,7 @@ from tokenspeed_core.kernels import select
 from tokenspeed_core.kernels.plan import Reason
 from tokenspeed_kernels.reference.attention import TorchAttention
 from tokenspeed_kernels.reference.cache import write_kv
-from tokenspeed_kernels.reference.moe import moe_route
+from tokenspeed_kernels.reference.moe import moe_experts, moe_route
 from tokenspeed_kernels.reference.rope import rope
 from tokenspeed_kernels.reference.sampling import greedy
 
@@ -315,6 +315,20 @@ def bounded(**bounds: Callable[[Any], bool]) -> type[TorchAttention]:
     return Bounded
 
 
+class ReversesExperts:
+    """Prepares weights by reversing the order of the experts."""
+
+    def __init__(self, problem: Any) -> None:
+        self._experts = moe_experts(problem)
+
+    def prepare_weights(self, *weights: Tensor) -> None:
+        for weight in weights:
+            weight.copy_(weight.flip(0))
+
+    def __call__(self, x: Tensor, gate_up: Tensor, down: Tensor, *routes: Tensor) -> Tensor:
+        return self._experts(x, gate_up.flip(0), down.flip(0), *routes)
+
+
 def writes_its_input(x: Tensor) -> Tensor:
     y = silu_mul(x)
     x.zero_()
@@ -417,6 +431,7 @@ FAULTS: tuple[tuple[str, Any, dict[str, Any], str, str], ...] = (
     ("silu_mul", always(ignores_strides), {}, AGREES, "strided"),
     ("silu_mul", always(swaps_the_halves), {}, AGREES, "Mismatched elements"),
     ("silu_mul", always(rounds_to_bfloat16), {}, AGREES, "Mismatched elements"),
+    ("moe_experts", ReversesExperts, {}, AGREES, "gate_up of an expert depend on others"),
     ("attention", ReadsPastTheRow, SMALL, AGREES, "num_heads="),
     ("attention", LeavesPaddingRows, SMALL, AGREES, "num_heads="),
     (

@@ -56,7 +56,7 @@ class OpContract:
     tolerances: tuple[Tolerance, ...]
     mutates: tuple[str, ...] = ()  # arguments that are written in place
     rows: tuple[str, ...] = ()  # arguments with a leading axis of independent rows
-    # The arguments that `prepare_weights` passes to a kernel once, after loading.
+    # The arguments that `prepare_weights` passes to a kernel once, after loading. Their first axis is that of experts.
     weights: tuple[str, ...] = ()
     # The ops that a fused op composes, in order. They run if no kernel of the fused op fits.
     parts: tuple[str, ...] = ()
@@ -89,7 +89,8 @@ def prepare_weights(kernel: Callable[..., Any], *weights: Any) -> None:
     """Let a kernel change the layout of its weights in place; call once for each layer, after its weights were loaded.
 
     `weights` are the arguments that the contract lists in `weights`. A kernel that needs another layout has the method
-    `prepare_weights(*weights) -> None`, and gets only prepared weights later. Without the method, this does nothing.
+    `prepare_weights(*weights) -> None`, and gets only prepared weights later. It must prepare each expert alone, in its
+    own memory, because load balancing copies prepared experts between processes. Without the method, this does nothing.
     """
     prepare = getattr(kernel, "prepare_weights", None)
     if prepare is not None:

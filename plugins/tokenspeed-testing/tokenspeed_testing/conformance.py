@@ -47,6 +47,7 @@ def check(
                 agrees_with_reference(kernel, contract, problem, rows, device, strided=strided)
                 runs += 1
         keeps_no_state(kernel, contract, problem, max(num_rows), device)
+        prepares_each_expert_alone(kernel, contract, problem, device)
         if "batch_invariant" in spec.capability.features:
             ignores_other_rows(kernel, contract, problem, max(num_rows), device)
         if "graph_safe" in spec.capability.features and device.type == "cuda":
@@ -169,6 +170,23 @@ def keeps_no_state(
         second,
         reference(contract, problem, plain),
     )
+
+
+def prepares_each_expert_alone(
+    kernel: Callable[..., Any], contract: OpContract, problem: Problem, device: torch.device
+) -> None:
+    """Check that prepared experts can move: weights in another order, once prepared, are the prepared ones in that order."""
+    if not hasattr(kernel, "prepare_weights"):
+        return
+    given = make_inputs(contract, problem, 1, device, strided=False)
+    weights = {name: given[name] for name in contract.weights}
+    moved = {name: weight.roll(1, dims=0) for name, weight in weights.items()}
+    expected, found = (prepared(kernel, contract, each) for each in (weights, moved))
+    for name in contract.weights:
+        same = torch.equal(_as_float32(found[name]), _as_float32(expected[name].roll(1, dims=0)))
+        assert same, (
+            f"{contract.name} {dict(problem)}: prepared {name} of an expert depend on others"
+        )
 
 
 def ignores_other_rows(
