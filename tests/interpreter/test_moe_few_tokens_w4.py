@@ -23,7 +23,7 @@ SPECS = {spec.op: spec for spec in descriptors.TRITON_MOE}
 W4A16, MXFP4, BIASED = "moe_experts_w4a16", "moe_experts_mxfp4", "moe_biased_experts_mxfp4"
 CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = {
-    "num_experts": 48,
+    "num_experts": 96,
     "top_k": 3,
     "hidden_size": 96,
     "intermediate_size": 32,
@@ -76,7 +76,7 @@ def test_few_tokens_match_the_reference(op: str, changed: dict[str, Any], num_to
 def test_tokens_share_experts(op: str) -> None:
     problem = {**SHAPE, "group_size": 32}
     given = inputs(op, problem, 4)
-    given["ids"] = torch.tensor([[7, 3, 9], [9, 7, 3], [7, 48, 9], [48, 48, 48]], dtype=torch.int32)
+    given["ids"] = torch.tensor([[7, 3, 9], [9, 7, 3], [7, 96, 9], [96, 96, 96]], dtype=torch.int32)
     given["weights"][1] = 0.0
     (expected,) = reference(contract_of(SPECS[op]), problem, given)
     found = SPECS[op].factory()(problem)(*given.values()).float()
@@ -85,10 +85,10 @@ def test_tokens_share_experts(op: str) -> None:
 
 
 def test_large_weights_are_computed_by_tiles() -> None:
-    for kind in ("int4", "mxfp4"):
+    for kind, most in (("int4", 12), ("mxfp4", 24)):
         problem = {**SHAPE, "group_size": 32}
-        assert FewTokensW4(problem, kind).max_pairs == 12
+        assert FewTokensW4(problem, kind).max_pairs == most
         assert FewTokensW4({**problem, "num_experts": 4}, kind).max_pairs == 3
-        assert FewTokensW4({**problem, "hidden_size": 2880}, kind).max_pairs == 12
+        assert FewTokensW4({**problem, "hidden_size": 2880}, kind).max_pairs == most
         assert FewTokensW4({**problem, "hidden_size": 2912}, kind).max_pairs == 0
         assert FewTokensW4({**problem, "top_k": 8, "intermediate_size": 16416}, kind).max_pairs == 0
