@@ -231,7 +231,7 @@ def _settings(
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "SCALES": "none" if scales is None else scales.kind,
         "MAX_INEXACT": gemm.max_inexact,
-        "HALVES": block_m >= (64 if scales is None else 128),
+        "HALVES": block_m >= (32 if scales is None else 128),
     }
 
 
