@@ -262,7 +262,9 @@ def tilings_of(op: Op, name: str, average: float) -> list[Tiling]:
         candidates = next(each for bound, each in bounds if average <= bound)
         is_fp8 = op.dtype == torch.float8_e4m3fn
         found = [each for each in candidates if is_fp8 or each[1].max_inexact is None]
-    return [ours, *(replace(ours, block_m=block, up=gemm, down=gemm) for block, gemm in found)]
+    # Halves of 8-bit tiles were measured for 128 pairs only.
+    smallest = 32 if op.kind == "none" else 128
+    return [ours, *(Tiling(block, gemm, gemm, block >= smallest) for block, gemm in found)]
 
 
 def timed(run: Callable[[int], object], num_layers: int) -> float:
@@ -337,6 +339,7 @@ class Timing:
     block_m: int
     gemm: Gemm
     error: float | None
+    halves: bool
 
 
 class Case:
@@ -503,7 +506,7 @@ def sweep(case: Case, name: str, expected: Expected) -> list[Timing]:
             if type(failure).__name__ != "OutOfResources":
                 raise
             continue
-        times.append(Timing(took, tiling.block_m, gemm, error))
+        times.append(Timing(took, tiling.block_m, gemm, error, tiling.halves))
     return times
 
 
@@ -557,9 +560,9 @@ def pairs_of(times: dict[str, list[Timing]]) -> dict[Tiling, float]:
         for name, found in times.items()
     }
     return {
-        Tiling(up.block_m, up.gemm, down.gemm): up.us + down.us
+        Tiling(up.block_m, up.gemm, down.gemm, up.halves): up.us + down.us
         for up, down in itertools.product(*(precise[name] for name in NAMES))
-        if up.block_m == down.block_m
+        if (up.block_m, up.halves) == (down.block_m, down.halves)
     }
 
 

@@ -147,7 +147,7 @@ def run_gate_up(
             TOP_K=top_k,
             N=inner,
             K=size,
-            **_tma_settings(tiling.block_m, tiling.up, pdl=pdl),
+            **_tma_settings(tiling, tiling.up, pdl=pdl),
         )
         return hidden
     gemm_kernel.gate_up[grid](
@@ -166,7 +166,7 @@ def run_gate_up(
         N=inner,
         K=size,
         JOINED=tiling.up.joined,
-        **_settings(tiling.block_m, tiling.up, x.dtype, scales, pdl=pdl),
+        **_settings(tiling, tiling.up, x.dtype, scales, pdl=pdl),
     )
     return hidden
 
@@ -200,7 +200,7 @@ def run_down(
             E=num_experts,
             N=size,
             K=inner,
-            **_tma_settings(tiling.block_m, tiling.down, pdl=pdl),
+            **_tma_settings(tiling, tiling.down, pdl=pdl),
         )
         return scaled
     gemm_kernel.down[grid](
@@ -217,30 +217,30 @@ def run_down(
         E=num_experts,
         N=size,
         K=inner,
-        **_settings(tiling.block_m, tiling.down, hidden.dtype, scales, pdl=pdl),
+        **_settings(tiling, tiling.down, hidden.dtype, scales, pdl=pdl),
     )
     return scaled
 
 
 def _settings(
-    block_m: int, gemm: Gemm, dtype: torch.dtype, scales: Scales | None, *, pdl: bool
+    tiling: Tiling, gemm: Gemm, dtype: torch.dtype, scales: Scales | None, *, pdl: bool
 ) -> dict[str, Any]:
     return {
-        **_tma_settings(block_m, gemm, pdl=pdl),
+        **_tma_settings(tiling, gemm, pdl=pdl),
         "WEIGHTS_FIRST": gemm.weights_first,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "SCALES": "none" if scales is None else scales.kind,
         "MAX_INEXACT": gemm.max_inexact,
-        "HALVES": block_m >= (32 if scales is None else 128),
     }
 
 
-def _tma_settings(block_m: int, gemm: Gemm, *, pdl: bool) -> dict[str, Any]:
+def _tma_settings(tiling: Tiling, gemm: Gemm, *, pdl: bool) -> dict[str, Any]:
     return {
-        "BLOCK_M": block_m,
+        "BLOCK_M": tiling.block_m,
         "BLOCK_N": gemm.columns,
         "BLOCK_K": gemm.block_k,
         "TOGETHER": gemm.together,
+        "HALVES": tiling.halves,
         "PDL": pdl,
         "num_warps": gemm.num_warps,
         "num_stages": gemm.num_stages,

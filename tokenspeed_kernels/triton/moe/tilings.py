@@ -39,16 +39,19 @@ class Gemm:
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Pairs per tile, and the two GEMMs."""
+    """Pairs per tile, and the two GEMMs. `halves`: a tile that is at most half full is computed as one of half the size."""
 
     block_m: int
     up: Gemm
     down: Gemm
+    halves: bool = False
 
     @classmethod
-    def of(cls, block_m: int, up: Mapping[str, Any], down: Mapping[str, Any]) -> Tiling:
+    def of(
+        cls, block_m: int, up: Mapping[str, Any], down: Mapping[str, Any], *, halves: bool = False
+    ) -> Tiling:
         """Return the tiling with these fields (see `tuned`)."""
-        return cls(block_m, Gemm(**up), Gemm(**down))
+        return cls(block_m, Gemm(**up), Gemm(**down), halves)
 
     def shared_memory(self, itemsize: int, major: int) -> int:
         """Return the bytes that a program needs at most, for values of `itemsize` bytes and a major compute capability.

@@ -66,6 +66,7 @@ def gate_up(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TOGETHER: tl.constexpr,
+    HALVES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """`gemm_kernel.gate_up` for weights [E, 2, N, K] in tiles [1, 2, BLOCK_N, BLOCK_K], used as one operand."""
@@ -77,7 +78,7 @@ def gate_up(
     expert = tl.load(tile_ptr)
     first, end = tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
     if expert < E:
-        if end - first <= BLOCK_M // 2:
+        if HALVES and end - first <= BLOCK_M // 2:
             _gate_up_tile(
                 x_ptr,
                 w_desc,
@@ -174,6 +175,7 @@ def down(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TOGETHER: tl.constexpr,
+    HALVES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """`gemm_kernel.down` for hidden [P, K] in tiles [BLOCK_M, BLOCK_K] and weights in tiles [1, BLOCK_N, BLOCK_K]."""
@@ -185,7 +187,7 @@ def down(
     expert = tl.load(tile_ptr)
     first, end = tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
     if expert < E:
-        if end - first <= BLOCK_M // 2:
+        if HALVES and end - first <= BLOCK_M // 2:
             _down_tile(
                 hidden_ptr,
                 None,
