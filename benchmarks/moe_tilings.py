@@ -262,9 +262,15 @@ def tilings_of(op: Op, name: str, average: float) -> list[Tiling]:
         candidates = next(each for bound, each in bounds if average <= bound)
         is_fp8 = op.dtype == torch.float8_e4m3fn
         found = [each for each in candidates if is_fp8 or each[1].max_inexact is None]
-    # Halves of 8-bit tiles were measured for 128 pairs only.
-    smallest = 32 if op.kind == "none" else 128
-    return [ours, *(Tiling(block, gemm, gemm, block >= smallest) for block, gemm in found)]
+    return [
+        ours,
+        *(Tiling(block, gemm, gemm, _has_halves(op, block, gemm)) for block, gemm in found),
+    ]
+
+
+def _has_halves(op: Op, block_m: int, gemm: Gemm) -> bool:
+    """Return whether to compute halves of tiles. For 8 bits, those of 16 pairs were measured as the right operand."""
+    return block_m >= (32 if op.kind == "none" or gemm.weights_first else 128)
 
 
 def timed(run: Callable[[int], object], num_layers: int) -> float:
