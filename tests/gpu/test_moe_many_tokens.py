@@ -1,4 +1,4 @@
-"""Experts of many tokens on a device, whose operands TMA loads."""
+"""Experts of many tokens on a device, with operands loaded by TMA."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts of many tokens, whose operands tensor descriptors describe, under Triton's interpreter."""
+"""Experts of many tokens, with operands loaded through tensor descriptors, under Triton's interpreter."""
 
 from __future__ import annotations
 
