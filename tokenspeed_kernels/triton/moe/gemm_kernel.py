@@ -89,7 +89,7 @@ def _scale_channels(acc, x_scale, w_scale, WEIGHTS_FIRST: tl.constexpr):
 
 
 @triton.jit
-def place_in_grid(TOGETHER: tl.constexpr):
+def _place_in_grid(TOGETHER: tl.constexpr):
     """Return the tile of columns and the tile of pairs of this program, for a grid (tiles of columns, tiles of pairs).
 
     Programs for TOGETHER consecutive tiles of pairs are neighbors, so that they share a weight tile in the L2 cache.
@@ -103,6 +103,14 @@ def place_in_grid(TOGETHER: tl.constexpr):
         within = index - band * num_columns
         column_tile, tile = within // height, band + within % height
     return column_tile, tile
+
+
+@triton.jit
+def read_tile(tiles_ptr, TOGETHER: tl.constexpr):
+    """Return this program's tile of columns, expert (E: none), first sorted pair, and the end of the expert's run."""
+    column_tile, tile = _place_in_grid(TOGETHER)
+    tile_ptr = tiles_ptr + tile * 3
+    return column_tile, tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
 
 
 @triton.jit
@@ -242,10 +250,7 @@ def gate_up(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    column_tile, tile = place_in_grid(TOGETHER)
-    tile_ptr = tiles_ptr + tile * 3
-    expert = tl.load(tile_ptr)
-    first, end = tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
+    column_tile, expert, first, end = read_tile(tiles_ptr, TOGETHER)
     if expert < E:
         if HALVES and end - first <= BLOCK_M // 2:
             _gate_up_tile(
@@ -396,10 +401,7 @@ def down(
     """scaled [pairs, N] = weight * hidden @ down, in the order of tokens. Grid (tiles of N, tiles of pairs)."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    column_tile, tile = place_in_grid(TOGETHER)
-    tile_ptr = tiles_ptr + tile * 3
-    expert = tl.load(tile_ptr)
-    first, end = tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
+    column_tile, expert, first, end = read_tile(tiles_ptr, TOGETHER)
     if PDL:
         tl.extra.cuda.gdc_wait()
     if expert < E:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from tokenspeed_kernels.triton import precompile
-from tokenspeed_kernels.triton.moe.gemm_kernel import load_features, place_in_grid
+from tokenspeed_kernels.triton.moe.gemm_kernel import load_features, read_tile
 
 
 @triton.jit
@@ -73,10 +73,7 @@ def gate_up(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    column_tile, tile = place_in_grid(TOGETHER)
-    tile_ptr = tiles_ptr + tile * 3
-    expert = tl.load(tile_ptr)
-    first, end = tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
+    column_tile, expert, first, end = read_tile(tiles_ptr, TOGETHER)
     if expert < E:
         if HALVES and end - first <= BLOCK_M // 2:
             _gate_up_tile(
@@ -182,10 +179,7 @@ def down(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    column_tile, tile = place_in_grid(TOGETHER)
-    tile_ptr = tiles_ptr + tile * 3
-    expert = tl.load(tile_ptr)
-    first, end = tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
+    column_tile, expert, first, end = read_tile(tiles_ptr, TOGETHER)
     if expert < E:
         if HALVES and end - first <= BLOCK_M // 2:
             _down_tile(
