@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
+from contextlib import ExitStack
 
 import pytest
 
 gc.disable()  # until the tests are collected, because imported modules are never freed
+
+at_exit = ExitStack()
+atexit.register(at_exit.close)  # last, because the modules that the tests import register later
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let the workers of pytest-xdist end without freeing all modules and tests, which takes four seconds."""
+    if hasattr(config, "workerinput"):
+        at_exit.callback(os._exit, 0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -20,4 +31,4 @@ def pytest_collection_finish() -> None:
     """Exclude the imported modules from garbage collection, which would take half a second each time."""
     gc.freeze()
     gc.enable()
-    atexit.register(gc.unfreeze)  # or nanobind reports them as leaks
+    at_exit.callback(gc.unfreeze)  # or nanobind reports them as leaks
