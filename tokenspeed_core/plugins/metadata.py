@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from email import message_from_string
 from functools import cache
 from importlib.metadata import Distribution, EntryPoint
 from urllib.parse import unquote, urlparse
@@ -73,12 +74,11 @@ def metadata_folder(distribution: Distribution) -> str:
 def _entries_of(
     distribution: Distribution, selection: Selection, core_version: str
 ) -> Iterator[Entry]:
-    metadata = distribution.metadata
-    name = metadata["Name"]
-    version = metadata["Version"]
+    text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+    name, version, requires = _headers(text)
     if not name or not version:
         raise ValueError("METADATA has no name or no version")
-    requires_core = _core_range(metadata.get_all("Requires-Dist") or distribution.requires or ())
+    requires_core = _core_range(requires or tuple(distribution.requires or ()))
     origin = _origin(distribution)
     root = str(distribution.locate_file(""))
     for point in distribution.entry_points:
@@ -102,6 +102,13 @@ def _entries_of(
         elif error := _compatibility_error(entry, core_version):
             entry = replace(entry, status=Status.INCOMPATIBLE, reason=error)
         yield entry
+
+
+@cache  # by content: a command reads the metadata of all distributions several times
+def _headers(text: str) -> tuple[str | None, str | None, tuple[str, ...]]:
+    """Return the name, the version and the requirements in a distribution's METADATA."""
+    message = message_from_string(text)
+    return message["Name"], message["Version"], tuple(message.get_all("Requires-Dist") or ())
 
 
 def _compatibility_error(entry: Entry, core_version: str) -> str:
@@ -147,7 +154,8 @@ def _api(point: EntryPoint) -> int | None:
     return None
 
 
-def _core_range(lines: Iterable[str]) -> str:
+@cache
+def _core_range(lines: tuple[str, ...]) -> str:
     """Return the version specifier of tokenspeed-core that applies to this machine."""
     specifiers = []
     for line in lines:
