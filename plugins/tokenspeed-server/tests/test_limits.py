@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import fake_engine
-import httpx
 import pytest
 from server_support import EOS, Running, running, wait_until
 from tokenspeed_server.service import MAX_FAILURES
@@ -108,12 +107,9 @@ def test_every_tenant_has_its_own_salt(tmp_path: Path) -> None:
     with running(tmp_path, options={"api_key": "first,second"}) as server:
         for key in ("first", "second"):
             headers = {"authorization": f"Bearer {key}"}
-            answer = httpx.post(
-                f"{server.url}/v1/completions",
-                json={"prompt": [5], "max_tokens": 1},
-                headers=headers,
-                trust_env=False,
-            )
+            with server.client(headers=headers) as client:
+                body = {"prompt": [5], "max_tokens": 1}
+                answer = client.post("/v1/completions", json=body)
             assert answer.status_code == 200
         wait_until(lambda: len(tenants(server)) == 2, 20, "two tenants")
     assert "" not in tenants(server)

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -121,11 +120,3 @@ def test_heartbeat_carries_engine_statistics(tmp_path: Path) -> None:
         page = client.get("/metrics", headers=accept).text
         names = {each.name for family in parse_text(page) for each in family.samples}
         assert all(name.startswith("tokenspeed:") for name in names)
-
-
-@pytest.mark.slow
-def test_disabled_metrics_return_404(tmp_path: Path) -> None:
-    with running(tmp_path) as server, server.client() as client:
-        response: httpx.Response = client.get("/metrics")
-        assert response.status_code == 404
-        assert client.get("/v1/stats").status_code == 200

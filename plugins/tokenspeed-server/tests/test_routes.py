@@ -28,7 +28,7 @@ def client(server: Running) -> Iterator[httpx.Client]:
 
 @pytest.fixture
 def sdk(server: Running) -> openai.OpenAI:
-    http = httpx.Client(trust_env=False)
+    http = httpx.Client(trust_env=False, verify=False)
     return openai.OpenAI(
         base_url=f"{server.url}/v1", api_key="any", http_client=http, max_retries=0
     )
@@ -358,3 +358,8 @@ def test_wrong_scoring_request_names_the_field(
     messages = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {}
     response = client.post(f"/v1/{path}", json={**messages, **body})
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def test_disabled_metrics_return_404(client: httpx.Client) -> None:
+    assert client.get("/metrics").status_code == 404
+    assert client.get("/v1/stats").status_code == 200
