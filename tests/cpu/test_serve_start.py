@@ -159,17 +159,22 @@ def test_hook_changes_settings_of_the_first_process(
             "tokenspeed_server.serve",
         ]
         assert running.url.startswith("http://127.0.0.2:")
+        with running.http() as http:
+            request = {"prompt": "a", "max_tokens": 3}
+            assert http.post("/v1/completions", json=request).status_code == 200
         later = running.stderr().partition("plugin setting:setting set --log-level")[2]
         assert "INFO" not in later
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(60) == 0
 
 
+# By default, the test above starts two workers, and a test of the command computes their default number.
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
         ("", ["isolated_template", "process", "serve"]),
-        pytest.param(
-            "--api-workers 1", ["isolated_template", "process"], marks=pytest.mark.release
-        ),
+        ("--api-workers 1", ["isolated_template", "process"]),
     ],
 )
 def test_number_of_api_workers_depends_on_processors(
