@@ -57,6 +57,30 @@ def _fast_interpreter() -> None:
 
     interpreter._get_np_dtype = find_dtype
 
+    # The attributes of a type of blocks, and those that a tensor has from its type, are computed for each value.
+    make_block_type = core.block_type.__init__
+    block_types: dict[Any, dict[str, Any]] = {}
+
+    def find_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = (each.value if isinstance(each, core.constexpr) else each for each in shape)
+        key = (element_ty.name, *sizes)
+        if key not in block_types:
+            make_block_type(self, element_ty, shape)
+            block_types[key] = dict(vars(self))
+        vars(self).update(block_types[key])
+
+    core.block_type.__init__ = find_block_type
+    make_tensor = core.tensor.__init__
+    tensors: dict[str, dict[str, Any]] = {}
+
+    def find_tensor(self: Any, handle: Any, kind: Any) -> None:
+        if kind.name not in tensors:
+            make_tensor(self, handle, kind)
+            tensors[kind.name] = dict(vars(self))
+        vars(self).update(tensors[kind.name], handle=handle)
+
+    core.tensor.__init__ = find_tensor
+
     # Calls within a kernel replace the builtins of `triton.language` again.
     patch_language = interpreter._patch_lang
     patched: set[Any] = set()  # modules
