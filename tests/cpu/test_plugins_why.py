@@ -352,7 +352,7 @@ def test_json_contains_verdicts_if_nothing_fits(
 @pytest.mark.parametrize(
     ("platform", "settings", "max_tried"),
     [
-        ("sm90", (), 8),
+        ("sm90", (), 4),
         pytest.param("sm90", (), 1000, marks=pytest.mark.release),
         pytest.param("sm100", (), 1000, marks=pytest.mark.release),
         *(

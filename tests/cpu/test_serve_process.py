@@ -362,7 +362,7 @@ def test_key_is_required_and_sigterm_drains(tmp_path: Path) -> None:
                 "invalid_api_key",
             )
         engine = server.engine()
-        stream = server.openai("secret").completions.create(**LONG, max_tokens=400, stream=True)
+        stream = server.openai("secret").completions.create(**LONG, max_tokens=250, stream=True)
         first = next(stream)
         # A service manager signals every process.
         for process in (engine, server.process):
@@ -373,7 +373,7 @@ def test_key_is_required_and_sigterm_drains(tmp_path: Path) -> None:
                 lambda: http.get("/ready").status_code == 503, 60, "unhealthy while draining"
             )
         assert server.process.wait(60) == 0
-        assert len([first, *rest.result()]) >= 320
+        assert len([first, *rest.result()]) >= 200
         assert rest.result()[-1].choices[0].finish_reason == "length"
         wait_until(lambda: has_ended(engine), 60, "the engine's end")
         assert not server.sockets()
