@@ -115,6 +115,7 @@ def tokens(served: Served) -> list[list[int]]:
     return [served.tokens[number] for number in range(len(served.tokens))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, TENSOR_PARALLEL])
 def test_uneven_engines_generate_the_tokens_of_one_process(
     pool: ProcessPool, qwen3_moe: str, tp: int

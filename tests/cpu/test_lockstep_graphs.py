@@ -45,6 +45,7 @@ def check_all_captured(served: Sequence[Served]) -> None:
     assert all(each.captured == first.captured for each in served)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prompts", "tp"),
     [

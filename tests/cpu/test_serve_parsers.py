@@ -76,6 +76,7 @@ class Person(pydantic.BaseModel):
     likes: Literal["tea", "coffee"]
 
 
+@pytest.mark.slow
 def test_client_parses_structured_output(sdk: openai.OpenAI) -> None:
     for temperature in (0, 1):
         reply = sdk.chat.completions.parse(

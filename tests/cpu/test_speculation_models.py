@@ -93,6 +93,7 @@ def expected(runner: LocalRunner) -> dict[int, Reply]:
     return finish(make_engine(runner), requests())
 
 
+@pytest.mark.slow
 @settings(
     max_examples=3,
     deadline=None,

@@ -44,6 +44,7 @@ def refusal(*words: str) -> str:
     return str(got.value)
 
 
+@pytest.mark.slow
 def test_measurement_prints_figures_and_writes_files(
     llms: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,6 +24,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield server
 
 
+@pytest.mark.slow
 def test_request_ends_with_an_error_at_its_deadline(server: Running) -> None:
     with server.client() as client:
         answer = client.post("/v1/completions", json=ENDLESS)
