@@ -40,7 +40,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def make_client(**settings: Any) -> httpx.Client:
-    """Return an HTTP client without the system's certificates, whose reading takes 30 ms."""
+    """Return an HTTP client that does not read the system's certificates, which takes 30 ms."""
     return httpx.Client(trust_env=False, timeout=60, verify=False, **settings)
 
 
