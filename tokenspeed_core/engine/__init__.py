@@ -1,1 +1,1 @@
-"""The engine: the step loop, the process around it, and the messages between it and its clients."""
+"""The engine: the step loop, the engine process, and the messages between the engine and its clients."""

@@ -1,4 +1,4 @@
-"""The asyncio interface to engine processes, on which `AsyncLLM` and the API workers of a server are built."""
+"""The asyncio interface to engine processes. `AsyncLLM` and the API workers of a server are built on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An API worker's client of the engine: it sends requests, delivers tokens, and watches the health."""
+"""The engine's client in an API worker: sends requests, delivers tokens, and monitors the engine's health."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The step loop: plan, launch, collect. The host plans one step ahead of the device.
 
-While step N runs, the host plans step N+1 from upper bounds and launches it, and then collects the tokens of step N.
+While step N runs, the host plans step N+1 from upper bounds of the lengths, launches it, and then collects step N.
 The last token and the length of a row stay on the device between steps.
 """
 

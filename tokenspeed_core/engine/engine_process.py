@@ -1,4 +1,4 @@
-"""The engine's process, as seen by the process that starts it: start, watch, drain, kill."""
+"""The parent's handle of an engine process: start, watch, drain, kill."""
 
 from __future__ import annotations
 

@@ -62,6 +62,7 @@ class LogitsProcessorTable:
             raise BadRequestError(f"{_FIELD} must be JSON: {error}", _FIELD) from error
         if len(text) > MAX_PARAMS_CHARS:
             raise BadRequestError(
-                f"{_FIELD} has {len(text)} characters of JSON: at most {MAX_PARAMS_CHARS}", _FIELD
+                f"{_FIELD} has {len(text)} characters of JSON; send at most {MAX_PARAMS_CHARS}",
+                _FIELD,
             )
         return text

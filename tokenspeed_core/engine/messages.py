@@ -1,4 +1,4 @@
-"""The messages between an API worker and the engine: requests one way, columns of tokens the other."""
+"""The messages between API workers and the engine: requests to the engine, and columns of tokens back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine as a process: a socket to each API worker, and the step loop."""
+"""The program of an engine process: a socket to each API worker, and the step loop."""
 
 from __future__ import annotations
 

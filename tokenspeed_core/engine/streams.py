@@ -1,4 +1,4 @@
-"""The outputs of one request as they come from an engine process, for `AsyncLLM`."""
+"""Streams the outputs of one request from an engine process to `AsyncLLM`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The encoding of messages between processes: msgpack, checked against a schema on arrival.
 
-A message is a `Message`, sent as a msgpack array `[tag, field, ...]`. NumPy columns are msgpack
+Each `Message` is sent as a msgpack array `[tag, field, ...]`. NumPy columns are msgpack
 extensions, so 256 rows cost one copy per column. Nothing is ever unpickled.
 """
 

@@ -1,9 +1,9 @@
 """Chooses how many draft tokens each row verifies, from measured step times and the rows' acceptance.
 
-Steps with drafts are worth it if they yield more tokens per second than plain steps of the same rows, for which the
-drafter is not called. Both times are measured online, from result to result, so they include the drafter and all other
-work of the host. An account bounds the loss: speculation pauses when its budget is used up, and is tried again when the
-budget has grown.
+In a *plain* step, the drafter is not called. Drafts pay off if steps with drafts yield more tokens per second than plain
+steps of the same rows. Step times are measured online, from the result of one step to the result of the next, so they
+include the drafter and all other work of the host. An `Account` bounds the loss: drafting pauses when the budget is used
+up, and resumes when the budget has grown.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ _MAX_TRIED_BY_ALL = 100.0  # newest draft tokens of all rows that count for thei
 def choose_counts(probabilities: F32, num_rows: int, seconds: Sequence[float]) -> tuple[I32, F64]:
     """Return the number of draft tokens of each row, and how many of them are expected to be accepted.
 
-    `probabilities` [S, K] are those of each draft token, given that all before it in its row are right; 0 after the last.
+    `probabilities` [S, K] has the acceptance probability of each draft token, given that all earlier draft tokens of its
+    row are accepted; 0 after the last.
     The step has `num_rows` rows, of which S may have draft tokens. `seconds` [N + 1] are the times of steps with 0 to N
     draft tokens. The counts maximize expected tokens per second; they are 0 unless that exceeds the rate without draft
     tokens by MARGIN.
@@ -87,7 +88,7 @@ def choose_count(probabilities: Sequence[float], seconds: Sequence[float]) -> tu
 
 @dataclass(slots=True)
 class Account:
-    """The budget of speculation: the time that it may lose, in plain steps. It starts with a pause."""
+    """The budget of speculation: the time that drafts may lose, in plain steps. An account starts with a pause."""
 
     balance: float = 0.0
     pause: int = ceil(_STAKE / MAX_LOSS)  # steps until drafts are tried
@@ -164,7 +165,7 @@ class AdaptiveDepth:
         """Return whether a draft model runs after a step with prompts, of which the longest has this many tokens.
 
         In the first pause, it runs after a few steps with long prompts, because later prompts may begin with the same
-        tokens. The same holds after that pause until a plain step is measured: before, its time cannot be charged.
+        tokens. After that pause, it does so until a plain step is measured, because its time cannot be charged before.
         """
         account = self.account
         if not self._plain or (account.is_first_pause and account.pause):

@@ -1,4 +1,4 @@
-"""Draft tokens that a model makes on the device after one step, for the next one."""
+"""Draft tokens that a draft model makes on the device after a step, for the next step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adds rows to a step: makes room for their tokens, and records them in the plan."""
+"""Adds rows to a step: allocates blocks for their tokens, and records the rows in the plan."""
 
 from __future__ import annotations
 

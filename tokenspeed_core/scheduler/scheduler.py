@@ -1,6 +1,6 @@
 """The scheduler: turns requests into step plans, and step results into tokens of sequences.
 
-It asks the policy, applies the decision, and keeps every sequence in one typed state.
+The scheduler asks the policy, applies its decision, and keeps every sequence in one typed state.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The queue of sequences that wait for a slot: tenants take turns, each in the policy's order."""
+"""The queue of sequences that wait for a slot: tenants take turns, and the policy orders the sequences of a tenant."""
 
 from __future__ import annotations
 

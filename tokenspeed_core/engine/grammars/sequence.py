@@ -1,4 +1,4 @@
-"""Follows the grammar of one sequence, which begins after the reasoning, and fills its masks."""
+"""Follows the grammar of one sequence from the end of its reasoning, and fills its masks."""
 
 from __future__ import annotations
 

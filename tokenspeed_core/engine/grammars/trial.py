@@ -1,4 +1,4 @@
-"""Compiles each grammar in a subprocess first, so that a hostile one can end only that process."""
+"""Compiles each grammar in a subprocess first, so that a hostile grammar can end only the subprocess."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The subprocess for trial compilations of grammars. It ends if one takes too long or too much memory.
+"""The subprocess for trial compilations of grammars. It ends if a compilation takes too long or too much memory.
 
-It reads lines of JSON: its settings, then one grammar per line. Each is answered with a line: null, or the error.
+It reads lines of JSON: first its settings, then one grammar per line. It answers each line with null or the error.
 """
 
 from __future__ import annotations
