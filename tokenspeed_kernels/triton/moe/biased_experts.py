@@ -1,8 +1,8 @@
 """Experts with biases and a clamped SwiGLU: grouped GEMMs over tokens sorted by expert.
 
-Weights are unquantized or MXFP4. MXFP4 weights are read once per tile of pairs and dequantized in registers, which is
-exact, so the result is that of unquantized weights with the same values. Few tokens of MXFP4 experts are not sorted
-(see `few_tokens_w4`).
+Weights are unquantized or MXFP4. The kernels read MXFP4 weights once per tile of pairs and dequantize them in registers.
+Dequantization is exact, so the result equals that of unquantized weights with the same values. For few tokens, MXFP4
+experts do not sort the pairs (see `few_tokens_w4`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The ops `moe_route` and `moe_experts`: routing in one launch, and grouped GEMMs over tokens sorted by expert.
 
-The kernels are in `kernel`, `gemm_kernel` and `tma_kernel`, those for few tokens in `few_tokens`.
+The kernels are in `kernel`, `gemm_kernel` and `tma_kernel`. The kernels for few tokens are in `few_tokens`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Experts with 4-bit weights, integers (W4A16) or E2M1 floats (MXFP4): grouped GEMMs over tokens sorted by expert.
 
-As in `gemm_w4a16`, the weight is the wide side of a tile, is converted in registers, and sums of a group of columns are
-scaled before they are added. Only the weights of chosen experts are read. Few tokens are not sorted (see
-`few_tokens_w4`).
+As in `gemm_w4a16`, the weight is the wide side of a tile and is converted in registers. The sum of a group of columns is
+scaled before it is added to the result. The kernels read only the weights of chosen experts. Pairs of few tokens are not
+sorted (see `few_tokens_w4`).
 """
 
 from __future__ import annotations

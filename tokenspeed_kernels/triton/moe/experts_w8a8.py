@@ -1,9 +1,9 @@
 """FP8 (e4m3) and INT8 mixture of experts: grouped GEMMs over tokens sorted by expert.
 
-Weights have per-channel scales, and activations per-token or static ones; or scales are block-wise: 1 x 128 for
-activations and 128 x 128 for weights. As in `gemm_fp8`, the weight is the wide side of a tile and an expert's few
-tokens the narrow one. The hidden state is quantized by a separate launch, because its scales depend on many features.
-Few tokens are not sorted (see `few_tokens`).
+Scales are per-channel for weights and per-token or static for activations, or block-wise: 128 x 128 for weights and
+1 x 128 for activations. As in `gemm_fp8`, the weight is the wide side of a tile, and an expert's few tokens are the
+narrow side. A separate launch quantizes the hidden state, because its scales depend on many features. Pairs of few tokens
+are not sorted (see `few_tokens`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Experts for few tokens: two GEMVs without sorting, each bound by reading the chosen experts' weights once.
 
 A program loads whole weight rows into registers and multiplies them on the CUDA cores, as in `linear.gemv_kernel`. The
-pairs of a token and an expert are independent, so that an expert that serves two tokens is read twice, the second time
-mostly from the L2 cache.
+pairs of a token and an expert are independent. If two tokens choose an expert, its weights are therefore read twice, the
+second time mostly from the L2 cache.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The two GEMVs of experts with 4-bit weights for few tokens (see `few_tokens_w4`).
 
-A row of packed weights is read in runs of 16 bytes, one load of a thread. A run has 32 columns, which share a scale, so
-that its products are added in one thread and scaled once.
+A thread loads a packed weight row in runs of 16 bytes, one load per run. The 32 columns of a run share a scale, so the
+thread adds up their products and scales the sum once.
 """
 
 from __future__ import annotations

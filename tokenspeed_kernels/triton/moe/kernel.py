@@ -1,6 +1,6 @@
 """Kernels for mixture of experts. A *pair* is a token and one of its experts, with index token * k + j.
 
-A pair with the expert id E has no expert and is skipped.
+The expert id E, which is the number of experts, means "no expert": kernels skip such a pair.
 """
 
 from __future__ import annotations

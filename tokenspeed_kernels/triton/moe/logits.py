@@ -1,9 +1,9 @@
 """The op `moe_logits`: router logits y [T, E] = x [T, N] @ weight [E, N].T in float32.
 
-For few tokens a program multiplies the weight row of an expert on the CUDA cores. For many, bfloat16 tokens are
-multiplied on the matrix units with the weight as a sum of three bfloat16 terms, which hold its 24 bits, so that every
-product is exact. Up to 512 tokens make few tiles, so their features are split over programs. cuBLAS multiplies tokens
-of other dtypes.
+For few tokens, a program multiplies the weight row of an expert on the CUDA cores. For many bfloat16 tokens, the tensor
+cores compute the products. They get the weight as a sum of three bfloat16 terms, which hold all of its 24 bits, so every
+product is exact. Up to 512 tokens make few tiles, so several programs split the features of a tile. For many tokens of
+other dtypes, cuBLAS runs the GEMM.
 """
 
 from __future__ import annotations

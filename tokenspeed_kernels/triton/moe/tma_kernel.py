@@ -1,6 +1,6 @@
 """The grouped GEMMs of `gemm_kernel` for many pairs of 16-bit values, with operands loaded by Hopper's TMA.
 
-The tensor memory accelerator (TMA) copies a whole tile for one instruction, so that the warps compute no addresses. It
+The tensor memory accelerator (TMA) copies a whole tile with one instruction, so that the warps compute no addresses. It
 cannot gather rows, so the threads load the rows of x. TMA pads tiles at the end of a tensor with zeros.
 """
 
