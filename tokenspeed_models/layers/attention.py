@@ -20,16 +20,19 @@ from tokenspeed_models.weights import Shard, WeightSlot
 class Attention:
     """Projects queries, keys and values in one GEMM, rotates, attends and projects the result.
 
-    `cos_sin` is a table of `rotary_table`, shared by layers; it rotates as many values of each head as it has
-    columns, adjacent ones together if the rotation `is_interleaved`. Subclasses that do not rotate pass None. `scale`
-    multiplies the scores (None: 1 / sqrt(head_size)), and `soft_cap` bounds them. `qk_norm` normalizes queries and
-    keys before the rotation. `window` is the number of tokens that a query sees, itself included; with `is_chunked`
-    it is the length of chunks. If it `is_bidirectional`, tokens of a prompt see later ones too. `stacked_name` is the
-    checkpoint's name of queries, keys and values if it stores them as one tensor. `input_size` is the width of x if it
-    differs from `hidden_size`, that of the output. In a layer without a norm before its blocks `has_norm` is False.
-    With `has_sinks` each query head has a learned score that joins its softmax.
+    - `cos_sin` is a table of `rotary_table`, shared by layers. It rotates as many values of each head as it has columns.
+      With `is_interleaved`, adjacent values are rotated together. Subclasses that do not rotate pass None.
+    - `scale` multiplies the scores (None: 1 / sqrt(head_size)), and `soft_cap` bounds them.
+    - `qk_norm` normalizes queries and keys before the rotation.
+    - `window` is the number of tokens that a query sees, itself included. With `is_chunked`, it is the length of chunks.
+    - With `is_bidirectional`, tokens of a prompt also see later tokens of the prompt.
+    - With `has_sinks`, each query head has a learned score that joins its softmax.
+    - `stacked_name` is the checkpoint's name of queries, keys and values if it stores them as one tensor.
+    - `input_size` is the width of x if it differs from `hidden_size`, the width of the output.
+    - `has_norm` is False in a layer without a norm before its blocks.
 
-    The numbers of heads are those of all processes of the group "attn". Raises ValueError if they cannot be divided.
+    `num_heads` and `num_kv_heads` count the heads of all processes of the group "attn". Raises ValueError if the
+    processes cannot divide them.
     """
 
     def __init__(

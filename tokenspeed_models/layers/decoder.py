@@ -30,7 +30,7 @@ class Layer(Protocol):
         positions: torch.Tensor,
         wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the last block's output [R, hidden], and the residual stream [R, hidden] before it is added.
+        """Return the last block's output [R, hidden], and the residual stream [R, hidden] without that output.
 
         Likewise, x [T, hidden] is the previous layer's output, which was not added to the residual [T, hidden] yet. For
         the first layer, x is the stream and the residual is None. positions is int64 [T]. Only rows in `wanted`

@@ -1,4 +1,4 @@
-"""The experts of a layer: their weights, quantized if the build says so, and the op that runs them."""
+"""The experts of a layer: their weights, which may be quantized, and the op that runs them."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class ExpertNames:
 class Experts:
     """Gated MLPs, of which each token uses some; the result is their weighted sum.
 
-    The processes of the group "experts" share the experts, and those of "moe" the features of each. The result is a
-    partial sum. Raises ValueError if the experts are quantized by different schemes, or by one without an op for
-    experts, or if the processes cannot divide them.
+    The processes of the group "experts" divide the experts, and those of "moe" divide the features of each expert. The
+    result is a partial sum. Raises ValueError if the experts are quantized by different schemes, or by a scheme without
+    an op for experts, or if the processes cannot divide them.
     """
 
     def __init__(

@@ -4,8 +4,8 @@ Model files do not know about it. `fuse_layers` looks at each pair of adjacent l
 
     output projection; add, RMS norm, gate and up, SiLU; down projection; add, RMS norm, query, key and value projection
 
-This is everything between the attention of a layer and that of the next. If kernels of the op `fused_block` or
-`fused_block_in_place` fit, they run these steps; otherwise the layers stay as the family built them.
+The pattern covers everything between the attention of a layer and the attention of the next layer. If a kernel of the op
+`fused_block` or `fused_block_in_place` fits, it runs these steps. Otherwise the layers stay as the family built them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Linear layers: one GEMM for all projections that share an input, quantized if the build says so."""
+"""Linear layers: one GEMM, possibly quantized, for all projections that share an input."""
 
 from __future__ import annotations
 
@@ -42,10 +42,11 @@ def stacked(
 class Linear:
     """Computes `x @ weight.T + bias` for the stacked weights of one or more projections.
 
-    The arguments count the features of all processes, and `in_size`, `out_size` and `sizes` those of this one. If the
-    input features are sharded, the output is a partial sum, to which the first process adds the bias. `scheme` is how
-    the checkpoint or the user quantizes the weights, None for unquantized ones. Raises ValueError if the projections
-    have different ones, if one starts inside a block of rows that shares a scale, or if features cannot be divided.
+    The arguments count the features of all processes. The attributes `in_size`, `out_size` and `sizes` count those of
+    this process. If the input features are sharded, the output is a partial sum, to which the first process adds the
+    bias. `scheme` is how the checkpoint or the user quantizes the weights; None: they are unquantized. Raises ValueError
+    if the projections have different schemes, if a projection starts inside a block of rows that shares a scale, or if
+    features cannot be divided.
     """
 
     def __init__(

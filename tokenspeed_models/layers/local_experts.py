@@ -1,4 +1,4 @@
-"""Which experts of a layer a process computes."""
+"""The experts of a layer that a process computes."""
 
 from __future__ import annotations
 

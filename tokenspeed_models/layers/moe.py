@@ -192,7 +192,7 @@ class MoE:
     """Routes each token to its top-k experts and returns the weighted sum of their outputs.
 
     The experts are gated MLPs unless others are given. The output of shared experts, if there are any, is added. On a
-    GPU they run on another stream if tokens are few.
+    GPU, shared experts run on another stream if there are few tokens.
     """
 
     def __init__(

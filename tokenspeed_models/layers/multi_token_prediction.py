@@ -19,9 +19,10 @@ from tokenspeed_models.weights import WeightMap
 class MultiTokenPredictor:
     """Implements the core's `DraftModel` with one decoder layer; embedding and head are the target's.
 
-    The layer's input joins the normalized embedding of a token and the normalized hidden state of the target, after its
-    final norm, of the token before. `is_hidden_first` reverses the two. The layer's own normalized output takes the
-    place of the target's in the next pass. `name` is the layer's name in the checkpoint, such as "model.layers.61".
+    The layer's input concatenates two normalized vectors: the embedding of a token, and the target's hidden state of the
+    token before, taken after the target's final norm. With `is_hidden_first`, the hidden state comes first. In the next
+    pass, the layer's own normalized output replaces the target's hidden state. `name` is the layer's name in the
+    checkpoint, such as "model.layers.61".
     """
 
     def __init__(

@@ -80,9 +80,9 @@ def _store_sum(weight: torch.Tensor, offset: float, tensor: torch.Tensor) -> Non
 class NormedLinear:
     """Residual addition, RMS norm and a linear layer; with an `activation` also the gate of its two halves.
 
-    One op computes everything. For a quantized linear layer this needs a fused op of its scheme; without one, the norm
-    (which may quantize its result) and the linear layer run one after the other. Blocks without a norm before them
-    (`has_norm`) add and multiply.
+    One op computes everything if the linear layer is unquantized or its scheme has a fused op. Otherwise the norm (which
+    may quantize its result) and the linear layer run one after the other. With `has_norm=False`, the layer only adds
+    and multiplies.
     """
 
     def __init__(

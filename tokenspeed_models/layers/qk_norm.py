@@ -16,7 +16,7 @@ from tokenspeed_models.weights import Shard, WeightSlot
 class HeadNorm:
     """Normalizes each head, with one weight [head_size] for all queries and one for all keys (Qwen 3, Gemma 3).
 
-    The op of the rotation computes it. `operands` are that op's arguments for it.
+    The RoPE op computes this norm. `operands` are the arguments of that op for the norm.
     """
 
     rotation = "qk_norm_rope"
@@ -42,7 +42,7 @@ class HeadNorm:
 class AllHeadNorm:
     """Normalizes all heads of the queries together, and all heads of the keys (OLMo 2).
 
-    With several processes, a row's heads are on all of them: its sums of squares are added up.
+    With several processes, each process has some heads of a row, so the sums of squares are added up over all processes.
     """
 
     rotation = "rope"

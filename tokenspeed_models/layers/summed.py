@@ -1,4 +1,4 @@
-"""Residual additions and norms that add up the summands of all processes first, and layers that send summands."""
+"""Fused all-reduces: norms that first add up the summands (partial sums) of all processes, and layers that send them."""
 
 from __future__ import annotations
 
