@@ -47,6 +47,16 @@ def values(codes: Tensor, scale: Tensor) -> Tensor:
     return found
 
 
+def stacked_experts(model: nn.Module) -> dict[str, Tensor]:
+    """Return the experts of a model in FP8 with their scales, stacked and named as transformers stores them."""
+    quantize = Fp8Quantize(SimpleNamespace(quantization_config=FineGrainedFP8Config()))
+    found: dict[str, Tensor] = {}
+    for name, weight in model.named_parameters():
+        if ".experts." in name:
+            found.update(quantize.convert({name: weight.detach()}))
+    return found
+
+
 def store(
     folder: Path,
     model: Any,

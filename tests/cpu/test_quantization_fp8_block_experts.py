@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from fine_grained import SIZES, quantized, store, values
+from fine_grained import SIZES, quantized, stacked_experts, store, values
+from process_pool import RankBuild
+from process_pool import Sizes as ProcessSizes
 from quantized_build import (
     SPECS,
     TOKENS,
@@ -27,6 +29,8 @@ from torch import Tensor
 from tokenspeed_core import LLM, SamplingParams
 from tokenspeed_kernels import inputs
 from tokenspeed_kernels.reference import fp8_block, moe_w8a8
+from tokenspeed_models.layers import Experts
+from tokenspeed_models.weights import WeightMap
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 
@@ -89,6 +93,64 @@ def test_checkpoint_with_experts_equals_transformers(tmp_path: Path) -> None:
     # The order of sums, which depends on the processor, decides how activations near a tie are rounded to FP8.
     assert logprob_errors(answer.logprobs, quantized_too[-1:]).max() < 0.1
     assert logprob_errors(answer.logprobs, dequantized[-1:]).max() > 0.2
+
+
+def stack(tensors: dict[str, Tensor], experts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint with stacked instead of single experts."""
+    others = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    assert others.keys() < tensors.keys()
+    return {**others, **experts}
+
+
+def test_stacked_experts_of_transformers_equal_single_experts(tmp_path: Path) -> None:
+    reference = save_reference("Qwen3Moe", tmp_path, **{**SIZES, **EXPERTS})
+    experts = stacked_experts(reference)
+    tensors = store(tmp_path, reference)
+    single = checkpoint_logits(SPECS["Qwen3Moe"], tmp_path, QuantizedBuild(FP8_BLOCK))
+    assert "model.layers.1.mlp.experts.gate_up_proj_scale_inv" in experts
+    save_file(stack(tensors, experts), tmp_path / "model.safetensors")
+    found = checkpoint_logits(SPECS["Qwen3Moe"], tmp_path, QuantizedBuild(FP8_BLOCK))
+    assert torch.equal(found, single)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [ProcessSizes(moe=2), ProcessSizes(experts=2), ProcessSizes(moe=2, experts=2)],
+    ids=str,
+)
+def test_stacked_experts_are_divided_like_single_experts(
+    sizes: ProcessSizes, tmp_path: Path
+) -> None:
+    changes = {**EXPERTS, "moe_intermediate_size": 256, "num_hidden_layers": 1}
+    reference = save_reference("Qwen3Moe", tmp_path, **{**SIZES, **changes, "mlp_only_layers": []})
+    stacked, layer = stacked_experts(reference), "model.layers.0.mlp."
+    tensors = store(tmp_path, reference)
+    single = {name: each for name, each in tensors.items() if name.startswith(f"{layer}experts.")}
+
+    def load(rank: int, given: dict[str, Tensor]) -> Tensor:
+        build = RankBuild(sizes.layout(rank))
+        build.schemes = lambda name: FP8_BLOCK
+        shape = {"num_experts": 4, "top_k": 2, "hidden_size": 256, "intermediate_size": 256}
+        experts = Experts(build, **shape)
+        WeightMap(experts.slots(layer), groups=build.group).load(given.items())
+        operands = [each.float() for each in experts._operands if each is not None]
+        return torch.cat([each.flatten() for each in operands])
+
+    loaded = [load(rank, single) for rank in range(sizes.layout(0).world_size)]
+    for rank, expected in enumerate(loaded):
+        assert torch.equal(load(rank, stacked), expected)
+    assert not torch.equal(loaded[0], loaded[1])
+
+
+def test_missing_scale_of_stacked_experts_is_named(tmp_path: Path) -> None:
+    reference = save_reference("Qwen3Moe", tmp_path, **{**SIZES, **EXPERTS})
+    experts = stacked_experts(reference)
+    name = "model.layers.1.mlp.experts.down_proj_scale_inv"
+    tensors = store(tmp_path, reference)
+    del experts[name]
+    save_file(stack(tensors, experts), tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"missing: {name}\. "):
+        checkpoint_logits(SPECS["Qwen3Moe"], tmp_path, QuantizedBuild(FP8_BLOCK))
 
 
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight_scale_inv"

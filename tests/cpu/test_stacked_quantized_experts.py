@@ -10,7 +10,7 @@ import torch
 from integer_checkpoints import Stored
 from process_pool import RankBuild, Sizes
 from quantized_build import read_schemes
-from quantized_forms import WEIGHT_ONLY, logits
+from quantized_forms import QUANTIZED_INPUTS, WEIGHT_ONLY, logits
 from safetensors.torch import save_file
 from test_quantization_mxfp4_experts import FAMILIES, save
 from torch import Tensor
@@ -67,14 +67,14 @@ def load(schemes: LayerSchemes, sizes: Sizes, rank: int, tensors: Stored) -> Ten
 def random_tensors(form: str) -> tuple[LayerSchemes, Stored]:
     """Return the schemes and the tensors of a layer of single experts."""
     build, generator = RankBuild(), torch.Generator().manual_seed(4)
-    build.schemes = read_schemes(WEIGHT_ONLY[form][0])[1]
+    build.schemes = read_schemes({**WEIGHT_ONLY, **QUANTIZED_INPUTS}[form][0])[1]
     return build.schemes, {
-        slot.name: torch.randint(0, 100, slot.target.shape, generator=generator).to(slot.dtype)
+        slot.name: torch.randint(1, 100, slot.target.shape, generator=generator).to(slot.dtype)
         for slot in WeightMap(Experts(build, **SHAPE).slots(""))
     }
 
 
-@pytest.mark.parametrize("form", ["MXFP4A16", "W4A16 asymmetric"])
+@pytest.mark.parametrize("form", ["MXFP4A16", "W4A16 asymmetric", "W8A8"])
 @pytest.mark.parametrize(
     "sizes", [Sizes(moe=2), Sizes(experts=2), Sizes(moe=2, experts=2)], ids=str
 )

@@ -102,9 +102,10 @@ class QuantizedWeight:
         shards: tuple[Shard | StackedShard, ...],
         replaces: tuple[str, ...],
     ) -> Iterator[WeightSlot]:
-        """List the slot of the one tensor that holds the unquantized weights of all experts in newer checkpoints.
+        """List the slot of the one tensor that holds the weights of all experts in newer checkpoints.
 
-        They fill the first `num_experts`.
+        They fill the first `num_experts`. The names of their scales end like those of single weights: `{name}_scale_inv`
+        if a single weight has `weight_scale_inv`.
         """
         if self.tensor_scales is None:
             values, scale = self.values[:num_experts], self.scale[:num_experts]
@@ -117,7 +118,7 @@ class QuantizedWeight:
                 self._dtype,
                 partial(self._store_experts, values, scale),
                 scale,
-                f"{name}_scale",
+                f"{name}{self._scale_name.removeprefix('weight')}",
                 scale_shards,
             )
             yield WeightSlot(name, values, shards, replaces=replaces, quantization=online)
