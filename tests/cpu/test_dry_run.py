@@ -89,6 +89,7 @@ def test_dry_run_reports_api_workers_and_their_origin(
             ConfigError,
             "--enable-expert-parallel has no effect",
         ),
+        ({"mla_chunk_multiplier": 4}, ConfigError, "--mla-chunk-multiplier has no effect"),
     ],
 )
 def test_dry_run_refuses_the_settings_a_start_refuses(

@@ -132,6 +132,11 @@ def assemble(
     _check_parallel_flags(
         config, checkpoint.info.architecture, chosen.plan(), resolved.parallel.group("engine")
     )
+    if config.mla_chunk_multiplier != 1 and not build.latent_layers:
+        raise ConfigError(
+            f"--mla-chunk-multiplier has no effect: {checkpoint.info.architecture} has no latent attention (MLA). "
+            "Remove it."
+        )
     build.check_groups()
     block_size = solve_block_size(build, config.block_size, selector)
     build.select_attention(block_size)
