@@ -135,6 +135,15 @@ def test_unsupported_fine_grained_fp8_is_refused(changes: dict[str, Any]) -> Non
     check_refused({**FINE_GRAINED, **changes})
 
 
+def test_wrong_block_size_is_explained_once() -> None:
+    with pytest.raises(CheckpointError, match=r"weight_block_size is \[64, 128\]") as caught:
+        read_schemes({**FINE_GRAINED, "weight_block_size": [64, 128]})
+    message = str(caught.value)
+    assert message.count("weight_block_size is") == 1
+    assert "fp8-block" not in message
+    assert ".." not in message
+
+
 @pytest.mark.parametrize(
     ("pattern", "matched"),
     [

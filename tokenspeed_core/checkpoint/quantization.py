@@ -82,7 +82,7 @@ def _read(
     settings: Mapping[str, Any], checkpoint: ResolvedCheckpoint, catalog: Catalog
 ) -> ResolvedQuantization:
     """Return the first method that reads a `quantization_config`. Raises CheckpointError if none does."""
-    problems = []
+    problems: dict[str, str] = {}  # the first method with each reason, since some share a reader
     for entry in _in_order(settings, catalog):
         method = catalog.load(entry, Quantization)
         if method is None:
@@ -91,9 +91,10 @@ def _read(
         if schemes is not None:
             return ResolvedQuantization(method.name, schemes)
         if problem:
-            problems.append(f"{method.name}: {problem}")
+            problems.setdefault(problem.removesuffix("."), method.name)
     installed = ", ".join(catalog.names("quantization")) or "none"
-    reasons = "; ".join(problems) or f"no installed method reads it; installed: {installed}"
+    listed = "; ".join(f"{name}: {problem}" for problem, name in problems.items())
+    reasons = listed or f"no installed method reads it; installed: {installed}"
     raise CheckpointError(
         f"{checkpoint.path}/config.json: quantization_config is not supported: {reasons}. Found: {settings!r:.300}. "
         "Use another checkpoint of the model, or an unquantized one with --quantization fp8."
