@@ -77,10 +77,16 @@ def read_qwen3_moe(config: Json) -> DecoderConfig:
 
 
 def _read_moe(keys: ConfigReader, num_layers: int) -> MoeConfig:
-    """Read the mixture of experts. Newer configurations have `num_local_experts` instead of `num_experts`."""
-    num_experts = keys.integer(
-        "num_local_experts" if "num_local_experts" in keys else "num_experts"
-    )
+    """Read the mixture of experts. Newer configurations have `num_local_experts` instead of `num_experts`.
+
+    Raises ValueError if they have both with different values.
+    """
+    names = [name for name in ("num_local_experts", "num_experts") if name in keys]
+    counts = {keys.integer(name) for name in names or ["num_experts"]}
+    if len(counts) > 1:
+        found = " and ".join(f"{name} is {keys.integer(name)}" for name in names)
+        raise ValueError(f"config.json: {found}. Both are the number of experts. Remove one.")
+    (num_experts,) = counts
     every, dense = keys.integer("decoder_sparse_step", 1), keys.integers("mlp_only_layers")
     return MoeConfig(
         RoutingConfig(

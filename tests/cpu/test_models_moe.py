@@ -33,6 +33,7 @@ from torch import Tensor
 from tokenspeed_core import LLM
 from tokenspeed_core.api import FullAttention
 from tokenspeed_core.errors import CheckpointError
+from tokenspeed_models.describe import describe_qwen3_moe
 from tokenspeed_models.descriptors import QWEN3_MOE
 from tokenspeed_models.testing import DenseBuild
 
@@ -345,6 +346,11 @@ def test_wrong_scale_of_an_expert_is_named(
         ("MiniMaxM2", {"shared_intermediate_size": 64}, "shared_intermediate_size"),
         ("MiniMaxM2", {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
         ("Mixtral", {"num_local_experts": 0}, "num_local_experts is 0"),
+        (
+            "Qwen3Moe",
+            {"num_local_experts": 3, "num_experts": 4},
+            "num_local_experts is 3 and num_experts is 4",
+        ),
     ],
 )
 def test_unsupported_value_is_named_by_its_key(
@@ -354,6 +360,7 @@ def test_unsupported_value_is_named_by_its_key(
         "Mixtral": describe_mixtral,
         "Glm4Moe": describe_glm4_moe,
         "MiniMaxM2": describe_minimax_m2,
+        "Qwen3Moe": describe_qwen3_moe,
     }[family]
     config = {**SMALL, **FAMILIES[family]}
     describe(config)
