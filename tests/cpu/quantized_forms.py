@@ -154,6 +154,16 @@ QUANTIZED_INPUTS = {
         *by_compressed_tensors("float-quantized", FP8, {**FP8, "dynamic": True}),
         fp8_rows,
     ),
+    "w8a8_fp8": (
+        {"quant_method": "w8a8_fp8"},
+        by_compressed_tensors("float-quantized", {**FP8, "strategy": "channel"})[1],
+        fp8_rows,
+    ),
+    "w8a8_int8": (
+        {"quant_method": "w8a8_int8"},
+        by_compressed_tensors("int-quantized", INT8)[1],
+        int8_rows,
+    ),
     "AutoFP8": (AUTO_FP8, partial(fp8_per_tensor, input_name="input_scale"), fixed(0.01, "fp8")),
     "transformers FP8": (
         {**AUTO_FP8, "weight_block_size": None},
