@@ -329,11 +329,19 @@ def fused_block(
 def moe_route(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """Make logits [T, E] with ties in every third row, and a bias [E] if the problem has one."""
+    """Make logits [T, E] with ties in every third row, and a bias [E] if the problem has one.
+
+    Unless strided, the bias has ties too: each expert of the first half and one of the second have equal scores in these
+    rows, and so have their groups.
+    """
     experts = problem["num_experts"]
     logits = random_rows(num, experts, problem, at, seed, strided)
     logits[::3] = logits[::3].mul_(2).round_() / 2
     bias = torch.randn(experts, generator=seed).to(at) if problem["has_bias"] else None
+    if bias is not None and not strided:
+        half = experts // 2
+        bias[half : 2 * half] = bias[:half]
+        logits[::3, half : 2 * half] = logits[::3, :half]
     return {"logits": logits, "bias": bias}
 
 

@@ -302,6 +302,23 @@ def takes_256_experts(problem: Any) -> Kernel:
     return moe_route(problem)
 
 
+def prefers_later_experts(*, has_groups: bool) -> Callable[[Any], Kernel]:
+    """Return kernels that choose the later of two experts or groups with tied scores, if they have a bias."""
+
+    def factory(problem: Any) -> Kernel:
+        route = moe_route(problem)
+        if not problem["has_bias"] or (problem["num_groups"] > 1) != has_groups:
+            return route
+
+        def later(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+            weights, ids = route(logits.flip(1), bias.flip(0))
+            return weights, problem["num_experts"] - 1 - ids
+
+        return later
+
+    return factory
+
+
 def bounded(**bounds: Callable[[Any], bool]) -> type[TorchAttention]:
     """Return a backend that refuses problems with values out of bounds."""
 
@@ -431,6 +448,8 @@ FAULTS: tuple[tuple[str, Any, dict[str, Any], str, str], ...] = (
     ("silu_mul", always(ignores_strides), {}, AGREES, "strided"),
     ("silu_mul", always(swaps_the_halves), {}, AGREES, "Mismatched elements"),
     ("silu_mul", always(rounds_to_bfloat16), {}, AGREES, "Mismatched elements"),
+    ("moe_route", prefers_later_experts(has_groups=False), {}, AGREES, "'num_experts': 24"),
+    ("moe_route", prefers_later_experts(has_groups=True), {}, AGREES, "'num_experts': 96"),
     ("moe_experts", ReversesExperts, {}, AGREES, "gate_up of an expert depend on others"),
     ("attention", ReadsPastTheRow, SMALL, AGREES, "num_heads="),
     ("attention", LeavesPaddingRows, SMALL, AGREES, "num_heads="),

@@ -52,10 +52,10 @@ MOE = (
             {"num_experts": 24, "top_k": 5, **_SIGMOID},
             {
                 "num_experts": 96,
-                "top_k": 4,
+                "top_k": 5,
                 **_SIGMOID,
                 "num_groups": 8,
-                "top_groups": 4,
+                "top_groups": 3,  # odd, so that one of two tied groups is chosen
                 "group_score": "top_2_sum",
             },
         ),
