@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import product
 from typing import Any
 
@@ -174,7 +175,12 @@ def test_missing_expert_parallel_size_is_suggested() -> None:
     ],
 )
 def test_engines_and_their_processes_are_described(keywords: dict[str, Any], text: str) -> None:
-    assert str(Config.from_keywords(**keywords).parallel_sizes()).startswith(text)
+    sizes = Config.from_keywords(**keywords).parallel_sizes()
+    assert sizes.describe(has_experts=True).startswith(text)
+    without_experts = sizes.describe(has_experts=False)
+    assert without_experts == re.sub(
+        r"[:,] MoE TP \d+, EP \d+", "", sizes.describe(has_experts=True)
+    )
 
 
 @pytest.mark.parametrize(

@@ -51,18 +51,20 @@ class ParallelSizes:
         """The number of processes of an engine."""
         return self.num_nodes * self.num_per_node
 
-    def __str__(self) -> str:
-        """Return the engines, their processes and the process groups in one line."""
+    def describe(self, *, has_experts: bool) -> str:
+        """Return the engines, their processes and the process groups of the model in one line."""
         where = f" on {self.num_nodes} nodes" if self.num_nodes > 1 else ""
         found = "one process" if self.world_size == 1 else f"{self.world_size} processes{where}"
         if self.shares_experts:
             found = f"{self.num_engines} engines of {found} share the experts"
         elif self.num_engines > 1:
             found = f"{self.num_engines} engines of {found} each"
-        of_experts = f"MoE TP {self.moe}, EP {self.experts}"
-        if self.world_size == 1:
-            return f"{found}: {of_experts}" if self.shares_experts else found
-        return f"{found}: attention TP {self.attn}, dense TP {self.dense}, {of_experts}"
+        groups = []
+        if self.world_size > 1:
+            groups += [f"attention TP {self.attn}", f"dense TP {self.dense}"]
+        if has_experts and (groups or self.shares_experts):
+            groups += [f"MoE TP {self.moe}", f"EP {self.experts}"]
+        return f"{found}: {', '.join(groups)}" if groups else found
 
     def layout(self, rank: int, replica: int = 0) -> ParallelLayout:
         """Return the process groups of a rank of an engine. Raises ValueError if the sizes do not go together."""

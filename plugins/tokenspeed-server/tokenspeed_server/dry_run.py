@@ -44,7 +44,7 @@ def dry_run(config: ServerConfig) -> str:
             ),
             *_describe_quantization(plan),
             kernel_table(plan.kernel_plan),
-            f"processes: {config.parallel_sizes()}",
+            f"processes: {config.parallel_sizes().describe(has_experts=bool(plan.kernel_plan.find('moe')))}",
         ]
     )
 
