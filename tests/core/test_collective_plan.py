@@ -61,3 +61,15 @@ def test_only_all_reduces_can_be_fused() -> None:
     assert list(describe_collectives(plan(not_fused="why"))) == []
     gather = planned("all_gather", "head", SAMPLING, 1000)
     assert len(list(describe_collectives(plan(gather, not_fused="why")))) == 3
+
+
+def test_draft_model_has_its_own_collectives() -> None:
+    target = [planned("all_reduce", "out", "norm", 100), planned("all_gather", "head", SAMPLING, 9)]
+    draft = [replace(each, is_draft=True) for each in target]
+    alone = list(describe_collectives(plan(*target)))
+    both = list(describe_collectives(plan(*target, *draft)))
+    assert both[: len(alone)] == alone
+    heading, *lines = both[len(alone) :]
+    assert "draft model: in each pass, each process sends 300 B per token" in heading
+    assert "per draft token" in heading
+    assert lines == alone[1:]

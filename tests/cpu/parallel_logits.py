@@ -98,6 +98,49 @@ def logits_of_parts(
     return build.num_sent, logits
 
 
+def draft_collectives(
+    build: RankBuild, load: str, config: dict[str, Any], load_draft: str, draft: dict[str, Any]
+) -> tuple[list[str], list[str]]:
+    """Return the collectives that the plan has for a draft model, and those that a pass of it runs."""
+    target: Any = load_target(load)(config, build)
+    planned: list[str] = []
+    run: list[str] = []
+    draft_build, bind = build.new(), build.comm
+
+    def comm(collective: Collective) -> Any:
+        planned.append(collective.op)
+        return bind(collective)
+
+    draft_build.comm = comm  # type: ignore[method-assign]
+    model: Any = load_target(load_draft)(draft, draft_build, target)
+    for slot in (*target.weight_map(), *model.weight_map()):
+        slot.target.fill_(0.1 if slot.target.is_floating_point() else 0)
+    calls = {each: getattr(torch.distributed, each) for each in ("all_reduce", "all_gather")}
+
+    def counted(name: str) -> Any:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            run.append(name)
+            return calls[name](*arguments, **keywords)
+
+        return call
+
+    tokens = torch.tensor(TOKENS) % config["vocab_size"]
+    hidden = torch.zeros(len(TOKENS), config["hidden_size"])
+    try:
+        for name in calls:
+            setattr(torch.distributed, name, counted(name))
+        with torch.inference_mode():
+            positions = torch.arange(len(tokens))
+            if hasattr(model, "forward_block"):
+                model.logits(model.forward_block(tokens, positions))
+            else:
+                model.logits(model.forward(tokens, positions, hidden, None))
+    finally:
+        for name, call in calls.items():
+            setattr(torch.distributed, name, call)
+    return planned, run
+
+
 def count_sent(build: RankBuild, num_experts: int, top_k: int) -> tuple[int, int]:
     """Exchange tokens; return how many this process sent to others, and how many have an expert there."""
     group = build.group("data")

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from dflash_reference import PUBLISHED, TARGET
 from parallel_logits import (
     both_logits,
     count_sent,
+    draft_collectives,
     fused_logits,
     logits_of_parts,
     plugin_logits,
@@ -27,6 +29,8 @@ from tiny_families import EIGHT_EXPERTS, EXPERTS, FAMILIES, SMALL
 from tokenspeed_core.api import ModelSpec
 from tokenspeed_core.cli import main
 from tokenspeed_core.plugins import Catalog, Selection
+from tokenspeed_models.drafters.dflash_config import read_dflash
+from tokenspeed_models.drafters.eagle3_config import ARCHITECTURES, read_eagle3
 
 PARALLEL = {
     "tp2": tensor_parallel(2),
@@ -192,6 +196,41 @@ def test_family_of_the_porting_guide_gives_the_logits_of_one_process(
         (folder / f"{name}.py").write_text(source)
     family = (str(tmp_path), "acme_olmo2.model:Olmo2ForCausalLM", config_of("Olmo2"))
     check_logits(pool.run(plugin_logits, PARALLEL["tp2"], *family), "tp2")
+
+
+def draft_model(drafter: str) -> tuple[str, dict[str, Any], str, dict[str, Any]]:
+    """Return a target and a draft model, each with its class and its configuration."""
+    if drafter == "mtp":
+        config = config_of("DeepseekV3", num_nextn_predict_layers=1)
+        module = "tokenspeed_models_deepseek.model"
+        return f"{module}:DeepseekV3ForCausalLM", config, f"{module}:DeepseekMTP", config
+    load = specs()["Qwen3ForCausalLM"].load
+    if drafter == "dflash":
+        config = config_of("Qwen3", **TARGET)
+        read = read_dflash(
+            PUBLISHED,
+            num_target_layers=4,
+            target_vocab_size=8,
+            max_model_len=config["max_position_embeddings"],
+        )
+        return load, config, "tokenspeed_models.drafters.dflash:DFlashDrafter", {"dflash": read}
+    config = config_of("Qwen3")
+    head = {
+        **config_of("Llama", num_hidden_layers=1, tie_word_embeddings=False),
+        "architectures": [ARCHITECTURES[0]],
+        "draft_vocab_size": 60,
+    }
+    c = read_eagle3(head, num_target_layers=3, max_model_len=64, layers=(0, 1))
+    return load, config, "tokenspeed_models.drafters.eagle3:Eagle3Head", {"eagle3": c}
+
+
+@pytest.mark.parametrize("drafter", ["mtp", "eagle3", "dflash"])
+def test_passes_of_draft_models_run_the_planned_collectives(
+    drafter: str, pool: ProcessPool
+) -> None:
+    for planned, run in pool.run(draft_collectives, PARALLEL["tp2"], *draft_model(drafter)):
+        assert planned == run
+        assert run[-1] == "all_gather"
 
 
 @pytest.mark.parametrize("form", ["stacked", "dummy"])

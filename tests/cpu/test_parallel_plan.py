@@ -118,6 +118,55 @@ def test_commands_print_collectives_with_bytes_and_reasons(
     assert [number(each) for each in totals.groups()] == [11 * 512, 3072 // 2]
 
 
+DRAFT = re.compile(
+    r"^collectives of the draft model: .* ([\d,]+) B per token.*?([\d,]+) B .*per draft",
+    re.MULTILINE,
+)
+DRAFT_MODELS = {
+    "demo-deepseek": (("--speculative-algorithm", "mtp"), ("moe", "3,072")),
+    "demo": (
+        ("--speculative-algorithm", "eagle3", "--speculative-draft-model-path", "demo-eagle3"),
+        ("dense", "2,048"),  # the head has 1024 of 1536 tokens
+    ),
+}
+
+
+@pytest.mark.parametrize("model", DRAFT_MODELS)
+@pytest.mark.parametrize("words", [("serve", "--dry-run"), ("plugins", "why", "comm")])
+def test_commands_print_collectives_of_draft_models(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], model: str
+) -> None:
+    flags, (mlp_group, logits) = DRAFT_MODELS[model]
+    command = [*words, model, "--tp", "2", "--device", "cpu"]
+    assert main(command) == 0
+    alone = capsys.readouterr().out
+    assert main([*command, *flags]) == 0
+    of_target, heading, of_draft = capsys.readouterr().out.partition("\ncollectives of the draft")
+    assert COLLECTIVE.findall(of_target) == COLLECTIVE.findall(alone)
+    assert sent(of_target) == sent(alone)
+    assert [each[:5] for each in COLLECTIVE.findall(of_draft)] == [
+        ("1", "all_reduce", "attn", "2", "512"),  # the target's embedding
+        ("1", "all_reduce", "attn", "2", "512"),
+        ("1", "all_reduce", mlp_group, "2", "512"),
+        ("1", "all_gather", "attn", "2", logits),
+    ]
+    totals = DRAFT.search(heading + of_draft)
+    assert totals
+    assert [number(each) for each in totals.groups()] == [3 * 512, number(logits) // 2]
+
+
+@pytest.mark.parametrize(("model", "has_experts"), [("demo", False), ("demo-deepseek", True)])
+def test_sizes_of_experts_are_printed_for_models_with_experts(
+    capsys: pytest.CaptureFixture[str], model: str, has_experts: bool
+) -> None:
+    assert main(["serve", "--dry-run", model, "--tp", "2", "--device", "cpu"]) == 0
+    (line,) = (
+        each for each in capsys.readouterr().out.splitlines() if each.startswith("processes")
+    )
+    assert "dense TP 2" in line
+    assert ("MoE TP 2, EP 1" in line) is has_experts
+
+
 @pytest.mark.parametrize("words", [("serve", "--dry-run"), ("plugins", "why", "comm")])
 def test_commands_print_the_group_that_shares_mlps(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
@@ -159,7 +208,8 @@ def test_documented_collectives_are_printed(why: Print) -> None:
     shown = re.findall(
         r"[Ff]or (\S[^`]*) with `([^`]+)`:\n\n```\n(.*?)```", PAGE.read_text(), re.DOTALL
     )
-    assert [model for model, *_ in shown] == ["Qwen3-30B-A3B", "Llama 3.1 70B"]
+    models = ["Qwen3-30B-A3B", "DeepSeek V3 in bf16", "Llama 3.1 70B"]
+    assert [model for model, *_ in shown] == models
     for model, flags, lines in shown:
         assert lines in why(model, *flags.split())
 

@@ -78,10 +78,14 @@ class PlannedOp:
 
 @dataclass(frozen=True, slots=True)
 class PlannedCollective:
-    """A collective of a step, and the number of processes in its group."""
+    """A collective of a step, and the number of processes in its group.
+
+    If it `is_draft`, the draft model runs it: once for each pass, several times in a step.
+    """
 
     collective: Collective
     num_processes: int
+    is_draft: bool = False
 
     @property
     def bytes_per_token(self) -> int:

@@ -118,9 +118,11 @@ class Selector:
             raise self._nothing_fits(planned, layer)
         return None
 
-    def select_collective(self, collective: Collective, num_processes: int) -> Choice:
+    def select_collective(
+        self, collective: Collective, num_processes: int, *, is_draft: bool = False
+    ) -> Choice:
         """Return the kernel of a collective and add it to the plan; raises as `select` does."""
-        self._collectives.append(PlannedCollective(collective, num_processes))
+        self._collectives.append(PlannedCollective(collective, num_processes, is_draft))
         problem = {
             "num_processes": num_processes,
             "size": collective.size,

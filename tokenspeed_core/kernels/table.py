@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from textwrap import wrap
 
 from tokenspeed_core.api.parallel import SAMPLING
-from tokenspeed_core.kernels.plan import KernelPlan, PlannedOp
+from tokenspeed_core.kernels.plan import KernelPlan, PlannedCollective, PlannedOp
 
 _WIDTH = 80  # columns
 _HEIGHT = 24  # lines
@@ -44,32 +45,38 @@ def kernel_table(plan: KernelPlan) -> str:
 def describe_collectives(plan: KernelPlan) -> Iterator[str]:
     """Yield the bytes of a token in each collective and its reason, equal layers in one line, and the sums.
 
-    The last line says why no all-reduce is fused, if the default fuses none. A plan without collectives has no lines.
+    Those of the draft model follow under their own heading, because a step has several passes of it. The last line
+    says why no all-reduce is fused, if the default fuses none. A plan without collectives has no lines.
     """
-    counts: dict[tuple[str, ...], int] = {}
-    sent = {True: 0, False: 0}  # to sampling, and to other modules
-    for planned in plan.collectives:
-        each = planned.collective
-        size = f"{planned.bytes_per_token:,} B per token"
-        where = f"{each.group}, {planned.num_processes} processes"
-        fusion = (
-            f", as {each.fused_op} in steps of up to {each.max_fused_tokens:,} tokens"
-            if each.max_fused_tokens
-            else ""
-        )
-        key = (f"{each.op} ({where}): {size}{fusion}", re.sub(r"\.\d+\.", ".*.", each.reason))
-        counts[key] = counts.get(key, 0) + 1
-        sent[each.target == SAMPLING] += planned.sent_bytes_per_token
-    if not counts:
-        return
-    yield (
-        f"collectives: each process sends {sent[False]:,} B per token, and {sent[True]:,} B more per sampled token"
-    )
-    for (what, reason), count in counts.items():
-        yield f"  {count} x {what}"
-        yield f"      {reason}"
+    for is_draft, heading, kind in (
+        (False, "collectives:", "sampled"),
+        (True, "collectives of the draft model: in each pass,", "draft"),
+    ):
+        found = [each for each in plan.collectives if each.is_draft == is_draft]
+        if not found:
+            continue
+        last = [each for each in found if each.collective.target == SAMPLING]
+        total, more = (sum(each.sent_bytes_per_token for each in some) for some in (found, last))
+        yield f"{heading} each process sends {total - more:,} B per token, and {more:,} B more per {kind} token"
+        lines = Counter(_describe_collective(each) for each in found)
+        for (what, reason), count in lines.items():
+            yield f"  {count} x {what}"
+            yield f"      {reason}"
     if plan.not_fused and any(each.collective.op == "all_reduce" for each in plan.collectives):
         yield f"  no all-reduce is fused with a norm: {plan.not_fused}"
+
+
+def _describe_collective(planned: PlannedCollective) -> tuple[str, str]:
+    """Return two lines: the op with its group and bytes, and the reason without layer numbers."""
+    each = planned.collective
+    size = f"{planned.bytes_per_token:,} B per token"
+    where = f"{each.group}, {planned.num_processes} processes"
+    fusion = (
+        f", as {each.fused_op} in steps of up to {each.max_fused_tokens:,} tokens"
+        if each.max_fused_tokens
+        else ""
+    )
+    return f"{each.op} ({where}): {size}{fusion}", re.sub(r"\.\d+\.", ".*.", each.reason)
 
 
 def _aligned(rows: list[tuple[str, str, str, str]]) -> Iterable[str]:

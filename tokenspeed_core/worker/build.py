@@ -107,7 +107,7 @@ class ModelBuild:
         self._max_fused_tokens = resolved.config.comm_fusion_max_num_tokens
         self._max_num_tokens = resolved.limits.max_num_tokens
         self._layer: int | None = None
-        self._first_layer = 0
+        self._is_draft, self._first_layer = False, 0
         self._group_names: Mapping[str, str] = {}
         self._kernels: dict[tuple[Any, ...], Callable[..., Any]] = {}
         self._bound: list[tuple[Any, Choice]] = []
@@ -121,6 +121,7 @@ class ModelBuild:
         weights come from its checkpoint. The requests of the draft model are recorded here too.
         """
         context = copy(self)
+        context._is_draft = True
         context._first_layer, context._group_names = first_layer, group_names
         context.expert_balance = None  # few experts: only those of the target move
         if not is_quantized:
@@ -166,7 +167,7 @@ class ModelBuild:
     def comm(self, collective: Collective) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return the selected kernel of a collective."""
         group = self.group(collective.group)
-        choice = self.selector.select_collective(collective, group.size)
+        choice = self.selector.select_collective(collective, group.size, is_draft=self._is_draft)
         handle = self._handles.get(group.name)
         return self._load(choice, CommGroup(group, handle, self.token_counts, on_abort))
 

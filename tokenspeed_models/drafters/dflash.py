@@ -103,6 +103,8 @@ class DFlashDrafter:
         whole = Replicated()
         yield ShardingSpec("fc", whole, whole, self._norm.weight.shape[0])
         yield from self._context_norm.sharding("hidden_norm")
+        yield from self._target.embedding_sharding()
         for index, layer in enumerate(self._layers):
             yield from layer.sharding(f"layers.{index}.")
         yield from self._norm.sharding("norm")
+        yield from self._target.head_sharding()

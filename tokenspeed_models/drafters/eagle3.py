@@ -171,6 +171,8 @@ class Eagle3Head:
         """List the sharding specs of all modules in order of computation."""
         whole, hidden = Replicated(), self._norm.weight.shape[0]
         yield ShardingSpec("fc", whole, whole, hidden)
+        yield from self._target.embedding_sharding()
+        yield from self._embedding_norm.sharding("embedding_norm")
         yield from self._blocks.attention_sharding("attention.")
         yield from self._mlp_norm.sharding("mlp_norm")
         yield from self._blocks.mlp_sharding("mlp.")

@@ -116,10 +116,18 @@ class CausalLM:
 
     def sharding(self) -> Iterator[ShardingSpec]:
         """List the sharding specs of all modules in order of computation."""
-        yield from bind_output(self.embedding.sharding("embedding"), self._bind_embedding)
+        yield from self.embedding_sharding()
         for index, layer in enumerate(self.layers):
             yield from layer.sharding(f"layers.{index}.")
         yield from fuse_input(self.norm.sharding("norm"), self.norm.fuse_sum)
+        yield from self.head_sharding()
+
+    def embedding_sharding(self) -> Iterator[ShardingSpec]:
+        """List the sharding spec of the embedding, also for a draft model that calls `embed`."""
+        yield from bind_output(self.embedding.sharding("embedding"), self._bind_embedding)
+
+    def head_sharding(self) -> Iterator[ShardingSpec]:
+        """List the sharding specs of the head and of sampling, also for a draft model that calls `logits`."""
         head, sampling = self.head.sharding("head")
         yield from bind_output((head,), self._bind_head)
         yield sampling

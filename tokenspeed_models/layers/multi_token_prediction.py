@@ -46,7 +46,9 @@ class MultiTokenPredictor:
         self._norm = RMSNorm(build, hidden_size, norm_eps)
         whole = ShardingSpec("eh_proj", Replicated(), Replicated(), hidden_size)
         norm = fuse_input(self._norm.sharding("norm"), self._norm.fuse_sum)
-        compile_sharding(build, [whole, *layer.sharding(""), *norm])
+        start = (*target.embedding_sharding(), *self._embedding_norm.sharding("embedding_norm"))
+        end = (*layer.sharding(""), *norm, *target.head_sharding())
+        compile_sharding(build, (*start, whole, *end))
 
     def begin(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the target's hidden states [T, hidden] unchanged."""
