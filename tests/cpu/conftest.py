@@ -21,6 +21,7 @@ from tokenspeed_core.worker.local import LocalRunner, build
 
 sys.path.insert(0, str(Path(__file__).parent))  # helper modules
 
+from plugin_files import write_acme_moe
 from process_pool import ProcessPool
 
 TINY = {
@@ -49,6 +50,14 @@ def pool() -> Iterator[ProcessPool]:
     processes = ProcessPool(4)
     yield processes
     processes.close()
+
+
+@pytest.fixture(scope="session")
+def acme_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the plugin of a third-party family with experts."""
+    folder: Path = tmp_path_factory.mktemp("acme_moe")
+    write_acme_moe(folder)
+    return folder
 
 
 @pytest.fixture

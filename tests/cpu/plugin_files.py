@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from textwrap import dedent
+
+import tokenspeed_models
+
+ACME_MOE = "AcmeMoeForCausalLM"
 
 
 def write_plugin(
@@ -17,3 +22,25 @@ def write_plugin(
     (info / "entry_points.txt").write_text(f"[tokenspeed.{kind}]\n{''.join(lines)}")
     for module, source in modules.items():
         (site / f"{module}.py").write_text(source)
+
+
+def write_acme_moe(site: Path) -> None:
+    """Write the plugin of a third-party family, ACME_MOE, which copies Qwen3-MoE."""
+    package = Path(tokenspeed_models.__file__).parent
+    spec = f"""
+        from tokenspeed_core.api import ModelSpec
+
+        SPEC = ModelSpec(
+            architecture="{ACME_MOE}",
+            describe="acme_moe_describe:describe_qwen3_moe",
+            load="acme_moe_model:{ACME_MOE}",
+        )
+    """
+    copies = {"describe": "describe.py", "model": "families/qwen3_moe.py"}
+    modules = {"acme_moe": dedent(spec)}
+    for name, file in copies.items():
+        source = (package / file).read_text().replace("Qwen3MoeForCausalLM", ACME_MOE)
+        modules[f"acme_moe_{name}"] = source.replace(
+            "tokenspeed_models.describe", "acme_moe_describe"
+        )
+    write_plugin(site, "acme-moe", "models", {ACME_MOE: "acme_moe:SPEC [api1]"}, modules)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 from parallel_table import documented
+from plugin_files import ACME_MOE
 from tiny_families import EIGHT_EXPERTS, EXPERTS, FAMILIES, save_reference
 
 from tokenspeed_core import LLM, SamplingParams
@@ -133,6 +136,31 @@ def test_copies_of_mlps_generate_the_tokens_of_one_process(
 ) -> None:
     model, expected = alone(family)
     assert generate(model, **MLP_COPIES[layout]) == expected
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tensor_parallel_size": 2, "expert_parallel_size": 2},
+        pytest.param(LAYOUTS["ep2"], marks=pytest.mark.release),
+        pytest.param(LAYOUTS["tp4+ep2"], marks=pytest.mark.release),
+    ],
+    ids=str,
+)
+def test_third_party_experts_generate_the_tokens_of_one_process(
+    layout: dict[str, int],
+    alone: Callable[[str], tuple[Path, Generated]],
+    acme_moe: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, expected = alone("Qwen3Moe")
+    config = json.loads((model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": [ACME_MOE]}))
+    (tmp_path / "model.safetensors").symlink_to(model / "model.safetensors")
+    monkeypatch.syspath_prepend(str(acme_moe))
+    monkeypatch.setenv("PYTHONPATH", str(acme_moe), prepend=os.pathsep)  # of the other ranks
+    assert generate(tmp_path, **layout) == expected
 
 
 def test_documentation_lists_the_tested_engines() -> None:

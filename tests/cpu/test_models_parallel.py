@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,7 @@ from parallel_logits import (
     routed_logits,
 )
 from parallel_table import documented
+from plugin_files import ACME_MOE
 from process_pool import ProcessPool, Sizes, tensor_parallel
 from test_porting_guide import EXAMPLES
 from tiny_families import EIGHT_EXPERTS, EXPERTS, FAMILIES, SMALL
@@ -196,6 +198,31 @@ def test_family_of_the_porting_guide_gives_the_logits_of_one_process(
         (folder / f"{name}.py").write_text(source)
     family = (str(tmp_path), "acme_olmo2.model:Olmo2ForCausalLM", config_of("Olmo2"))
     check_logits(pool.run(plugin_logits, PARALLEL["tp2"], *family), "tp2")
+
+
+@pytest.mark.parametrize(
+    "parallelism",
+    [
+        "ep2",
+        "tp2+ep2",
+        pytest.param("tp4+ep2", marks=pytest.mark.release),
+        pytest.param("dp2xtp2+ep4", marks=pytest.mark.release),
+    ],
+)
+def test_third_party_experts_give_the_logits_of_one_process(
+    parallelism: str, pool: ProcessPool, acme_moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(acme_moe))
+    catalog = Catalog.discover(Selection())
+    (entry,) = (each for each in catalog.entries("models") if each.name == ACME_MOE)
+    assert entry.distribution == "acme-moe"
+    family = (str(acme_moe), catalog.load(entry, ModelSpec).load, config_of("Qwen3Moe"))
+    check_logits(pool.run(plugin_logits, PARALLEL[parallelism], *family), parallelism)
+
+
+def test_third_party_experts_name_no_collective(acme_moe: Path) -> None:
+    words = re.compile("comm|shard|collective|reduce|gather|group|rank|parallel", re.IGNORECASE)
+    assert not words.findall((acme_moe / "acme_moe_model.py").read_text())
 
 
 def draft_model(drafter: str) -> tuple[str, dict[str, Any], str, dict[str, Any]]:
