@@ -204,6 +204,12 @@ def test_more_processes_than_devices_are_refused(start: Callable[[Config], Any])
 
 
 @pytest.mark.usefixtures("one_gpu")
+def test_dry_run_refuses_more_engines_than_devices() -> None:
+    with pytest.raises(ConfigError, match=r"2 CUDA devices.* finds 1.* --data-parallel-size"):
+        plan_start(Config.from_keywords(data_parallel_size=2))
+
+
+@pytest.mark.usefixtures("one_gpu")
 def test_too_few_devices_are_refused_in_one_line() -> None:
     for device, name in (("auto", "--tensor-parallel-size"), ("cuda:0", "CUDA_VISIBLE_DEVICES")):
         with pytest.raises(ConfigError, match=name) as caught:

@@ -55,7 +55,7 @@ def test_replica_sees_its_own_devices(
 @pytest.mark.usefixtures("four_devices")
 @pytest.mark.parametrize(("name", "num_replicas", "num_ranks"), [("auto", 5, 1), ("cuda", 3, 2)])
 def test_too_few_devices_are_refused(name: str, num_replicas: int, num_ranks: int) -> None:
-    with pytest.raises(ConfigError, match=rf"needs {num_replicas * num_ranks} CUDA.*found 4"):
+    with pytest.raises(ConfigError, match=rf"needs {num_replicas * num_ranks} CUDA.*finds 4"):
         take_devices(name, 0, num_replicas, num_ranks)
 
 

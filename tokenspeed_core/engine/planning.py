@@ -41,8 +41,9 @@ def plan_start(config: Config) -> StartPlan:
     from tokenspeed_core.worker.local import plan_only
     from tokenspeed_core.worker.platform import check_num_devices, resolve_device
 
-    if config.distributed_executor_backend == LOCAL:
-        check_num_devices(config.device, config.parallel_sizes().num_per_node)
+    sizes = config.parallel_sizes()
+    if config.distributed_executor_backend == LOCAL or sizes.num_engines > 1:
+        check_num_devices(config.device, sizes.num_per_node, sizes.num_engines)
     weights = choose_format(resolved.checkpoint.files, config.load_format, catalog)
     plan, memory, schemes = plan_only(resolved, catalog)
     is_cpu = resolve_device(resolved.config.device).type == "cpu"

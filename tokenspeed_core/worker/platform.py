@@ -49,21 +49,31 @@ def resolve_rank_device(name: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def check_num_devices(name: str, num_processes: int) -> None:
-    """Raise ConfigError if there are fewer devices than processes on this machine."""
-    if num_processes == 1 or resolve_device(name).type == "cpu":
+def check_num_devices(name: str, num_ranks: int, num_engines: int = 1) -> None:
+    """Raise ConfigError if this machine has fewer devices than the processes of its engines. Does not start the driver.
+
+    `num_ranks` is the number of processes of an engine on this machine.
+    """
+    needed = num_engines * num_ranks
+    if needed == 1 or _named_device(name).type == "cpu":
         return
     if ":" in name:
         raise ConfigError(
-            f"--device {name} names one device, and this machine runs {num_processes} processes. Use --device cuda, and "
+            f"--device {name} names one device, and this machine runs {needed} processes. Use --device cuda, and "
             "choose devices with CUDA_VISIBLE_DEVICES."
         )
     found = torch.cuda.device_count()
-    if found < num_processes:
+    if found >= needed:
+        return
+    if num_engines > 1:
         raise ConfigError(
-            f"{num_processes} processes on this machine need {num_processes} CUDA devices; torch finds {found}. Lower "
-            "--tensor-parallel-size, or use more nodes (--nnodes)."
+            f"--data-parallel-size {num_engines} needs {needed} CUDA devices, {num_ranks} for each engine; torch finds "
+            f"{found}. Lower --data-parallel-size, or make more devices visible."
         )
+    raise ConfigError(
+        f"{needed} processes on this machine need {needed} CUDA devices; torch finds {found}. Lower "
+        "--tensor-parallel-size, or use more nodes (--nnodes)."
+    )
 
 
 def take_devices(name: str, replica: int, num_replicas: int, num_ranks: int) -> None:
@@ -74,18 +84,10 @@ def take_devices(name: str, replica: int, num_replicas: int, num_ranks: int) -> 
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
         "1"  # otherwise the driver starts, and reads the devices
     )
+    check_num_devices(name, num_ranks, num_replicas)
     if _named_device(name).type == "cpu":  # naming the current device would start the driver
         return
-    found, needed = torch.cuda.device_count(), num_replicas * num_ranks
-    if ":" in name or found < needed:
-        raise ConfigError(
-            f"--data-parallel-size {num_replicas} needs {needed} CUDA devices, {num_ranks} for each engine; found "
-            + (
-                f"--device {name}. Use --device cuda and CUDA_VISIBLE_DEVICES."
-                if ":" in name
-                else f"{found}. Lower --data-parallel-size, or make more devices visible."
-            )
-        )
+    found = torch.cuda.device_count()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(found)))
     own = visible.split(",")[replica * num_ranks : (replica + 1) * num_ranks]
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own)
