@@ -126,6 +126,10 @@ def test_mistyped_variable_gets_the_nearest_name(caplog: pytest.LogCaptureFixtur
     [
         (["-v"], "--version"),
         (["-tp", "8"], "-tp: write --tensor-parallel-size"),
+        (["-dp", "2"], "-dp: write --data-parallel-size"),
+        (["-ep"], "-ep: write --enable-expert-parallel"),
+        (["-sc", "{}"], "-sc: write --speculative-config"),
+        (["-pp", "2"], "-pp: not supported yet"),
         (["-q", "fp8"], "--quantization"),
         (["-O3"], "-O3: no such option"),
         (["--api-key", "--port", "8633"], "--api-key: expected a value, found --port"),

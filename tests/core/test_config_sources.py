@@ -109,6 +109,8 @@ def test_mistyped_setting_gets_a_suggestion() -> None:
         ("context_length", "--max-model-len"),
         ("page_size", "--block-size"),
         ("model_path", "--model"),
+        ("dp", "--data-parallel-size"),
+        ("ep", "--expert-parallel-size"),
         ("disable_radix_cache", "--no-enable-prefix-caching"),
         ("max_num_batched_tokens", "--chunked-prefill-size"),
         ("max_num_batched_tokens", "--max-total-tokens"),

@@ -27,6 +27,7 @@ USAGE_STATUS = 2
 SHORT_FORMS = {
     "-tp": "tensor-parallel-size",
     "-dp": "data-parallel-size",
+    "-ep": "enable-expert-parallel",
     "-pp": "pipeline-parallel-size",
     "-n": "nnodes",
     "-r": "node-rank",
@@ -193,8 +194,8 @@ def _unknown_option(option: str, context: Any) -> str:
     if "--max-model-len" in known and option in SHORT_FORMS:
         from tokenspeed_core.config.flag_aliases import alias_hint
 
-        name = SHORT_FORMS[option]
-        return f"{option}: {alias_hint(name) or f'write --{name}'}"
+        form = f"--{SHORT_FORMS[option]}"
+        return f"{option}: {f'write {form}' if form in known else alias_hint(SHORT_FORMS[option])}"
     hint = suggest(option, known) or f"; `{context.command_path} --help` lists the options"
     return f"{option}: no such option{hint}"
 
