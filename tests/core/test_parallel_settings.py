@@ -66,7 +66,12 @@ def test_missing_sizes_are_derived(keywords: dict[str, Any], expected: tuple[int
         ({"tp": 1, "world_size": 2}, ["--tensor-parallel-size 1 --world-size 2:"]),
         ({"tp": 2, "attn_tp_size": 4}, ["--tensor-parallel-size 2 --attn-tp-size 4:"]),
         ({"tp": 4, "world_size": 2}, ["--tensor-parallel-size 4 --world-size 2:"]),
-        ({"tp": 3, "nnodes": 2, "dist_init_addr": "a:1"}, ["--nprocs-per-node"]),
+        ({"tp": 3, "nnodes": 2, "dist_init_addr": "a:1"}, ["3 processes", "--nprocs-per-node"]),
+        ({"nnodes": 2, "dist_init_addr": "a:1"}, ["one process", "--nprocs-per-node"]),
+        (
+            {"enable_expert_parallel": True},
+            ["--enable-expert-parallel", "one process", "--tensor-parallel-size"],
+        ),
         ({"world_size": 4, "nprocs_per_node": 2}, ["--world-size", "--nnodes"]),
         ({"tp": 2, "nnodes": 2}, ["--dist-init-addr"]),
         ({**SHARED, "moe_tp_size": 2, "enable_eplb": True}, ["remove --moe-tp-size 2"]),

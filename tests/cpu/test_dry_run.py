@@ -78,7 +78,8 @@ def test_dry_run_reports_api_workers_and_their_origin(
         ({"schedule_policy": "prioritty"}, PluginError, "priority"),
         ({"tp": 2, "distributed_executor_backend": "mpi"}, PluginError, "'mpi'"),
         ({"ep_size": 2}, ConfigError, "--expert-parallel-size has no effect"),
-        ({"tp": 2, "moe_tp_size": 2}, ConfigError, "--moe-tp-size has no effect"),
+        ({"ep_size": 1}, ConfigError, "--expert-parallel-size has no effect"),
+        ({"tp": 2, "moe_tp_size": 1}, ConfigError, "--moe-tp-size has no effect"),
         (
             {"tp": 4, "attn_tp_size": 1, "dense_tp_size": 2},
             ConfigError,

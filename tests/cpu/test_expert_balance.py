@@ -195,6 +195,7 @@ def test_experts_that_share_scales_are_refused() -> None:
     [
         ({"enable_eplb": True}, "--enable-expert-parallel"),
         ({"num_redundant_experts": 2}, "--enable-eplb"),
+        ({"eplb_interval": 10}, "--eplb-interval .* --enable-eplb"),
         (
             {
                 "tensor_parallel_size": 2,

@@ -54,7 +54,7 @@ class ParallelSizes:
     def describe(self, *, has_experts: bool) -> str:
         """Return the engines, their processes and the process groups of the model in one line."""
         where = f" on {self.num_nodes} nodes" if self.num_nodes > 1 else ""
-        found = "one process" if self.world_size == 1 else f"{self.world_size} processes{where}"
+        found = f"{_count(self.world_size)}{where}"
         if self.shares_experts:
             found = f"{self.num_engines} engines of {found} share the experts"
         elif self.num_engines > 1:
@@ -77,6 +77,10 @@ class ParallelSizes:
             data=self.num_sharing,
             flags=self.flags,
         )
+
+
+def _count(num_processes: int) -> str:
+    return "one process" if num_processes == 1 else f"{num_processes} processes"
 
 
 def _processes(text: str, **options: Any) -> Any:
@@ -237,8 +241,9 @@ class ParallelSettings(Settings):
                 "--enable-eplb moves experts between processes, but here every process has all experts or a part of "
                 f"each; {change}"
             )
-        if self.num_redundant_experts and not self.enable_eplb:
-            raise ValueError("--num-redundant-experts has no effect without --enable-eplb")
+        for name in ("num_redundant_experts", "eplb_interval"):
+            if not self.enable_eplb and self._is_changed(name):
+                raise ValueError(f"{flag(name)} has no effect without --enable-eplb")
         if self.num_redundant_experts % num_groups:
             raise ValueError(
                 f"--num-redundant-experts {self.num_redundant_experts} cannot be divided among {num_groups} groups of "
@@ -296,8 +301,8 @@ class ParallelSettings(Settings):
         num_per_node = self.nprocs_per_node or max(1, world_size // self.nnodes)
         if num_per_node * self.nnodes != world_size:
             raise ValueError(
-                f"{world_size} processes cannot be divided among --nnodes {self.nnodes}; set --nprocs-per-node, and sizes "
-                "of groups that need --nnodes times --nprocs-per-node processes"
+                f"{_count(world_size)} cannot be divided among --nnodes {self.nnodes}; set --nprocs-per-node, and sizes of "
+                "groups that need --nnodes times --nprocs-per-node processes"
             )
         flags = self._size_flags()
         if shares_experts:
@@ -341,21 +346,25 @@ class ParallelSettings(Settings):
                 f"One of the process groups must have all of them; found attention TP {sizes.attn}, dense TP {dense}, "
                 f"MoE TP x EP {of_experts}"
             )
-        elif self.enable_expert_parallel and sizes.num_sharing == 1 and sizes.moe == world_size > 1:
-            problem = f"--enable-expert-parallel has no effect with --moe-tp-size {sizes.moe}"
+        elif self.enable_expert_parallel and sizes.num_sharing == sizes.experts == 1:
+            problem = "--enable-expert-parallel has no effect"
+            if world_size == 1:
+                change = "Set --tensor-parallel-size or --data-parallel-size, or remove it"
+            else:
+                problem += f" with --moe-tp-size {sizes.moe}"
         if problem:
-            have = "one process" if world_size == 1 else f"{world_size} processes"
-            raise ValueError(f"{sizes.flags}: the engine has {have}. {problem}. {change}.")
+            raise ValueError(
+                f"{sizes.flags}: the engine has {_count(world_size)}. {problem}. {change}."
+            )
 
     def _size_flags(self) -> str:
         """Return the given flags for the sizes of process groups, with their values."""
-        values = {name: getattr(self, name) for name in _SIZES}
-        flags = [
-            f"{flag(name)} {value}"
-            for name, value in values.items()
-            if value != type(self).model_fields[name].default
-        ]
+        flags = [f"{flag(name)} {getattr(self, name)}" for name in _SIZES if self._is_changed(name)]
         return " ".join([*flags, *["--enable-expert-parallel"] * self.enable_expert_parallel])
+
+    def _is_changed(self, name: str) -> bool:
+        """Return whether a setting differs from its default."""
+        return bool(getattr(self, name) != type(self).model_fields[name].default)
 
     def _given_world_size(self) -> int | None:
         """Return the number of processes that the settings give, if any.

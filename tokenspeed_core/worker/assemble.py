@@ -167,8 +167,8 @@ def _check_parallel_flags(
     """Raise ConfigError for flags of processes and of fused all-reduces that have no effect on the model."""
     of_experts = {
         "--enable-expert-parallel": config.enable_expert_parallel,
-        "--expert-parallel-size": config.expert_parallel_size not in (None, 1),
-        "--moe-tp-size": config.moe_tp_size not in (None, 1),
+        "--expert-parallel-size": config.expert_parallel_size is not None,
+        "--moe-tp-size": config.moe_tp_size is not None,
     }
     given = [flag for flag, is_given in of_experts.items() if is_given]
     if given and not plan.find("moe"):
