@@ -84,5 +84,5 @@ def test_wrong_drafters_are_refused() -> None:
         make(speculative_algorithm="suffixx")
     with pytest.raises(ConfigError, match=r"prompt_lookup_maxx.*prompt_lookup_max"):
         make(speculative_config={"method": "ngram", "prompt_lookup_maxx": 3})
-    with pytest.raises(ConfigError, match="method is missing"):
-        make(speculative_config={"num_speculative_tokens": 3})
+    with pytest.raises(ConfigError, match=r"method is missing.*eagle3.*ngram"):
+        make(speculative_config={"model": "demo-eagle3"})

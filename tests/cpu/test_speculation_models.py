@@ -505,7 +505,7 @@ def test_wrong_draft_models_are_refused(tmp_path: Path) -> None:
         load(
             model="demo-deepseek", speculative_algorithm="mtp", speculative_draft_model_path="demo"
         )
-    for number in (0, 1000):
+    for number in (0, 1000, True):
         with pytest.raises(ConfigError, match="num_speculative_tokens"):
             load(speculative_config={"method": "mtp", "num_speculative_tokens": number})
     config = json.loads((Path(DEEPSEEK.path) / "config.json").read_text())

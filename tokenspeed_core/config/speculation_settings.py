@@ -53,8 +53,8 @@ class SpeculativeConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="allow", protected_namespaces=())
 
-    method: str = Field(min_length=1)
-    num_speculative_tokens: int | None = Field(default=None, ge=1, le=MAX_DRAFTS)
+    method: str = ""  # refused with the names of the installed drafters, which are not known here
+    num_speculative_tokens: int | None = Field(default=None, ge=1, le=MAX_DRAFTS, strict=True)
     model: str | None = Field(default=None, min_length=1)
 
 

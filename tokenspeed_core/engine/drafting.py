@@ -100,8 +100,12 @@ def find_drafter(
 
 
 def _entry(wanted: Speculation, catalog: Catalog) -> Entry:
-    """Return the drafter that the settings name. Raises PluginError."""
+    """Return the drafter that the settings name. Raises ConfigError without a name, and PluginError."""
     name, installed = wanted.drafter, catalog.names("drafters")
+    if not name:
+        raise ConfigError(
+            f"{wanted.flag}: method is missing; installed: {', '.join(installed) or 'none'}"
+        )
     other = "mtp" if name.endswith("_mtp") else _OTHER_NAMES.get(name)
     if other in installed and name not in installed:
         raise PluginError(f"{wanted.flag} {name}: no such drafter; use {other}")
