@@ -69,6 +69,8 @@ def test_error_names_flag_value_rule_and_origin(
         ("port", "65536", "must be at most 65535"),
         ("port", "8o", "must be a whole number"),
         ("port", True, "--port takes a value, not true"),
+        ("speculative_draft_model_quantization", "fp8", "must be one of auto, unquant"),
+        ("speculative_draft_model_quantization", "unquant", "without --speculative-algorithm"),
         ("chunked_prefill_size", "0", "must be at least 1, or -1"),
         ("chunked_prefill_size", "-2", "must be at least 1, or -1"),
         ("dtype", "bfloat", "did you mean bfloat16?"),

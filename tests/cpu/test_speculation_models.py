@@ -548,3 +548,23 @@ def test_draft_backends_have_an_effect(
         plan_for(resolved(**{setting: "no-such"}), catalog, None)
     with pytest.raises(ConfigError, match=f"{setting}.*not a model".replace("_", "-")):
         resolve(Config.from_keywords(speculative_algorithm="suffix", **{setting: "torch"}), catalog)
+
+
+def test_draft_layer_may_stay_unquantized(catalog: Catalog) -> None:
+    def expert_ops(layer: int, **settings: Any) -> set[str]:
+        config = Config.from_keywords(
+            model="demo-deepseek",
+            device="cpu",
+            quantization="fp8",
+            speculative_algorithm="mtp",
+            **settings,
+        )
+        plan = plan_for(resolve(config, catalog), catalog, None)
+        return {each.op for each in plan.find("moe", layer)}
+
+    unquantized = {"speculative_draft_model_quantization": "unquant"}
+    assert expert_ops(4) == expert_ops(3) == expert_ops(3, **unquantized)
+    assert "moe_experts_fp8" in expert_ops(4)
+    assert "moe_experts" in expert_ops(4, **unquantized)
+    with pytest.raises(ConfigError, match=r"draft-model-quantization .*suffix is not a model"):
+        resolve(Config.from_keywords(speculative_algorithm="suffix", **unquantized), catalog)

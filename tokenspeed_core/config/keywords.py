@@ -13,6 +13,7 @@ class EngineKeywords(TypedDict, total=False):
     speculative_num_draft_tokens: int | None
     speculative_config: Mapping[str, Any] | None
     speculative_draft_model_path: str | None
+    speculative_draft_model_quantization: Literal["auto", "unquant"]
     speculative_num_steps: int | None
     speculative_eagle_topk: int
     eagle3_layers_to_capture: Sequence[int] | None

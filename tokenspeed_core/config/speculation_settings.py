@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -36,13 +36,15 @@ _KEYS = {
 class Speculation:
     """The drafter that the settings name. `max_drafts` is None if no setting limits it.
 
-    Messages name the flags: `flag` chose the drafter, `options_flag` its options, and `model_flag` its model.
+    `is_unquantized` is set if the draft model is not quantized even if the target is. Messages name the flags: `flag`
+    chose the drafter, `options_flag` its options, and `model_flag` its model.
     """
 
     drafter: str
     max_drafts: int | None
     options: Mapping[str, Any]
     draft_model: str | None
+    is_unquantized: bool
     flag: str
     options_flag: str
     model_flag: str
@@ -96,6 +98,11 @@ class SpeculationSettings(Settings):
         "Path or Hugging Face repo id of the draft model, if the drafter needs one.",
         min_length=1,
     )
+    speculative_draft_model_quantization: Literal["auto", "unquant"] = setting(
+        "auto",
+        "speculation",
+        "Quantization of the draft model: unquant (none) or auto (as its checkpoint).",
+    )
     speculative_num_steps: int | None = setting(
         None,
         "speculation",
@@ -145,6 +152,10 @@ class SpeculationSettings(Settings):
                 )
             if self.speculative_algorithm is None:
                 raise ValueError(f"{flag(name)} has no effect without --speculative-algorithm")
+        if self.speculative_draft_model_quantization != "auto" and self.speculation() is None:
+            raise ValueError(
+                "--speculative-draft-model-quantization has no effect without --speculative-algorithm"
+            )
         steps, tokens = self.speculative_num_steps, self.speculative_num_draft_tokens
         if steps is not None and tokens is not None and tokens != steps + 1:
             raise ValueError(
@@ -156,12 +167,14 @@ class SpeculationSettings(Settings):
     def speculation(self) -> Speculation | None:
         """Return the drafter and its settings; None without speculative decoding."""
         given = self.speculative_config
+        is_unquantized = self.speculative_draft_model_quantization == "unquant"
         if given is not None:
             return Speculation(
                 given.method.lower(),
                 given.num_speculative_tokens,
                 given.model_extra or {},
                 given.model,
+                is_unquantized,
                 flag="--speculative-config",
                 options_flag="--speculative-config",
                 model_flag="model in --speculative-config",
@@ -175,6 +188,7 @@ class SpeculationSettings(Settings):
             self.speculative_num_steps or (None if num_tokens is None else num_tokens - 1),
             {_OPTIONS[name]: value for name, value in options.items()},
             self.speculative_draft_model_path,
+            is_unquantized,
             flag="--speculative-algorithm",
             options_flag=", ".join(map(flag, options)) or "--speculative-algorithm",
             model_flag="--speculative-draft-model-path",

@@ -38,7 +38,8 @@ _OTHER_NAMES = {"nextn": "mtp", "standalone": "draft_model"}  # of drafters in o
 class DrafterChoice:
     """A drafter with its settings. `max_drafts` is the maximum number of draft tokens of a row.
 
-    `model` is set if the drafter is a model on the device.
+    `model` is set if the drafter is a model on the device, and `is_unquantized` if it is not quantized even if the target
+    is.
     """
 
     entry: Entry
@@ -46,6 +47,7 @@ class DrafterChoice:
     max_drafts: int
     options: Mapping[str, Any]
     model: DraftModelInfo | None = None
+    is_unquantized: bool = False
 
     def __str__(self) -> str:
         """Describe the choice in one line."""
@@ -96,7 +98,12 @@ def find_drafter(
             )
         except ValueError as error:
             raise ConfigError(f"{wanted.flag} {wanted.drafter}: {error}") from error
-    return DrafterChoice(entry, spec, _max_drafts(wanted, model), wanted.options, model)
+    elif wanted.is_unquantized:
+        raise ConfigError(
+            f"--speculative-draft-model-quantization has no effect: the drafter {wanted.drafter} is not a model; remove it"
+        )
+    max_drafts = _max_drafts(wanted, model)
+    return DrafterChoice(entry, spec, max_drafts, wanted.options, model, wanted.is_unquantized)
 
 
 def _entry(wanted: Speculation, catalog: Catalog) -> Entry:

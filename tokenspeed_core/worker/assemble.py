@@ -215,7 +215,7 @@ def _draft_model(
     context = build.for_draft_model(
         resolved.checkpoint.info.num_layers,
         resolved.draft_groups,
-        is_quantized=info.weights == resolved.checkpoint.path,
+        is_quantized=info.weights == resolved.checkpoint.path and not choice.is_unquantized,
     )
     draft: DraftModel | BlockDraftModel = _construct(
         choice.entry, info.load, info.weights, info.config, context, target

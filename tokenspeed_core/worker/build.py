@@ -117,8 +117,8 @@ class ModelBuild:
     ) -> ModelBuild:
         """Return the context of a draft model. Its layers are numbered after those of the target model.
 
-        `group_names` maps the draft model's cache groups to those of the engine. The target's quantization applies if the
-        weights come from its checkpoint. The requests of the draft model are recorded here too.
+        `group_names` maps the draft model's cache groups to those of the engine. The target's quantization applies if
+        `is_quantized`. The requests of the draft model are recorded here too.
         """
         context = copy(self)
         context._is_draft = True

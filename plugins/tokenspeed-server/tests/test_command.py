@@ -140,6 +140,7 @@ def test_every_setting_has_a_flag(served: list[ServerConfig]) -> None:
         "dist_init_addr": "a:1",
         "eplb_interval": "100",
         "speculative_config": '{"method": "a"}',
+        "speculative_draft_model_quantization": "unquant",
     }
     shared_experts = ["--enable-expert-parallel", "--world-size", "3"]
     sharing_engines = ["--data-parallel-size", "3", "--enable-expert-parallel"]
@@ -158,6 +159,7 @@ def test_every_setting_has_a_flag(served: list[ServerConfig]) -> None:
         "speculative_num_draft_tokens": ["--speculative-algorithm", "a"],
         "speculative_num_steps": ["--speculative-algorithm", "a"],
         "speculative_draft_model_path": ["--speculative-algorithm", "a"],
+        "speculative_draft_model_quantization": ["--speculative-algorithm", "a"],
         "eagle3_layers_to_capture": ["--speculative-algorithm", "eagle3"],
         "enable_allreduce_fusion": ["--tp", "2"],
         "comm_fusion_max_num_tokens": ["--enable-allreduce-fusion", "--tp", "2"],
