@@ -192,7 +192,7 @@ def _check_parallel_flags(
     given = [flag for flag, value in of_fusion.items() if value]
     if given and not any(each.collective.max_fused_tokens for each in plan.collectives):
         why = f"{architecture} has no all-reduce before a norm that could join it"
-        raise ConfigError(f"{given[0]} has no effect: {plan.not_fused or why}.")
+        raise ConfigError(f"{given[0]} has no effect: {plan.not_fused or why}. Remove it.")
 
 
 def _draft_model(

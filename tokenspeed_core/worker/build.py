@@ -421,7 +421,7 @@ def _why_not_fused(resolved: Resolved, platform: PlatformInfo) -> str:
     sizes = config.parallel_sizes()
     is_local = sizes.num_nodes == 1 and config.distributed_executor_backend == LOCAL
     if platform.kind != "cuda" or sizes.num_per_node != 2 or not is_local:
-        return "the default fuses them between two GPUs of one machine"
+        return "by default, all-reduces are fused only between two GPUs of the same machine"
     if draft_model is not None and draft_model.hidden == HiddenStates.LAYERS:
         return "the drafter reads the residual stream of layers"
     if not have_peer_access(sizes.num_per_node):
