@@ -231,14 +231,14 @@ def test_missing_demo_error_names_the_package(tmp_path: Path) -> None:
 
 def test_auto_prefers_safetensors(catalog: Catalog) -> None:
     both = ["model.bin", "model.safetensors"]
-    assert choose_format(both, "auto", catalog) is SAFE
-    with pytest.raises(CheckpointError, match="--load-format pt"):
-        choose_format(both[:1], "auto", catalog)
-    assert choose_format([], "dummy", catalog) is DUMMY
-    with pytest.raises(CheckpointError, match="dummy, pt, safetensors"):
-        choose_format(["config.json"], "auto", catalog)
+    assert choose_format(both, "auto", catalog, "tiny") is SAFE
+    with pytest.raises(CheckpointError, match=r"^tiny: .*--load-format pt"):
+        choose_format(both[:1], "auto", catalog, "tiny")
+    assert choose_format([], "dummy", catalog, "tiny") is DUMMY
+    with pytest.raises(CheckpointError, match=r"^tiny: .*dummy, pt, safetensors"):
+        choose_format(["config.json"], "auto", catalog, "tiny")
     with pytest.raises(PluginError, match="did you mean safetensors"):
-        choose_format(both, "safetensor", catalog)
+        choose_format(both, "safetensor", catalog, "tiny")
 
 
 def test_one_copy_of_the_weights_is_downloaded(catalog: Catalog) -> None:
@@ -253,9 +253,9 @@ def test_one_copy_of_the_weights_is_downloaded(catalog: Catalog) -> None:
         "README.md",
     ]
     names = [*side, *shards, index, *others]
-    assert wanted_files(names, "auto", catalog) == [*side, index, *shards]
-    assert wanted_files(names, "dummy", catalog) == side
-    assert wanted_files([*side, "model.safetensors", "model.bin"], "auto", catalog) == [
+    assert wanted_files(names, "auto", catalog, "tiny") == [*side, index, *shards]
+    assert wanted_files(names, "dummy", catalog, "tiny") == side
+    assert wanted_files([*side, "model.safetensors", "model.bin"], "auto", catalog, "tiny") == [
         *side,
         "model.safetensors",
     ]
@@ -264,10 +264,13 @@ def test_one_copy_of_the_weights_is_downloaded(catalog: Catalog) -> None:
 def test_tokenizer_source_is_downloaded_with_tiktoken_ranks_only(catalog: Catalog) -> None:
     code = ["modeling_tiny.py", "tokenization_tiny.py"]
     ranks = ["tiktoken.model", *code]
-    assert wanted_files(ranks, "dummy", catalog) == ["tiktoken.model", "tokenization_tiny.py"]
+    assert wanted_files(ranks, "dummy", catalog, "tiny") == [
+        "tiktoken.model",
+        "tokenization_tiny.py",
+    ]
     both = ["tokenizer.json", "tiktoken.model"]
-    assert wanted_files([*both, *code], "dummy", catalog) == both
-    assert wanted_files(code, "dummy", catalog) == []
+    assert wanted_files([*both, *code], "dummy", catalog, "tiny") == both
+    assert wanted_files(code, "dummy", catalog, "tiny") == []
 
 
 def test_dry_run_refuses_unreadable_weights(
@@ -279,6 +282,6 @@ def test_dry_run_refuses_unreadable_weights(
         "model-00001-of-00002.safetensors",
         "model.safetensors",
     ]
-    assert wanted_files([*side, *weights], "auto", catalog, with_weights=False) == side
+    assert wanted_files([*side, *weights], "auto", catalog, "tiny", with_weights=False) == side
     with pytest.raises(CheckpointError, match="--load-format pt"):
-        wanted_files([*side, "model.bin"], "auto", catalog, with_weights=False)
+        wanted_files([*side, "model.bin"], "auto", catalog, "tiny", with_weights=False)

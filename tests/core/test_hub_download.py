@@ -198,7 +198,7 @@ from tokenspeed_core.config import Config
 from tokenspeed_core.plugins import Catalog, Selection
 catalog = Catalog.discover(Selection.read({}), distributions=distributions(path=[sys.path[-1]]))
 found = resolve_checkpoint(Config(model="maker/tiny", download_dir=sys.argv[1]), catalog, with_weights=False)
-print(choose_format(found.files, "auto", catalog).name, found.info.vocab_size)
+print(choose_format(found.files, "auto", catalog, found.path).name, found.info.vocab_size)
 """
 FAMILY = """
 from tokenspeed_core.api import FullAttention, LoadFormat, ModelInfo, ModelSpec

@@ -27,7 +27,7 @@ def find_kv_scales(
         return read_scale_file(config.quantization_param_path, num_layers)
     if config.kv_cache_dtype == "auto":
         return ()
-    form = choose_format(checkpoint.files, config.load_format, catalog)
+    form = choose_format(checkpoint.files, config.load_format, catalog, checkpoint.path)
     # A dry run does not download weights.
     has_files = any(True for pattern in form.detect for _ in checkpoint.path.glob(pattern))
     if form.kv_scales is None or not has_files:

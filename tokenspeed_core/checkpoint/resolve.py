@@ -143,8 +143,8 @@ def locate(
     listed: list[str] = []
 
     def wanted(names: Sequence[str]) -> list[str]:
-        listed.extend(name for name in names if "/" not in name)
-        found = wanted_files(listed, config.load_format, catalog, with_weights=with_weights)
+        listed.extend(each for each in names if "/" not in each)
+        found = wanted_files(listed, config.load_format, catalog, name, with_weights=with_weights)
         code = [each for each in listed if config.trust_remote_code and each.endswith(".py")]
         return list(dict.fromkeys([*found, *code]))
 
@@ -232,11 +232,13 @@ def find_family(config: Mapping[str, Any], catalog: Catalog, path: Path) -> Entr
     )
 
 
-def choose_format(files: Sequence[str], load_format: str, catalog: Catalog) -> LoadFormat:
+def choose_format(
+    files: Sequence[str], load_format: str, catalog: Catalog, source: str | Path
+) -> LoadFormat:
     """Return a load format by name, or for "auto" the first one that matches the files.
 
-    safetensors comes first, then the order is alphabetical. Raises PluginError for an unknown name and
-    CheckpointError if no installed format matches.
+    safetensors comes first, then the order is alphabetical. `source` is the folder or the repository of the files, for
+    messages. Raises PluginError for an unknown name and CheckpointError if no installed format matches.
     """
     if load_format != "auto":
         return catalog.need(catalog.get("load_formats", load_format), LoadFormat)
@@ -250,25 +252,30 @@ def choose_format(files: Sequence[str], load_format: str, catalog: Catalog) -> L
     ]
     if by_name_only:
         raise CheckpointError(
-            "the only weights are pickle files, which may contain code; "
+            f"{source}: the only weights are pickle files, which may contain code; "
             f"if you trust their source, add --load-format {by_name_only[0]}"
         )
     raise CheckpointError(
-        "no weight files of a known format; installed for --load-format: "
+        f"{source}: no weight files of a known format; installed for --load-format: "
         f"{', '.join(sorted(formats)) or 'none'}"
     )
 
 
 def wanted_files(
-    names: Sequence[str], load_format: str, catalog: Catalog, *, with_weights: bool = True
+    names: Sequence[str],
+    load_format: str,
+    catalog: Catalog,
+    source: str,
+    *,
+    with_weights: bool = True,
 ) -> list[str]:
-    """Return the files of a repository to download: those at the top, with weights in one format.
+    """Return the files of the repository `source` to download: those at the top, with weights in one format.
 
     If there is an index of numbered shards, other weight files are copies and are left out. Raises the errors of
     `choose_format`, also without weights.
     """
     top = [name for name in names if "/" not in name]
-    weights = _weights(top, choose_format(top, load_format, catalog))
+    weights = _weights(top, choose_format(top, load_format, catalog, source))
     if any(name.endswith(".index.json") for name in weights):
         weights = [
             name for name in weights if name.endswith(".index.json") or _NUMBERED.search(name)

@@ -44,7 +44,8 @@ def plan_start(config: Config) -> StartPlan:
     sizes = config.parallel_sizes()
     if config.distributed_executor_backend == LOCAL or sizes.num_engines > 1:
         check_num_devices(config.device, sizes.num_per_node, sizes.num_engines)
-    weights = choose_format(resolved.checkpoint.files, config.load_format, catalog)
+    checkpoint = resolved.checkpoint
+    weights = choose_format(checkpoint.files, config.load_format, catalog, checkpoint.path)
     plan, memory, schemes = plan_only(resolved, catalog)
     is_cpu = resolve_device(resolved.config.device).type == "cpu"
     unused = unused_settings(resolved, is_cpu=is_cpu)

@@ -192,7 +192,7 @@ def _load_weights(
     """Load a model's weights from a folder. Raises CheckpointError."""
     wanted = resolved.config.load_format
     files = [file.name for file in path.iterdir()] if wanted == "auto" else []
-    chosen = choose_format(files, wanted, catalog)
+    chosen = choose_format(files, wanted, catalog, path)
     entry = catalog.get("load_formats", chosen.name)
     reader: WeightReader = make(entry, chosen.load, lambda: load_target(chosen.load), Callable)  # type: ignore[arg-type]
     try:
