@@ -99,7 +99,7 @@ class ParallelSettings(Settings):
         "Processes that share attention heads: 1 or all; default: --tensor-parallel-size."
     )
     dense_tp_size: int | None = _processes(
-        "Processes that share MLP layers: a divisor of all; default: --tensor-parallel-size."
+        "Processes that share MLPs: a divisor of all; default: --tensor-parallel-size."
     )
     moe_tp_size: int | None = _processes(
         "Processes that share each expert; default: --tp divided by --ep-size."
