@@ -1,7 +1,8 @@
 """Measure the host's time for a decode step: plan, launch, apply and the packed message. The runner computes nothing.
 
 Rows cross block boundaries at different steps, as they do when requests arrive at different times. Times are CPU time.
-`floor_us` is the time of packing the message alone, a lower bound for the step; `target_us` is the budget. Example:
+`floor_us` is the time of packing the message alone, a lower bound for the step; `target_us` is the budget. With drafts,
+`critical_us` is the part between the result of a step and the launch of the next one, in which the device idles. Example:
 
     python benchmarks/host_step.py
     python benchmarks/host_step.py --rows 256 --profile
@@ -57,13 +58,16 @@ def text(start: int, end: int) -> I32:
 class TextRunner:
     """Returns the tokens of `text` for every row, immediately, and accepts the draft tokens that equal it.
 
-    A `worker` also runs the step; its tokens are ignored. `seconds` is the CPU time of this class.
+    A `worker` also runs the step; its tokens are ignored. `seconds` is the CPU time of this class, and `critical_seconds`
+    that of the engine and the worker from the call of `collect` to the end of the newest `forward`.
     """
 
     def __init__(self, worker: Runner | None = None) -> None:
         """Start without steps."""
         self.seconds = 0.0
+        self.critical_seconds = 0.0
         self.num_draft_tokens = 0  # of the newest step
+        self._collected_at = 0.0
         self._worker = worker
         self._results: dict[int, StepResult] = {}
 
@@ -87,9 +91,11 @@ class TextRunner:
                 parts.append(tokens)
         counts = np.asarray([len(part) for part in parts], np.int32)
         self._results[plan.step_id] = StepResult(plan.step_id, counts, np.concatenate(parts), None)
-        self.seconds += thread_time() - started_at
+        seconds = thread_time() - started_at
+        self.seconds += seconds
         if self._worker is not None:
             self._worker.forward(plan)
+        self.critical_seconds = thread_time() - self._collected_at - seconds
 
     def sample(self, step_id: int, late: LateInputs | None) -> None:
         """Let the worker sample."""
@@ -98,6 +104,7 @@ class TextRunner:
 
     def collect(self, step_id: int) -> StepResult:
         """Return the result."""
+        self._collected_at = thread_time()
         if self._worker is not None:
             self._worker.collect(step_id)
         return self._results.pop(step_id)
@@ -194,9 +201,14 @@ def make_drafter(name: str, limits: SchedulerLimits) -> Any:
     )
 
 
-def step_times(engine: Engine, num_steps: int, *, with_drafts: bool = False) -> list[float]:
-    """Return the microseconds of each step, or of each with drafts. They include packing its message to the API."""
-    runner, times = engine.runner, []
+def step_times(
+    engine: Engine, num_steps: int, *, with_drafts: bool = False
+) -> tuple[list[float], list[float]]:
+    """Return the microseconds of each step, or of each with drafts, and those between its launch and the result before.
+
+    A step includes packing its message to the API.
+    """
+    runner, times, critical = engine.runner, [], []
     assert isinstance(runner, TextRunner), "made by `decoding`"
     for _ in range(num_steps):
         runner.seconds = 0.0
@@ -206,7 +218,8 @@ def step_times(engine: Engine, num_steps: int, *, with_drafts: bool = False) -> 
         seconds = thread_time() - begin - runner.seconds
         if runner.num_draft_tokens or not with_drafts:
             times.append(1e6 * seconds)
-    return times
+            critical.append(1e6 * runner.critical_seconds)
+    return times, critical
 
 
 def floor(engine: Engine, num_steps: int) -> float:
@@ -261,8 +274,9 @@ def measure(arguments: argparse.Namespace, num_rows: int, drafts: str) -> None:
     profiler = cProfile.Profile()
     if arguments.profile:
         profiler.enable()
-    times = sorted(step_times(engine, arguments.steps, with_drafts=with_drafts))
+    times, critical = step_times(engine, arguments.steps, with_drafts=with_drafts)
     profiler.disable()
+    times.sort()
     median, least = statistics.median(times), floor(engine, arguments.steps)
     engine.close()
     print(
@@ -275,6 +289,7 @@ def measure(arguments: argparse.Namespace, num_rows: int, drafts: str) -> None:
                 "median_us": round(median, 1),
                 "p10_us": round(times[len(times) // 10], 1),
                 "p99_us": round(times[-len(times) // 100], 1),
+                "critical_us": round(statistics.median(critical), 1) if with_drafts else None,
                 "target_us": TARGETS_US.get(num_rows),
                 "floor_us": round(least, 1),
                 "over_floor": round(median / least, 1),
