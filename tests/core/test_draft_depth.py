@@ -79,7 +79,7 @@ def test_one_row_gets_the_batched_estimates(claimed: float | None) -> None:
         half = None if claims is None else claims[:8]
         row = depth._estimates_of_row(depth._history[:, 1].tolist(), 8, half)
         assert rows[1].tolist() == pytest.approx(row, rel=1e-5)
-        depth._step_expected[:] = 1.5
+        depth._finished_expected[:] = 1.5
         depth.observe(slots, most // 2, np.asarray([4, accepted], np.int32))
 
 
@@ -88,12 +88,34 @@ def test_rows_are_observed_alone_as_together() -> None:
     for number in range(3):
         drafts, accepted = np.asarray([8, 2], np.int32), np.asarray([number, 2], np.int32)
         for depth in (together, alone):
-            depth._step_expected[:] = (1.5, 0.25)
+            depth._finished_expected[:] = (1.5, 0.25)
         together.observe(np.arange(2), drafts, accepted)
         for slot in range(2):
             alone.observe(np.asarray([slot]), drafts[slot : slot + 1], accepted[slot : slot + 1])
     assert together._history.ravel() == pytest.approx(alone._history.ravel())
     assert together._prior() == pytest.approx(alone._prior(), abs=0.01)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_step_is_observed_after_the_next_is_planned(num_rows: int) -> None:
+    early, late = AdaptiveDepth(2, 8), AdaptiveDepth(2, 8)
+    slots, most = np.arange(num_rows), np.full(num_rows, 8, np.int32)
+    for depth in (early, late):
+        for _ in range(NUM_FIRST):
+            depth.finish_step(FinishedStep(num_rows, num_rows, 0, 0, 1.0))
+        drafts = depth.choose(slots, most, np.full(8 * num_rows, 0.9, np.float32), num_rows, 100)
+        assert drafts.all()
+        depth.finish_step(FinishedStep(num_rows, num_rows + int(drafts.sum()), 0, 0, 1.0))
+        if depth is early:
+            depth.observe(slots, drafts, drafts)
+        # The tokens of the next step are less probable.
+        next_drafts = depth.choose(
+            slots, most, np.full(8 * num_rows, 0.5, np.float32), num_rows, 100
+        )
+        assert next_drafts.all()
+        if depth is late:
+            depth.observe(slots, drafts, drafts)
+    assert late._history.ravel() == pytest.approx(early._history.ravel())
 
 
 def test_times_of_unmeasured_draft_counts_are_interpolated() -> None:
@@ -284,6 +306,7 @@ def test_rejecting_row_is_tried_again(num_rows: int) -> None:
     for _ in range(4):
         depth.cost.of(num_rows).observe(8 * num_rows, 6.0)
     depth.choose(slots, most, claims, num_rows, 100)
+    depth.finish_step(FinishedStep(num_rows, 9 * num_rows, 0, 0, 6.0))
     depth.observe(slots, most, np.zeros(num_rows, np.int32))
     chosen = [depth.choose(slots, most, claims, num_rows, 100).sum() for _ in range(200)]
     assert chosen[0] == 0

@@ -151,6 +151,7 @@ class Engine:
             outputs += self.launch(builder)
         if in_flight and (builder is None or len(in_flight) >= self._depth):
             outputs.append(self.collect())
+        self.scheduler.finish_applied()
         return outputs
 
     def reset_prefix_cache(self) -> None:

@@ -62,6 +62,8 @@ class KVManager:
             max_pages_held(group, block_size, per_page, max_chunk)
             for group, per_page in zip(self.groups, self._blocks_per_page, strict=True)
         )
+        self.has_windows = any(group.window is not None for group in self.groups)
+        """Whether `extend` may drop blocks."""
         self._is_page_a_block = set(self._blocks_per_page) == {1}
         self._is_one_to_one = self._is_page_a_block and self.num_groups == 1
         self._hits_always_fit = self._is_page_a_block and min(self._max_pages) == UNLIMITED

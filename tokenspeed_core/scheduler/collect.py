@@ -60,6 +60,16 @@ class Collected:
         return slots[num_computed - columns.num_hashed_tokens[slots] >= granularity]
 
 
+@dataclass(slots=True, eq=False)
+class AppliedStep:
+    """A step after its tokens were added to its sequences, until `Scheduler.finish_applied`."""
+
+    flight: StepInFlight
+    result: StepResult
+    collected: Collected
+    kept: I32 | None  # [num_decodes] tokens that each decode keeps; None without draft tokens
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptTokens:
     """The tokens of N rows up to the end of each sequence."""

@@ -126,7 +126,9 @@ class AdaptiveDepth:
         # Numbers of draft tokens of each slot: accepted, expected to be accepted, and verified until the first wrong one
         # of each step. The newest have most weight.
         self._history = np.zeros((3, max_num_seqs), np.float32)
+        # Of each slot, the draft tokens that are expected to be accepted in the planned step, and in the finished one.
         self._step_expected = np.zeros(max_num_seqs, np.float32)
+        self._finished_expected = self._step_expected.copy()
         # The same of all rows, from which the acceptance of a new row is expected.
         self._accepted_by_all = 0.0
         self._tried_by_all = 0.0
@@ -288,11 +290,11 @@ class AdaptiveDepth:
             num_tried = min(in_all + 1, num_drafts.item(0))
             row = self._history[:, slots.item(0)]
             row *= _FORGET
-            row += (in_all, self._step_expected.item(slots.item(0)), num_tried)
+            row += (in_all, self._finished_expected.item(slots.item(0)), num_tried)
         else:
             tried = np.minimum(num_accepted + 1, num_drafts)
             in_all, num_tried = sum(num_accepted.tolist()), sum(tried.tolist())
-            newest = np.array((num_accepted, self._step_expected[slots], tried), np.float32)
+            newest = np.array((num_accepted, self._finished_expected[slots], tried), np.float32)
             newest += _FORGET * self._history.take(slots, 1)
             self._history[:, slots] = newest
         kept = max(0.0, 1.0 - num_tried / _MAX_TRIED_BY_ALL)
@@ -309,6 +311,9 @@ class AdaptiveDepth:
 
     def finish_step(self, step: FinishedStep) -> None:
         """Record the duration of a step. Steps with prompt tokens are compared only with each other."""
+        # The next step may be planned before this one is observed.
+        finished, planned = self._finished_expected, self._step_expected
+        self._finished_expected, self._step_expected = planned, finished
         last_pass, self._last_pass = self._last_pass, step.num_tokens if step.is_followed else 0
         if step.num_chunk_tokens or not step.num_rows:
             if step.num_chunk_tokens:

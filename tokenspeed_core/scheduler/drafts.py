@@ -152,7 +152,10 @@ class DraftDepth(Protocol):
         """Discard the observations of a slot: another sequence has it."""
 
     def observe(self, slots: I64, num_drafts: I32, num_accepted: I32) -> None:
-        """Learn how many draft tokens of some rows the model accepted."""
+        """Learn how many draft tokens of some rows the model accepted in the step that finished last.
+
+        `choose` may have been called for the next step already.
+        """
 
     def pass_step(self) -> bool:
         """Record a decode step without draft tokens in a pause, and return True, if its duration does not matter.

@@ -18,6 +18,7 @@ from tokenspeed_core.errors import EngineDeadError
 from tokenspeed_core.kv_cache.manager import KVManager
 from tokenspeed_core.scheduler.admission import Admission
 from tokenspeed_core.scheduler.collect import (
+    AppliedStep,
     Collected,
     NewTokens,
     StepInFlight,
@@ -49,7 +50,8 @@ class Scheduler:
     """Plans steps and applies their results. Knows no tensors, text or sockets.
 
     The cycle of a step: `plan`, `launch`, and, when the runner has the result, `apply` or `fail`. Several steps may
-    be in flight; results are applied in the order of the launches.
+    be in flight; results are applied in the order of the launches. `finish_applied` does the work of applied steps that
+    the next plan does not need.
     """
 
     def __init__(
@@ -63,7 +65,9 @@ class Scheduler:
         self.kv = kv
         self.columns = SlotColumns(limits.max_num_seqs, limits.max_model_len)
         self.sequences = SequenceTable(self.columns, kv)
+        self.sequences.on_release = self._before_release
         self.in_flight: deque[StepInFlight] = deque()
+        self._applied: deque[AppliedStep] = deque()
         self.num_preemptions = 0
         self.counters = EngineCounters()
         self.drafts: DraftSource | None = None  # gives decode rows draft tokens to verify
@@ -85,7 +89,6 @@ class Scheduler:
     def use_drafts(self, drafts: DraftSource, *, with_prompts: bool = True) -> None:
         """Give decode rows draft tokens from now on; unless `with_prompts`, not in steps that compute prompts."""
         self.drafts = drafts
-        self.sequences.on_release = drafts.end
         self._drafts_with_prompts = with_prompts
 
     def wants_results(self) -> bool:
@@ -165,6 +168,8 @@ class Scheduler:
         `max_prefill_tokens` bounds the prompt tokens of the step if chunked prefill is on. Raises EngineDeadError if
         the policy runs nothing although no step is in flight, since no later step would change that.
         """
+        if self._plan_needs_index:
+            self.finish_applied()
         builder = StepPlanBuilder(self._next_step, self.columns, self.kv.num_groups)
         self.kv.begin(builder.step_id)
         if self.kv.num_unreleased:
@@ -191,6 +196,12 @@ class Scheduler:
         if self.num_preemptions == num_preemptions:
             self._check_progress()
         return None
+
+    @property
+    def _plan_needs_index(self) -> bool:
+        """Whether the next plan may look up the prefix index, or drop full blocks that are to be added to it."""
+        sequences = self.sequences
+        return self.kv.has_windows or (sequences.has_free_slot and sequences.num_waiting > 0)
 
     def _release_ended(self) -> None:
         """Release blocks of ended sequences: some, or as many as the next step may need."""
@@ -251,24 +262,42 @@ class Scheduler:
     def apply(self, result: StepResult, seconds: float, *, is_steady: bool) -> Outputs:
         """Apply the result of the oldest step in flight. Returns the new tokens of its sequences.
 
-        `seconds` and `is_steady` are those of `FinishedStep`.
+        `seconds` and `is_steady` are those of `FinishedStep`. Call `finish_applied` after the launch of the next step.
         """
         flight = self.in_flight.popleft()
         assert flight.plan.step_id == result.step_id, "results come in the order of the launches"
         self.kv.retire(result.step_id)
         collected = collect(self.columns, flight, result)
         parts = (collected.tokens, *self._collect_preempted(flight, result, collected))
-        drafts = self.drafts
+        drafts, kept = self.drafts, None
         if drafts is not None and not (flight.plan.is_plain and drafts.pass_step()):
             # Before sequences end: the drafter ends them too, and that time is part of the next step.
-            self._finish_drafts(drafts, flight, result, parts, seconds=seconds, is_steady=is_steady)
-        self._count_prefills(flight)
-        for slot in collected.with_full_block(self.columns, self.kv.granularity).tolist():
-            self.sequences.cache_known_blocks(slot)
+            kept = self._finish_drafts(drafts, flight, parts, seconds=seconds, is_steady=is_steady)
+            if result.next_draft_ids is not None and not self.in_flight:
+                self._receive_drafts(drafts, flight, result.next_draft_ids)
+        if len(flight.plan.token_ids):
+            self._count_prefills(flight)
+        self._applied.append(AppliedStep(flight, result, collected, kept))
         for slot, reason in collected.ended():
             self.sequences.end(self.sequences.at(slot), reason)
         prompts = prompt_logprobs(flight, result.prompt_logprobs)
         return make_outputs(parts, result, prompts)
+
+    def finish_applied(self) -> None:
+        """Put full blocks into the prefix index, and count accepted draft tokens, for the steps that were applied."""
+        while self._applied:
+            step = self._applied.popleft()
+            if self.drafts is not None and step.kept is not None:
+                self._observe_drafts(self.drafts, step, step.kept)
+            full = step.collected.with_full_block(self.columns, self.kv.granularity)
+            for slot in full.tolist():
+                self.sequences.cache_known_blocks(slot)
+
+    def _before_release(self, slot: int) -> None:
+        """Finish the applied steps while the sequence in a slot has it, and end its draft tokens."""
+        self.finish_applied()
+        if self.drafts is not None:
+            self.drafts.end(slot)
 
     def _count_prefills(self, flight: StepInFlight) -> None:
         """Count the prompts that a step completed."""
@@ -282,34 +311,26 @@ class Scheduler:
         self,
         drafts: DraftSource,
         flight: StepInFlight,
-        result: StepResult,
         parts: tuple[NewTokens, ...],
         *,
         seconds: float,
         is_steady: bool,
-    ) -> None:
-        """Tell the source about a collected step. `parts` are the tokens that sequences keep."""
+    ) -> I32 | None:
+        """Tell the source about a collected step. `parts` are the tokens that sequences keep.
+
+        Returns how many tokens each decode row keeps; None if the step had no draft tokens.
+        """
         plan = flight.plan
         kept = num_kept(flight, parts)[: plan.num_decodes] if plan.num_draft_tokens else None
         drafts.finish_step(FinishedStep.of(plan, kept, seconds, is_steady=is_steady))
-        if kept is not None:
-            self._observe_drafts(drafts, flight, result, kept, has_preempted=len(parts) > 1)
-        if result.next_draft_ids is not None and not self.in_flight:
-            self._receive_drafts(drafts, flight, result.next_draft_ids)
+        return kept
 
-    def _observe_drafts(
-        self,
-        drafts: DraftSource,
-        flight: StepInFlight,
-        result: StepResult,
-        kept: I32,
-        *,
-        has_preempted: bool,
-    ) -> None:
+    def _observe_drafts(self, drafts: DraftSource, step: AppliedStep, kept: I32) -> None:
         """Count the draft tokens that sequences keep, and tell the source how many the model accepted.
 
-        `kept` [num_decodes] are the new tokens that each sequence keeps. With `has_preempted`, some have no slot.
+        `kept` [num_decodes] are the new tokens that each sequence keeps. Some may have no slot.
         """
+        flight = step.flight
         rows: slice | I64 = slice(len(kept))
         num_drafts = flight.plan.num_query_tokens[rows] - 1
         is_verified = num_drafts * kept
@@ -319,9 +340,9 @@ class Scheduler:
         if not len(kept):
             return
         self.counters.verify(num_drafts, kept - 1)
-        slots, num_accepted = flight.slots[rows], result.num_tokens[rows] - 1
-        if has_preempted:
-            has_slot = self.columns.sequence_id[slots] == flight.sequence_ids[rows]
+        slots, num_accepted = flight.slots[rows], step.result.num_tokens[rows] - 1
+        has_slot = self.columns.sequence_id[slots] == flight.sequence_ids[rows]
+        if np.count_nonzero(has_slot) < len(slots):
             slots, num_drafts = slots[has_slot], num_drafts[has_slot]
             num_accepted = num_accepted[has_slot]
         drafts.observe(slots, num_drafts, num_accepted)
