@@ -53,6 +53,7 @@ def test_host_step_measures_steps_with_drafts() -> None:
     plain, paused, drafting = map(json.loads, done.stdout.splitlines())
     assert [plain["drafts"], paused["drafts"], drafting["drafts"]] == ["0", "paused", "4"]
     assert 0 < plain["median_us"] < drafting["median_us"]
+    assert 0 < drafting["critical_us"] < drafting["median_us"]
 
 
 @pytest.mark.release
