@@ -256,6 +256,38 @@ def test_blocked_engine_reports_the_first_cause(monkeypatch: pytest.MonkeyPatch)
         peers.close()
 
 
+def test_watched_start_keeps_the_shared_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`watch` reads the text of the first engine before the second one asks for it."""
+    monkeypatch.setattr(lockstep, "FINISH_SECONDS", 0.01)
+    lost: list[str] = []
+    first, second, third = (Peers(fds) for fds in connect_peers(3))
+    second.watch(lost.append)
+    first.share(lambda: "/tmp/rendezvous")
+    third.fail("no memory")
+    wait_until(lambda: bool(lost), 10, "the failure")
+    assert second.share(str) == "/tmp/rendezvous"
+    with pytest.raises(StepFailed, match=r"engine 2 of 3.* no memory$"):
+        second.exchange(StepSize())
+    for peers in (first, second, third):
+        peers.close()
+
+
+def test_exchange_notices_a_message_that_watch_has_read() -> None:
+    class Watched:
+        """A poller during which `watch` reads the message."""
+
+        def poll(self, milliseconds: int) -> list[tuple[int, int]]:
+            first._send(1, lockstep._pack(StepSize(5)))
+            second._read_all()
+            return []
+
+    first, second = (Peers(fds) for fds in connect_peers(2))
+    second._readable[0] = Watched()  # type: ignore[assignment]
+    assert second.exchange(StepSize(3)) == [StepSize(5), StepSize(3)]
+    for peers in (first, second):
+        peers.close()
+
+
 def test_end_after_all_have_finished_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lockstep, "FINISH_SECONDS", 0.01)
     lost: list[str] = []

@@ -34,10 +34,13 @@ from tokenspeed_core.errors import EngineDeadError
 
 FINISH_SECONDS = 1.0  # between the end of a connection and that of this engine
 ATTRIBUTION_SECONDS = 1.0  # between the failure of a collective and the notice that an engine ended
-_MAX_BYTES = 4096  # of a text
+_MAX_BYTES = 4096  # of a message
+_POLL_MILLISECONDS = 100
 _SIZE = struct.Struct("<4i2?")
 _FINISHED = b"\0"  # instead of a size: this engine has no requests, and gets no others
-_FAILED = b"\1" + bytes(_SIZE.size)  # before the reason why this engine ends; no size is as long
+# Prefixes of longer messages; no size is as long.
+_FAILED = b"\1" + bytes(_SIZE.size)  # before the reason why this engine ends
+_TEXT = b"\2" + bytes(_SIZE.size)  # before a text of `share`
 _NO_REQUESTS = StepSize()
 _EMPTY_STEP_IDS = (-1, -2)  # used in turn by steps without a request
 
@@ -55,6 +58,7 @@ class Peers:
             rank: socket.socket(fileno=fd) for rank, fd in enumerate(fds) if rank != self.rank
         }
         self._sizes: dict[int, deque[StepSize]] = {rank: deque() for rank in self._sockets}
+        self._texts: deque[str] = deque()
         self._finished: set[int] = set()
         self._has_finished = False
         self._is_closed = False
@@ -86,13 +90,12 @@ class Peers:
         if self.rank == 0:
             text = make()
             for rank in self._sockets:
-                self._send(rank, text.encode())
+                self._send(rank, _TEXT + text.encode())
             return text
-        while (data := self._read(0)) is None:
-            self._readable[0].poll()
-        if not data or data.startswith(_FAILED):
-            raise self._lost(0, data)
-        return data.decode()
+        while not self._texts:
+            if not self._receive(0, wait=True):
+                raise self._lost(0)
+        return self._texts.popleft()
 
     def exchange(self, size: StepSize) -> Sequence[StepSize]:
         """Send the size of the next step and return those of all engines. Waits for them. Raises StepFailed."""
@@ -205,7 +208,10 @@ class Peers:
                     pass
 
     def _receive(self, rank: int, *, wait: bool = False) -> bool:
-        """Read a message of another engine; return whether there was one. Raises StepFailed if it ended too early."""
+        """Read a message of another engine; return whether there was one. Raises StepFailed if it ended too early.
+
+        With `wait`, wait for a message, and also return True if there is none for some time: `watch` may have read it.
+        """
         while True:
             with self._lock:
                 data = self._read(rank)
@@ -213,7 +219,8 @@ class Peers:
                     return self._take(rank, data)
             if not wait:
                 return False
-            self._readable[rank].poll()
+            if not self._readable[rank].poll(_POLL_MILLISECONDS):
+                return True
 
     def _take(self, rank: int, data: bytes) -> bool:
         """Record a message of another engine; return False for b"", its end. Raises StepFailed if it ended too early."""
@@ -223,7 +230,9 @@ class Peers:
             raise self._lost(rank)
         if data.startswith(_FAILED):
             raise self._lost(rank, data)
-        if data == _FINISHED:
+        if data.startswith(_TEXT):
+            self._texts.append(data[len(_TEXT) :].decode())
+        elif data == _FINISHED:
             self._finished.add(rank)
         else:
             self._sizes[rank].append(StepSize(*_SIZE.unpack(data)))
