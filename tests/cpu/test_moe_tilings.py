@@ -175,9 +175,18 @@ def test_neighbours_replace_tilings_that_do_not_fit(
     assert found == tilings
 
 
-def test_joined_weights_cannot_be_first() -> None:
+@pytest.mark.parametrize("order", ["joined", "tma"])
+def test_one_operand_of_gate_and_up_cannot_be_first(order: str) -> None:
     with pytest.raises(ValueError, match="weights_first=False"):
-        Gemm(64, 128, 4, 4, weights_first=True, joined=True)
+        Gemm(64, 128, 4, 4, weights_first=True, **{order: True})
+
+
+def test_tilings_without_kernels_are_refused() -> None:
+    gemm = Gemm(64, 128, 4, 4)
+    with pytest.raises(ValueError, match="at least 32"):
+        Tiling(16, gemm, gemm, halves=True)
+    with pytest.raises(ValueError, match="requires joined"):
+        Tiling(32, Gemm(64, 128, 4, 4, tma=True), gemm)
 
 
 # The factory of tilings, and a tiling that is not in the default table.

@@ -76,7 +76,7 @@ def _fast_interpreter() -> None:
     def find_tensor(self: Any, handle: Any, kind: Any) -> None:
         if kind.name not in tensors:
             make_tensor(self, handle, kind)
-            tensors[kind.name] = dict(vars(self))
+            tensors[kind.name] = {k: v for k, v in vars(self).items() if k != "handle"}
         vars(self).update(tensors[kind.name], handle=handle)
 
     core.tensor.__init__ = find_tensor

@@ -134,6 +134,7 @@ def run_gate_up(
     hidden = torch.empty((len(pairs), inner), dtype=dtype, device=x.device)
     grid = (triton.cdiv(inner, tiling.up.columns), len(tiles))
     if tiling.up.tma:
+        _refuse_scales(scales)
         weight = gate_up.view(num_experts, 2, inner, size)
         block = [1, 2, tiling.up.columns, tiling.up.block_k]
         tma_kernel.gate_up[grid](
@@ -147,7 +148,7 @@ def run_gate_up(
             TOP_K=top_k,
             N=inner,
             K=size,
-            **_tma_settings(tiling, tiling.up, pdl=pdl),
+            **_tile_settings(tiling, tiling.up, pdl=pdl),
         )
         return hidden
     gemm_kernel.gate_up[grid](
@@ -188,6 +189,7 @@ def run_down(
     scaled = torch.empty((len(pairs), size), dtype=dtype, device=hidden.device)
     grid = (triton.cdiv(size, tiling.down.columns), len(tiles))
     if tiling.down.tma:
+        _refuse_scales(scales)
         block_k = tiling.down.block_k
         tma_kernel.down[grid](
             hidden,
@@ -200,7 +202,7 @@ def run_down(
             E=num_experts,
             N=size,
             K=inner,
-            **_tma_settings(tiling, tiling.down, pdl=pdl),
+            **_tile_settings(tiling, tiling.down, pdl=pdl),
         )
         return scaled
     gemm_kernel.down[grid](
@@ -222,11 +224,16 @@ def run_down(
     return scaled
 
 
+def _refuse_scales(scales: Scales | None) -> None:
+    if scales is not None:
+        raise ValueError("tma requires unquantized weights")
+
+
 def _settings(
     tiling: Tiling, gemm: Gemm, dtype: torch.dtype, scales: Scales | None, *, pdl: bool
 ) -> dict[str, Any]:
     return {
-        **_tma_settings(tiling, gemm, pdl=pdl),
+        **_tile_settings(tiling, gemm, pdl=pdl),
         "WEIGHTS_FIRST": gemm.weights_first,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "SCALES": "none" if scales is None else scales.kind,
@@ -234,7 +241,7 @@ def _settings(
     }
 
 
-def _tma_settings(tiling: Tiling, gemm: Gemm, *, pdl: bool) -> dict[str, Any]:
+def _tile_settings(tiling: Tiling, gemm: Gemm, *, pdl: bool) -> dict[str, Any]:
     return {
         "BLOCK_M": tiling.block_m,
         "BLOCK_N": gemm.columns,

@@ -46,6 +46,15 @@ class Tiling:
     down: Gemm
     halves: bool = False
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for a tiling that the kernels do not have."""
+        if self.halves and self.block_m < 32:
+            raise ValueError(
+                "halves require block_m of at least 32, because the tensor cores need 16"
+            )
+        if self.up.tma and not self.up.joined:
+            raise ValueError("tma of gate and up requires joined")
+
     @classmethod
     def of(
         cls, block_m: int, up: Mapping[str, Any], down: Mapping[str, Any], *, halves: bool = False
