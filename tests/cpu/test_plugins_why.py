@@ -234,7 +234,7 @@ def test_all_collectives_of_a_step_are_counted(capsys: pytest.CaptureFixture[str
     assert main(["plugins", "why", *words]) == 0
     text = capsys.readouterr().out
     assert "8,448 B per token, and 2,304 B more per sampled token" in text
-    assert "no all-reduce is fused with a norm: the default" in text
+    assert "no all-reduce is fused with a norm: by default" in text
     collectives = why(capsys, *words)["collectives"]
     assert {each["collective"]["op"] for each in collectives} == {"all_reduce", "all_gather"}
 
