@@ -22,6 +22,11 @@ from tokenspeed_kernels.triton.quantize.fp8_per_group import GROUP
 
 MAX_SIZE = 16384  # features of a weight row that fit into a program's registers
 MAX_WARPS = 8  # of the down projection
+# The largest hidden size, and the most pairs per expert, for which these kernels are faster than sorting. 4-bit weights
+# were measured up to gpt-oss's hidden size of 2,880.
+LIMITS = {"none": (MAX_SIZE, 0.25), "int4": (2880, 0.125), "mxfp4": (2880, 0.25)}
+# 8-bit weights were slower for DeepSeek-V3's hidden size of 7,168. Sizes in between were not measured.
+LIMITS_8_BITS = (2048, 0.125)
 
 
 @triton.jit
@@ -209,21 +214,9 @@ def _max_elements(kind: str) -> int:
     return MAX_WARPS * 32 * per_thread
 
 
-def limits(kind: str) -> tuple[int, float]:
-    """Return the largest hidden size, and the most pairs per expert, for which these kernels are faster than sorting.
-
-    With 8-bit weights, they were slower for DeepSeek-V3's hidden size of 7,168. Sizes in between were not measured.
-    4-bit weights were measured up to gpt-oss's hidden size of 2,880.
-    """
-    four_bits = {"int4": (2880, 0.125), "mxfp4": (2880, 0.25)}
-    if kind == "none":
-        return MAX_SIZE, 0.25
-    return four_bits.get(kind, (2048, 0.125))
-
-
 def max_pairs(problem: Problem, kind: str) -> int:
     """Return the most pairs of a token and an expert for these kernels, at least those of a token; 0 for large weights."""
-    longest, pairs_per_expert = limits(kind)
+    longest, pairs_per_expert = LIMITS.get(kind, LIMITS_8_BITS)
     _, down = few_tilings(problem, kind)
     num_elements = _down_elements(problem) * down.block_n
     if problem["hidden_size"] > longest or num_elements > 2 * _max_elements(kind):

@@ -16,15 +16,16 @@ RUN = tl.constexpr(32)  # columns
 _NUM_WORDS = tl.constexpr(4)  # of 32 bits, of a run
 _MIDDLE = tl.constexpr(MIDDLE)
 _NUM_CODES = tl.constexpr(8)  # of a word
-_UNIT = tl.constexpr(2.0**-74)  # of sums of products
+_UNIT = tl.constexpr(2.0**-74)  # factor of products and their sums, so that they do not overflow
 
 
 @triton.jit
 def _product(words, x, INDEX: tl.constexpr, IS_E2M1: tl.constexpr):
-    """Return the codes at INDEX of words, from the lowest bits, times x, in _UNIT.
+    """Return the code at INDEX of each word, counted from the lowest bits, times x and _UNIT.
 
-    The bits of a code are taken for a float32: a subnormal number for an integer. A power of two is between that number
-    and the value of the code. x is multiplied by one part of it, and _UNIT is the other, because the whole overflows.
+    The bits of a code are used as the bits of a float32, which needs no conversion. This float32 is the value of the code
+    divided by a power of two, and is subnormal for integers. x is multiplied by FACTOR, a part of this power, because
+    the whole would overflow. The caller divides the sum by _UNIT.
     """
     PLACE: tl.constexpr = 4 * INDEX if INDEX <= 4 else 4 * INDEX - 12
     FACTOR: tl.constexpr = 2.0**52 if IS_E2M1 else 2.0 ** (75 - PLACE)

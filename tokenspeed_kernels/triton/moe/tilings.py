@@ -16,7 +16,7 @@ class Gemm:
     """Output columns per tile, features per iteration, warps, pipeline stages, and the order of the operands.
 
     `joined`: the rows of gate and up alternate in one operand; requires `weights_first=False`.
-    `tma`: the kernels of `tma_kernel`, where gate and up are one operand too; requires `joined` of gate and up.
+    `tma`: TMA loads the operands (see `tma_kernel`); for gate and up this requires `joined`.
     `together` consecutive tiles of pairs use a weight tile at the same time.
     The tensor cores add up to `max_inexact` products of FP8 in a short accumulator before a float32 sum, all if None.
     """
@@ -49,9 +49,7 @@ class Tiling:
     def __post_init__(self) -> None:
         """Raise ValueError for a tiling that the kernels do not have."""
         if self.halves and self.block_m < 32:
-            raise ValueError(
-                "halves require block_m of at least 32, because the tensor cores need 16"
-            )
+            raise ValueError("halves require block_m of at least 32, because tl.dot needs 16 rows")
         if self.up.tma and not self.up.joined:
             raise ValueError("tma of gate and up requires joined")
 

@@ -69,7 +69,10 @@ def gate_up(
     HALVES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`gemm_kernel.gate_up` for weights [E, 2, N, K] in tiles [1, 2, BLOCK_N, BLOCK_K], used as one operand."""
+    """Compute the same as `gemm_kernel.gate_up`, with a descriptor of the weights [E, 2, N, K].
+
+    A tile [1, 2, BLOCK_N, BLOCK_K] has rows of gate and of up, which are one operand.
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -175,7 +178,10 @@ def down(
     HALVES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`gemm_kernel.down` for hidden [P, K] in tiles [BLOCK_M, BLOCK_K] and weights in tiles [1, BLOCK_N, BLOCK_K]."""
+    """Compute the same as `gemm_kernel.down`, with descriptors of hidden [P, K] and of the weights [E, N, K].
+
+    Their tiles are [BLOCK_M, BLOCK_K] and [1, BLOCK_N, BLOCK_K].
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
