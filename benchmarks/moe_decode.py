@@ -18,8 +18,8 @@ import argparse
 import json
 import math
 import statistics
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -187,14 +187,23 @@ def shown(given: tuple[Tiling, Tiling]) -> str:
     return ",".join(f"{each.block_n},{each.num_warps}" for each in given)
 
 
+@contextmanager
+def limited(max_size: int, pairs_per_expert: float) -> Iterator[None]:
+    """Give the kernels for few tokens these limits, whatever the form of the weights."""
+    limits = max_size, pairs_per_expert
+    with (
+        patch.dict(few_tokens.LIMITS, dict.fromkeys(few_tokens.LIMITS, limits)),
+        patch.object(few_tokens, "LIMITS_8_BITS", limits),
+    ):
+        yield
+
+
 def few_path(
     form: Form, problem: dict[str, Any], chosen: tuple[Tiling, Tiling] | None = None
 ) -> Experts:
     """Return experts that use the kernels for few tokens for any number of tokens."""
     with ExitStack() as patches:
-        patches.enter_context(
-            patch.object(few_tokens, "limits", lambda _: (few_tokens.MAX_SIZE, 64.0))
-        )
+        patches.enter_context(limited(few_tokens.MAX_SIZE, 64.0))
         if chosen is not None:
             patches.enter_context(patch.object(few_tokens, "few_tilings", lambda *_: chosen))
         return form.make(problem)
@@ -202,7 +211,7 @@ def few_path(
 
 def sorted_path(form: Form, problem: dict[str, Any]) -> Experts:
     """Return the experts without the kernels for few tokens."""
-    with patch.object(few_tokens, "limits", lambda _: (0, 0.0)):
+    with limited(0, 0.0):
         return form.make(problem)
 
 

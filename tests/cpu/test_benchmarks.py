@@ -317,3 +317,19 @@ def test_attention_rankings_keep_other_ops(tmp_path: Path, monkeypatch: pytest.M
         ("triton", "small on fake device: latency 1.00 s"),
         ("fa3", "small on fake device: latency 2.00 s"),
     )
+
+
+@pytest.mark.parametrize("kind", ["none", "int4", "mxfp4", "block"])
+def test_moe_decode_changes_the_limits_of_few_tokens(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    moe_decode = import_module("moe_decode")
+    few_tokens = moe_decode.few_tokens
+    problem = moe_decode.MODELS["qwen3-30b-a3b"]
+    before = few_tokens.max_pairs(problem, kind)
+    with moe_decode.limited(few_tokens.MAX_SIZE, 64.0):
+        assert few_tokens.max_pairs(problem, kind) == 64 * problem["num_experts"]
+    with moe_decode.limited(0, 0.0):
+        assert few_tokens.max_pairs(problem, kind) == 0
+    assert few_tokens.max_pairs(problem, kind) == before > 0
