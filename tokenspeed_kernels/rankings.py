@@ -36,11 +36,11 @@ RANKINGS = (
         (
             (
                 "flashmla",
-                "1.01 times the best time, geometric mean of 30 sizes with 32 heads or more on NVIDIA H200",
+                "1.00 times the best time, geometric mean of 64 sizes with 16 to 128 heads on NVIDIA H200",
             ),
             (
                 "triton",
-                "2.10 times the best time, geometric mean of 30 sizes with 32 heads or more on NVIDIA H200",
+                "1.76 times the best time, geometric mean of 64 sizes with 16 to 128 heads on NVIDIA H200",
             ),
         ),
     ),

@@ -6,7 +6,7 @@ from importlib import import_module
 
 import pytest
 import torch
-from tokenspeed_kernels_hopper import FLASHMLA_FEW_HEADS
+from tokenspeed_kernels_hopper import FLASHMLA
 from tokenspeed_testing.conformance import check
 
 from tokenspeed_kernels.reference.mla import mla_decode
@@ -21,7 +21,7 @@ def load_failure() -> str:
     try:
         import_module("flash_mla")
     except Exception as error:  # a library for another torch raises OSError or ImportError
-        return f"{type(error).__name__}: {error}; {FLASHMLA_FEW_HEADS.obtain}"
+        return f"{type(error).__name__}: {error}; {FLASHMLA.obtain}"
     return ""
 
 
@@ -49,7 +49,7 @@ def problem_of(num_heads: int) -> dict[str, object]:
 @pytest.mark.parametrize("num_heads", [1, 7, 16, 128])
 def test_backend_conforms(num_heads: int) -> None:
     cases = [problem_of(num_heads)]
-    assert check(FLASHMLA_FEW_HEADS, torch.device("cuda"), cases=cases, num_rows=(0, 7, 150)) == 6
+    assert check(FLASHMLA, torch.device("cuda"), cases=cases, num_rows=(0, 7, 150)) == 6
 
 
 @pytest.mark.parametrize("num_heads", [7, 16, 128])
@@ -63,7 +63,7 @@ def test_replays_follow_the_lengths_of_their_step(num_rows: int, num_heads: int)
         q = torch.randn(num_rows, num_heads, width, dtype=torch.bfloat16)
         table = torch.zeros(num_rows, num_columns, dtype=torch.int32)
         lengths = torch.zeros(num_rows, dtype=torch.int32)
-    kernel, expect = FLASHMLA_FEW_HEADS.factory()(problem), mla_decode(problem)
+    kernel, expect = FLASHMLA.factory()(problem), mla_decode(problem)
 
     def run() -> torch.Tensor:
         result: torch.Tensor = kernel(q, cache, table, lengths, MAX_LEN, width**-0.5, None)
@@ -98,10 +98,8 @@ def test_each_kernel_of_a_layer_waits_for_the_one_before(num_rows: int) -> None:
     sizes = {"num_heads": num_heads, "latent_size": LATENT, "rope_size": ROPE, "dtype": "bfloat16"}
     sizes |= {"nope_size": head_size, "value_size": head_size}
     absorb, project = mla_absorb(sizes), mla_project(sizes)
-    decode, expect = (
-        FLASHMLA_FEW_HEADS.factory()(problem_of(num_heads)),
-        mla_decode(problem_of(num_heads)),
-    )
+    problem = problem_of(num_heads)
+    decode, expect = FLASHMLA.factory()(problem), mla_decode(problem)
     with torch.device("cuda"):
         blocks = torch.randperm(num_rows * num_columns, dtype=torch.int32)
         arena = torch.randn(blocks.numel(), num_layers, BLOCK_SIZE, width, dtype=torch.bfloat16)

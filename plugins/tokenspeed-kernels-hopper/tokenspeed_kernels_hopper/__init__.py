@@ -11,8 +11,6 @@ __all__ = [
     "FA3",
     "FA3_SCORES",
     "FLASHMLA",
-    "FLASHMLA_FEW_HEADS",
-    "LATENT_ATTENTION",
 ]
 
 _HALVES = ("bfloat16", "float16")
@@ -62,17 +60,9 @@ FLASHMLA = KernelSpec(
         limits=(
             AxisLimit("latent_size", 512, 512),
             AxisLimit("rope_size", 64, 64),
-            AxisLimit("num_heads", 32),
         ),
     ),
     load="tokenspeed_kernels_hopper.flashmla:FlashMlaDecode",
     requires=("flash_mla",),
     obtain="pip install 'tokenspeed-kernels-hopper[flashmla]'",
 )
-# With fewer heads, the portable kernel is faster for few rows.
-FLASHMLA_FEW_HEADS = replace(
-    FLASHMLA,
-    capability=replace(FLASHMLA.capability, limits=FLASHMLA.capability.limits[:2]),
-    needs_name=True,
-)
-LATENT_ATTENTION = (FLASHMLA, FLASHMLA_FEW_HEADS)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenspeed_kernels_hopper import FLASHMLA, FLASHMLA_FEW_HEADS
+from tokenspeed_kernels_hopper import FLASHMLA
 from tokenspeed_testing.conformance import check
 from tokenspeed_testing.explain import explain
 from tokenspeed_testing.signatures import kept, library_of, read, restricted_to
@@ -25,6 +25,7 @@ from tokenspeed_core.kernels.installed import installed_kernels, installed_ops, 
 from tokenspeed_core.kernels.overrides import Override
 from tokenspeed_core.kernels.select import Selector
 from tokenspeed_core.plugins import Catalog
+from tokenspeed_kernels.reference.mla import mla_decode as reference
 
 HAS_LIBRARY = importlib.util.find_spec("flash_mla") is not None
 WHEELS = os.environ.get("TOKENSPEED_VENDOR_WHEELS")
@@ -124,9 +125,35 @@ def explained(chosen: Selector) -> str:
 @NEEDS_MOCK
 @pytest.mark.usefixtures("mock_library")
 @pytest.mark.parametrize("num_heads", [7, 16, 128])
-def test_backend_conforms_over_a_mock_library(num_heads: int) -> None:
+def test_backend_conforms_over_a_mock_library(
+    num_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokenspeed_kernels.triton.mla.absorbed.mla_decode", reference)
     problem = {**DEEPSEEK, "num_heads": num_heads}
-    assert check(FLASHMLA_FEW_HEADS, torch.device("cpu"), cases=[problem], num_rows=(0, 1, 7)) == 6
+    assert check(FLASHMLA, torch.device("cpu"), cases=[problem], num_rows=(0, 1, 17)) == 6
+
+
+@NEEDS_MOCK
+@pytest.mark.usefixtures("mock_library")
+@pytest.mark.parametrize(("num_heads", "min_rows"), [(16, 16), (31, 16), (32, 2), (127, 2)])
+def test_few_rows_run_the_portable_kernel(
+    num_heads: int, min_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    portable: list[int] = []
+
+    def decode(q: Tensor, *_: object) -> Tensor:
+        portable.append(q.shape[0])
+        return q[..., :512]
+
+    monkeypatch.setattr("tokenspeed_kernels.triton.mla.absorbed.mla_decode", lambda _: decode)
+    kernel = FLASHMLA.factory()({**DEEPSEEK, "num_heads": num_heads})
+    for num_rows in (1, min_rows - 1, min_rows, 40):
+        q = torch.zeros((num_rows, num_heads, 576), dtype=torch.bfloat16)
+        table = torch.zeros((num_rows, 1), dtype=torch.int32)
+        lengths = torch.ones(num_rows, dtype=torch.int32)
+        cache = torch.zeros((1, 64, 576), dtype=torch.bfloat16)
+        assert kernel(q, cache, table, lengths, 1, 1.0, kernel.plan()).shape == (*q.shape[:2], 512)
+    assert portable == [1, min_rows - 1]
 
 
 @NEEDS_MOCK
@@ -139,11 +166,10 @@ def test_too_many_rows_are_rejected() -> None:
 
 @NEEDS_MOCK
 @pytest.mark.usefixtures("mock_library")
-@pytest.mark.parametrize(("num_heads", "expected"), [(32, "flashmla"), (31, "triton")])
-def test_auto_selects_it_for_many_heads(num_heads: int, expected: str) -> None:
+@pytest.mark.parametrize("num_heads", [1, 16, 128])
+def test_auto_selects_it(num_heads: int) -> None:
     problem = {**DEEPSEEK, "num_heads": num_heads}
-    assert selector().select("mla_decode", problem).spec.backend == expected
-    assert selector("flashmla", "auto").select("mla_decode", problem).spec.backend == "flashmla"
+    assert selector().select("mla_decode", problem).spec.backend == "flashmla"
 
 
 def test_plan_gives_the_reason_and_how_to_install_it() -> None:
