@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from itertools import pairwise
+from math import ceil
 from typing import Any
 
 import pytest
@@ -164,3 +165,26 @@ def test_overlapped_kernels_compile(num_scales: int) -> None:
         )
         assert "sys.acquire" in code.asm["ptx"]
         assert "ld.volatile" in code.asm["ptx"]
+
+
+@pytest.mark.parametrize(("num_bytes", "share"), [(8192, 0.69), (25600, 0.89)])
+@pytest.mark.parametrize("size", [4096, 5120])
+def test_two_parts_take_as_few_waves_of_tiles_as_possible(
+    size: int, num_bytes: int, share: float
+) -> None:
+    for num_rows in range(6144, 16384, 97):
+        middle = overlap.first_part(num_rows, size, num_bytes, 132)
+        assert middle % overlap.TILE_ROWS == 0
+        waves = {}
+        for first in range(128, num_rows, 128):
+            tiles = (ceil(rows / 128) * size // 256 for rows in (first, num_rows - first))
+            waves[first] = sum(ceil(each / 132) for each in tiles)
+        fewest = min(waves.values())
+        assert waves[middle] == fewest
+        others = [first for first, each in waves.items() if each == fewest and first < middle]
+        assert middle <= share * num_rows or not others
+
+
+def test_first_part_grows_with_the_time_of_the_computation() -> None:
+    first_parts = [overlap.first_part(8192, 5120, each, 132) for each in (2048, 8192, 25600)]
+    assert first_parts == [19 * 128, 39 * 128, 52 * 128]

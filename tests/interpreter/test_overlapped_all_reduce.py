@@ -44,7 +44,7 @@ def two_memories(num_rows: int, size: int) -> list[TwoInboxes]:
 def two_processes(num_rows: int, size: int, num_scales: int = 0) -> list[Process]:
     problem = {"num_processes": 2, "size": size, "max_num_tokens": num_rows, "dtype": "float32"}
     return [
-        Process(problem, memory, num_scales, None)  # type: ignore[arg-type]
+        Process(problem, memory, num_scales, None, 132)  # type: ignore[arg-type]
         for memory in two_memories(num_rows, size)
     ]
 

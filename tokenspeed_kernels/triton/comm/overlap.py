@@ -13,12 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor, distributed
+from triton import cdiv
 
 from tokenspeed_core.api import CommGroup, Problem, SentSummands
 from tokenspeed_kernels.symmetric_memory import AbortFlag, allocate
@@ -28,9 +29,9 @@ from tokenspeed_kernels.triton.quantize.fp8_per_group import GROUP
 from tokenspeed_kernels.triton.quantize.fp8_per_token import normalized
 
 MIN_NUM_TOKENS = 6144  # fewer rows gained nothing: two small GEMMs take longer than one
-FIRST_PART = 5 / 8  # of the rows, rounded to whole tiles of a GEMM and aligned scales
-TILE = 128
 NUM_PARTS = 2
+TILE_ROWS, TILE_FEATURES = 128, 256  # of a result, per multiprocessor of a large GEMM
+SENT_BYTES = 4000  # computing a value from this many bytes of input takes about as long as sending it
 
 
 @precompile.jit
@@ -85,6 +86,26 @@ def _receive(
     store_row(y, y_ptr, scale_ptr, row, row + 1, N, BLOCK_N, VECTOR, NUM_SCALES, GROUP)
 
 
+@lru_cache(maxsize=256)
+def first_part(num_rows: int, size: int, num_bytes: int, num_multiprocessors: int) -> int:
+    """Return the rows of the first part, a multiple of TILE_ROWS.
+
+    `size` are the values of a row, computed from `num_bytes` bytes of input. Both parts together take as few waves of
+    tiles as possible. Of these divisions, the first part is the largest that is sent while the second is computed.
+    """
+    num_tiles = cdiv(num_rows, TILE_ROWS)
+    per_row_of_tiles = cdiv(size, TILE_FEATURES)
+
+    def waves(tiles: int) -> int:
+        return cdiv(tiles * per_row_of_tiles, num_multiprocessors)
+
+    both = {first: waves(first) + waves(num_tiles - first) for first in range(1, num_tiles)}
+    fewest = min(both.values())
+    best = [first for first, each in both.items() if each == fewest]
+    largest = num_tiles * num_bytes / (num_bytes + SENT_BYTES)
+    return TILE_ROWS * max((first for first in best if first <= largest), default=best[0])
+
+
 @dataclass(frozen=True, slots=True)
 class TwoInboxes:
     """The memory of two processes, as one of them addresses it.
@@ -104,7 +125,12 @@ class OverlappedAllReduce:
     """Implements `Overlap` in a process of a pair. `num_scales` is that of the fused kernel."""
 
     def __init__(
-        self, problem: Problem, memory: TwoInboxes, num_scales: int, transfers: torch.cuda.Stream
+        self,
+        problem: Problem,
+        memory: TwoInboxes,
+        num_scales: int,
+        transfers: torch.cuda.Stream,
+        num_multiprocessors: int,
     ) -> None:
         """Send on the stream `transfers`."""
         self._size: int = problem["size"]
@@ -114,13 +140,16 @@ class OverlappedAllReduce:
         self._vector = math.gcd(16, self._size * item_size) // item_size
         self._arrived = torch.ones_like(memory.flags[:1])
         self._transfers = transfers
+        self._num_multiprocessors = num_multiprocessors
         self.min_num_tokens = MIN_NUM_TOKENS
 
     def send(self, compute: Callable[[Any], Tensor], x: Any) -> SentSummands:
         """Compute the summands of the rows x in two parts, and send each one at once (see `Overlap`)."""
         memory, transfers = self._memory, self._transfers
-        num_rows = (x[0] if isinstance(x, tuple) else x).shape[0]
-        middle = int(num_rows * FIRST_PART) // TILE * TILE
+        inputs = x[0] if isinstance(x, tuple) else x
+        num_rows = inputs.shape[0]
+        num_bytes = inputs[0].numel() * inputs.itemsize
+        middle = first_part(num_rows, self._size, num_bytes, self._num_multiprocessors)
         self.meet()
         parts = []
         for index, rows in enumerate((slice(0, middle), slice(middle, num_rows))):
@@ -217,7 +246,10 @@ def overlapped(problem: Problem, group: CommGroup, num_scales: int) -> Overlappe
     torch.cuda.synchronize(flags.own.device)
     distributed.barrier(group.handle, device_ids=[flags.own.device.index])
     transfers: torch.cuda.Stream = torch.cuda.Stream(flags.own.device)
-    overlap = OverlappedAllReduce(problem, memory, num_scales, transfers)
+    properties = torch.cuda.get_device_properties(flags.own.device)
+    overlap = OverlappedAllReduce(
+        problem, memory, num_scales, transfers, properties.multi_processor_count
+    )
     _precompile(overlap, problem)
     return overlap
 
