@@ -93,6 +93,7 @@ ROUTING = {
 }
 COMPARED = ("qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v3")
 NUM_TOKENS = (1, 2, 4, 8, 16)
+MAX_SIZE = 16384  # features of a weight row that fit into the registers of a kernel for few tokens
 MAX_LAYERS = 8
 MAX_BYTES = 24 << 30  # of all layers
 NUM_IDLE = 8  # unused experts that get NaN while paths are compared
@@ -203,7 +204,7 @@ def few_path(
 ) -> Experts:
     """Return experts that use the kernels for few tokens for any number of tokens."""
     with ExitStack() as patches:
-        patches.enter_context(limited(few_tokens.MAX_SIZE, 64.0))
+        patches.enter_context(limited(MAX_SIZE, 64.0))
         if chosen is not None:
             patches.enter_context(patch.object(few_tokens, "few_tilings", lambda *_: chosen))
         return form.make(problem)

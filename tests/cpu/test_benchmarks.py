@@ -328,7 +328,7 @@ def test_moe_decode_changes_the_limits_of_few_tokens(
     few_tokens = moe_decode.few_tokens
     problem = moe_decode.MODELS["qwen3-30b-a3b"]
     before = few_tokens.max_pairs(problem, kind)
-    with moe_decode.limited(few_tokens.MAX_SIZE, 64.0):
+    with moe_decode.limited(moe_decode.MAX_SIZE, 64.0):
         assert few_tokens.max_pairs(problem, kind) == 64 * problem["num_experts"]
     with moe_decode.limited(0, 0.0):
         assert few_tokens.max_pairs(problem, kind) == 0

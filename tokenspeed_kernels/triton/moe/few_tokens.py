@@ -20,12 +20,11 @@ from tokenspeed_kernels.triton.moe.scales import Scales
 from tokenspeed_kernels.triton.pdl import supports_pdl
 from tokenspeed_kernels.triton.quantize.fp8_per_group import GROUP
 
-MAX_SIZE = 16384  # features of a weight row that fit into a program's registers
 MAX_WARPS = 8  # of the down projection
-# The largest hidden size, and the most pairs per expert, for which these kernels are faster than sorting. 4-bit weights
-# were measured up to gpt-oss's hidden size of 2,880.
-LIMITS = {"none": (MAX_SIZE, 0.25), "int4": (2880, 0.125), "mxfp4": (2880, 0.25)}
-# 8-bit weights were slower for DeepSeek-V3's hidden size of 7,168. Sizes in between were not measured.
+# The largest hidden size, and the most pairs per expert, for which these kernels are faster than sorting. 16-bit and 8-bit
+# weights were slower for DeepSeek-V3's hidden size of 7,168. Sizes in between were not measured. 4-bit weights were
+# measured up to gpt-oss's hidden size of 2,880.
+LIMITS = {"none": (4096, 0.25), "int4": (2880, 0.125), "mxfp4": (2880, 0.25)}
 LIMITS_8_BITS = (2048, 0.125)
 
 
