@@ -161,4 +161,4 @@ def test_third_party_experts_generate_the_tokens_of_one_process(
 
 
 def test_documentation_lists_the_tested_engines() -> None:
-    assert documented("tokens") == TABLE
+    assert [case for case in documented("tokens") if case[1] in LAYOUTS] == TABLE

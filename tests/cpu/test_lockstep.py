@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 from lockstep_engine import Served, serve
+from parallel_table import documented
 from process_pool import ProcessPool, Sizes
 from serving import wait_until
-from tiny_families import save_reference
+from tiny_families import EIGHT_EXPERTS, EXPERTS, save_reference
 
 from tokenspeed_core import LLM, SamplingParams
 from tokenspeed_core.api import PlatformInfo
@@ -39,6 +40,9 @@ SETTINGS: dict[str, Any] = {
 NUM_TOKENS = 12
 FUSED = {"enable_allreduce_fusion": True, "comm_fusion_max_num_tokens": 8}
 TENSOR_PARALLEL = pytest.param(2, marks=pytest.mark.release)  # processes of each engine
+LAYOUTS = {"dp2+ep2": 1, "dp2xtp2+ep4": 2}  # with the processes of each engine
+TABLE = [(family, layout) for family in EXPERTS for layout in LAYOUTS]
+BY_DEFAULT = (("GptOss", "dp2+ep2"), ("Glm4Moe", "dp2+ep2"))
 Prompts = Sequence[Sequence[int]]
 
 
@@ -194,6 +198,26 @@ def test_latent_attention_and_shared_experts_generate_the_tokens_of_one_process(
     prompts: Sequence[Prompts] = ([prompt(20, 1), prompt(3, 2)], [prompt(7, 3)])
     served = together(pool, "demo-deepseek", prompts, tp=tp, **settings)
     assert [tokens(each) for each in served] == alone("demo-deepseek", prompts)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        pytest.param(*case, marks=() if case in BY_DEFAULT else pytest.mark.release)
+        for case in TABLE
+    ],
+)
+def test_families_with_experts_generate_the_tokens_of_one_process(
+    pool: ProcessPool, family: str, layout: str, tmp_path: Path
+) -> None:
+    save_reference(family, tmp_path, **EIGHT_EXPERTS.get(family, {}))
+    model, prompts = str(tmp_path), [UNEVEN[0][:3], UNEVEN[1]]
+    served = together(pool, model, prompts, tp=LAYOUTS[layout])
+    assert [tokens(each) for each in served] == alone(model, prompts)
+
+
+def test_documentation_lists_the_tested_engines() -> None:
+    assert [case for case in documented("tokens") if case[1] in LAYOUTS] == TABLE
 
 
 def test_peers_exchange_sizes_and_notice_an_end() -> None:
