@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tokenspeed_core.api import Ranking
 from tokenspeed_core.cli import main
 from tokenspeed_core.kernels.installed import installed_kernels
 from tokenspeed_core.plugins import Catalog
+from tokenspeed_kernels.descriptors import TORCH_ATTENTION
 
 pytestmark = pytest.mark.slow
 
@@ -395,3 +397,12 @@ def test_backend_options_are_shown(
     option = ("--backend-option", "triton.max_splits=1")
     assert main(["plugins", "why", "attention", "--platform", "sm90", *option]) == 0
     assert "\n           --backend-option triton.max_splits=1\n" in capsys.readouterr().out
+
+
+def test_note_of_the_kernel_that_runs_is_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted = tuple(replace(each, note="another kernel runs long steps") for each in TORCH_ATTENTION)
+    monkeypatch.setattr("tokenspeed_kernels.descriptors.TORCH_ATTENTION", noted)
+    assert main(["plugins", "why", "attention", "--device", "cpu"]) == 0
+    assert ": the reference\n           another kernel runs long steps\n" in capsys.readouterr().out

@@ -56,6 +56,7 @@ class PlannedOp:
     wanted: tuple[str, ...] = ("auto",)  # backends in order of preference
     asked_by: str = "auto"  # the flag that asked for them, with "(from ...)" if it was not typed
     is_reference: bool = False  # `backend` is the op's plain PyTorch reference
+    note: str = ""  # of the backend's descriptor
 
     def axis(self, name: str) -> Any:
         """Return an axis of the problem, None if it has no such axis."""

@@ -278,6 +278,7 @@ class Selector:
             wanted=names,
             asked_by=source,
             is_reference=taken is not None and taken.spec.reference,
+            note="" if taken is None else taken.spec.note,
         )
         if taken is None:
             return None, planned

@@ -162,6 +162,8 @@ def _lines(platform: str, found: Sequence[PlannedOp], outside: Sequence[Entry]) 
         yield f"{planned.op}{_layers(planned.layers)}: {', '.join(f'{name}={v}' for name, v in planned.problem)}"
         chosen = f"{planned.backend} from {planned.distribution}" if planned.backend else "nothing"
         yield f"  runs   {chosen}: {planned.because}"
+        if planned.note:
+            yield f"           {planned.note}"
         if not planned.backend and planned.alternative():
             yield f"           -> {planned.alternative()}"
         for key, value in planned.options:

@@ -168,8 +168,12 @@ def test_too_many_rows_are_rejected() -> None:
 @pytest.mark.usefixtures("mock_library")
 @pytest.mark.parametrize("num_heads", [1, 16, 128])
 def test_auto_selects_it(num_heads: int) -> None:
-    problem = {**DEEPSEEK, "num_heads": num_heads}
-    assert selector().select("mla_decode", problem).spec.backend == "flashmla"
+    chosen = selector()
+    spec = chosen.select("mla_decode", {**DEEPSEEK, "num_heads": num_heads}).spec
+    assert spec.backend == "flashmla"
+    (planned,) = chosen.plan().find("mla_decode")
+    assert planned.note == spec.note
+    assert "fewer than 16 rows with up to 31 heads, 1 row with up to 127" in planned.note
 
 
 def test_plan_gives_the_reason_and_how_to_install_it() -> None:
