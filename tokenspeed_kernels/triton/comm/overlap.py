@@ -148,7 +148,7 @@ class OverlappedAllReduce:
         memory, transfers = self._memory, self._transfers
         inputs = x[0] if isinstance(x, tuple) else x
         num_rows = inputs.shape[0]
-        num_bytes = inputs[0].numel() * inputs.itemsize
+        num_bytes = inputs.shape[1:].numel() * inputs.itemsize
         middle = first_part(num_rows, self._size, num_bytes, self._num_multiprocessors)
         self.meet()
         parts = []
