@@ -114,7 +114,7 @@ def test_kernels_get_the_shapes_of_the_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model_type", "mlp", "changes", "found"),
     [
-        ("llama", LlamaMLP, {}, "LlamaModel .* in two chunks differ by .* those at once"),
+        ("llama", LlamaMLP, {}, "LlamaForCausalLM .* in two chunks differ by .* those at once"),
         ("granite", GraniteMLP, {"is_causal": False}, "in three chunks differ by .* those in two"),
     ],
 )
@@ -140,3 +140,14 @@ def test_mixing_of_tokens_outside_of_attention_is_found(
     monkeypatch.setattr(mlp, "forward", forward)
     with pytest.raises(ValueError, match=found):
         TransformersModel(config, DenseBuild()).load_weights(weights.items())
+
+
+def test_other_logits_are_found(tmp_path: Path) -> None:
+    save_reference("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    model = TransformersModel(config, DenseBuild())
+    head: Any = model._causal_lm.lm_head
+    original = head.forward
+    head.forward = lambda x: original(x) * 1.1
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM .* logits differ by .* output head"):
+        model.load_weights(load_file(tmp_path / "model.safetensors").items())

@@ -51,6 +51,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "cohere": {},
     "cohere2": WINDOWS,
     "diffllama": {},
+    # A layer that runs twice, and an output head with scales.
+    "dory": {
+        "head_dim": 8,
+        "num_hidden_layers": 3,
+        "n_input_layers": 1,
+        "n_output_layers": 1,
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
     "dots1": EXPERTS,
     "ernie4_5": {},
     "exaone4": WINDOWS,
@@ -151,6 +160,7 @@ ALL = MODELS | MORE | NATIVE | BIDIRECTIONAL
 def save_reference(model_type: str, folder: Path, **changes: Any) -> Any:
     """Write a checkpoint and return its transformers model. `changes` override the configuration.
 
+    Norms, biases and scales are random too: models initialize them with constants, which hide a missing one.
     Attention is the formula in PyTorch: before 5.21, transformers' SDPA ignores the soft cap of VaultGemma.
     """
     torch.manual_seed(11)
@@ -158,5 +168,9 @@ def save_reference(model_type: str, folder: Path, **changes: Any) -> Any:
     reference = AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager"
     ).eval()
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.1 * torch.randn_like(parameter)
     reference.save_pretrained(folder)
     return reference

@@ -4,13 +4,13 @@ Recording shows how a model calls attention, but not whether tokens influence ea
 through a convolution. Therefore the model runs twice here: in two chunks as in serving, with attention computed by
 plain PyTorch, and as in transformers, without replaced modules and without a cache. A prompt whose tokens see later
 ones cannot be computed in chunks. Such a model is compared with transformers at once, and then with itself, in other
-chunks after a prompt of one token.
+chunks after a prompt of one token. The output head, replaced and original, runs on the same hidden states.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -37,16 +37,19 @@ Attention = PagedAttention | FusedAttention
 
 @torch.inference_mode()
 def check_against_transformers(
+    causal_lm: PreTrainedModel,
     decoder: PreTrainedModel,
+    logits: Callable[[Tensor], Tensor],
     attention: Sequence[Attention],
     sinks: Mapping[str, Tensor],
     *,
     keeps_layers: bool,
     is_quantized: bool,
 ) -> None:
-    """Raise ValueError if a loaded decoder computes something else than transformers.
+    """Raise ValueError if a loaded model computes something else than transformers.
 
-    `attention` are all of its layers' calls, `sinks` the float32 sinks by the paths of their parameters. Layers of
+    `causal_lm` is the model without its decoder, and `logits` computes logits [R, vocab] of hidden states [R, hidden].
+    `attention` are all of the layers' calls, `sinks` the float32 sinks by the paths of their parameters. Layers of
     TokenSpeed that replace quantized ones, or experts that processes share, stay in place; `keeps_layers` says whether
     there are any. All processes call this at the same time.
     """
@@ -63,7 +66,7 @@ def check_against_transformers(
             **others,
         )
         hidden: Tensor = outputs[0][0]
-        return hidden.float()
+        return hidden
 
     def run_chunks(*ends: int) -> Tensor:
         with _dense(attention, sinks):
@@ -77,26 +80,31 @@ def check_against_transformers(
         else {}
     )
     try:
-        with _unchanged(decoder, SERVE if keeps_layers else "eager"):
+        with _unchanged(decoder, SERVE if keeps_layers else "eager"), _original_forwards(causal_lm):
             theirs = run(0, _NUM_TOKENS, **types)
+            their_logits = logits(ours)
     except Exception as error:  # code of a repository may raise anything
         log.warning("the model could not be compared with transformers: %r", error)
         return
     is_exact = weight.dtype == torch.float32 and not is_quantized
     tolerance = _TOLERANCE if is_exact else _ROUNDING_TOLERANCE
-    outside = "Its tokens may influence each other outside of attention"
-    pairs = [(ours, theirs, "in two chunks", "those at once", outside)]
+    outside = "Its tokens may influence each other outside of attention, or it ignores positions"
+    compared = [(ours, theirs, "hidden states in two chunks", "those at once", outside)]
     if is_bidirectional:
-        pairs = [
-            (ours, theirs, "at once", "those of transformers", "Its attention mask may be another"),
-            (run_chunks(1, 4), run_chunks(1), "in three chunks", "those in two", outside),
+        mask = "Its attention mask may be another"
+        two, three = run_chunks(1), run_chunks(1, 4)
+        compared = [
+            (ours, theirs, "hidden states at once", "those of transformers", mask),
+            (three, two, "hidden states in three chunks", "those in two", outside),
         ]
-    for found, expected, chunks, others, reason in pairs:
-        difference = float((found - expected).norm() / expected.norm())
-        if difference > tolerance:
+    head = "Its output head may have an unknown form"
+    compared.append((logits(ours), their_logits, "logits", "those of transformers", head))
+    for found, expected, what, others, reason in compared:
+        distance = (found.float() - expected.float()).norm() / expected.float().norm()
+        if distance > tolerance:
             raise ValueError(
-                f"{type(decoder).__name__} cannot run through transformers: its hidden states {chunks} differ by "
-                f"{difference:.1%} from {others}. {reason}"
+                f"{type(causal_lm).__name__} cannot run through transformers: its {what} differ by "
+                f"{float(distance):.1%} from {others}. {reason}"
             )
 
 
@@ -117,8 +125,21 @@ def _dense(attention: Sequence[Attention], sinks: Mapping[str, Tensor]) -> Itera
 @contextmanager
 def _unchanged(decoder: PreTrainedModel, experts: str) -> Iterator[None]:
     """Let a decoder compute as transformers defines it, with an implementation of experts."""
+    config = decoder.config
+    names = config._attn_implementation, config._experts_implementation
+    config._attn_implementation, config._experts_implementation = "eager", experts
+    try:
+        with _original_forwards(decoder):
+            yield
+    finally:
+        config._attn_implementation, config._experts_implementation = names
+
+
+@contextmanager
+def _original_forwards(model: PreTrainedModel) -> Iterator[None]:
+    """Let modules compute what their classes define, except for layers of TokenSpeed that hold the weights."""
     replaced: list[tuple[dict[str, Any], Any]] = []
-    for module in decoder.modules():
+    for module in model.modules():
         attributes = vars(module)
         if "forward" not in attributes:
             continue
@@ -128,13 +149,9 @@ def _unchanged(decoder: PreTrainedModel, experts: str) -> Iterator[None]:
             own = Summed(own or module.forward, attributes[ALL_REDUCE])
         if own is not None:
             attributes["forward"] = own
-    config = decoder.config
-    names = config._attn_implementation, config._experts_implementation
-    config._attn_implementation, config._experts_implementation = "eager", experts
     try:
         yield
     finally:
-        config._attn_implementation, config._experts_implementation = names
         for attributes, forward in replaced:
             attributes["forward"] = forward
 

@@ -106,7 +106,9 @@ class TransformersModel:
         for name, sinks in self._sinks.items():
             sinks.copy_(self._names.targets[name])
         check_against_transformers(
+            self._causal_lm,
             self._decoder,
+            self.logits,
             self._attention,
             self._sinks,
             keeps_layers=self._keeps_layers,

@@ -157,7 +157,8 @@ class Replacer:
         head = model.get_output_embeddings()
         with torch.no_grad():
             for name, module in self._by_layer(model):
-                if module is head:
+                # A subclass may compute more, such as a scale for each token.
+                if module is head and type(module) is nn.Linear:
                     self._set(module, "linear layers", self._plain(module))
                 elif name in experts:
                     names = expert_names(model, name)
