@@ -77,6 +77,7 @@ HALVES = RotaryLayout(is_adjacent=False, interleaved=False)
         ("olmo", {"clip_qkv": None}, [HALVES, HALVES]),
         ("olmo", {"clip_qkv": 500.0}, []),
         ("olmo2", {}, []),  # norms of all heads at once
+        ("cohere_compass_text", {}, []),  # rotates only if there are cosines and sines
         ("gpt2", {}, []),
     ],
 )

@@ -50,6 +50,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "bitnet": {},
     "cohere": {},
     "cohere2": WINDOWS,
+    # A rotary embedding for each type of layer.
+    "cohere_compass_text": WINDOWS
+    | {"rope_parameters": {kind: {"rope_theta": 1e3} for kind in WINDOWS["layer_types"]}},
     "diffllama": {},
     # A layer that runs twice, and an output head with scales.
     "dory": {

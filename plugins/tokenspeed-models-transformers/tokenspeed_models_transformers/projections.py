@@ -167,9 +167,14 @@ def _match(
     layouts: list[RotaryLayout | None] = [*_LAYOUTS] if angles is not None else []
     if not norms:
         layouts.append(None)
+    # If the form of the rotary embedding is unknown, the module must ignore its cosines and sines.
+    given = angles
+    if given is None:
+        cos, sin = (random_tensor(1, _NUM_TOKENS, size, seed=seed) for seed in (19, 20))
+        given = cos, sin
     for layout in layouts:
         if all(
-            _computes(module, recorded, changes, weights, eps, layout, angles, magnitude)
+            _computes(module, recorded, changes, weights, eps, layout, given, magnitude)
             for magnitude in MAGNITUDES
         ):
             width = 0 if angles is None else angles[0].shape[2]
@@ -184,7 +189,7 @@ def _computes(
     weights: tuple[Tensor, Tensor] | None,
     eps: float | None,
     layout: RotaryLayout | None,
-    angles: tuple[Tensor, Tensor] | None,
+    angles: tuple[Tensor, Tensor],
     magnitude: float,
 ) -> bool:
     """Return whether the module passes the expected heads to its attention, and projects the result."""
@@ -211,7 +216,6 @@ def _computes(
         for index, weight in enumerate(weights):
             heads[index] = torch.rms_norm(heads[index], weight.shape, weight, eps)
     if layout is not None:
-        assert angles is not None, "a layout is tried with angles only"
         table = layout.table(*angles)
         heads[:2] = [rotated(each, table, interleaved=layout.interleaved) for each in heads[:2]]
     expected = changes["o_proj"]((heads[0] * 0.5).flatten(1).unsqueeze(0))
