@@ -63,6 +63,12 @@ def test_values_smaller_than_keys_take_less_memory() -> None:
     assert values_per_token(group) == group.num_layers * 4 * (12 + 8)
 
 
+def test_layers_that_share_keys_have_their_own_cache() -> None:
+    windows, full = describe(config_of("gemma4_text", **ALL["gemma4_text"])).cache_groups
+    assert windows == SlidingWindow("window_9_2x8", 2, 2, 8, 9)
+    assert full == FullAttention("full_2x16", 2, 2, 16)
+
+
 def test_process_without_torch_asks_a_subprocess() -> None:
     config = config_of("starcoder2", sliding_window=9)
     code = (

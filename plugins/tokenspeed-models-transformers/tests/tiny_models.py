@@ -66,6 +66,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "dots1": EXPERTS,
     "ernie4_5": {},
     "exaone4": WINDOWS,
+    # Two layers that share the keys and values of others.
+    "gemma4_text": {
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 101,
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
     "glm": {"head_dim": 8},
     "gpt2": {},
     "gpt_neox": {},

@@ -84,6 +84,13 @@ class Mask:
     is_bidirectional: bool = False
     unsupported: str | None = None
 
+    def __getitem__(self, index: object) -> Mask:
+        """Return the mask if the index selects all of it. Layers that share keys may compute some queries only."""
+        parts = index if isinstance(index, tuple) else (index,)
+        if any(each not in (slice(None), slice(0, None)) for each in parts):
+            raise TypeError(f"{Mask.__name__!r} object cannot be divided")
+        return self
+
 
 def record(model: PreTrainedModel) -> Recording:
     """Run a model that was built on the meta device with the attention implementation `RECORD`.
