@@ -85,6 +85,7 @@ def test_process_without_torch_asks_a_subprocess() -> None:
 TINY: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global"], 2]]},
     "granitemoehybrid": ALL["granitemoehybrid"],
+    "dory": ALL["dory"],
 }
 
 
@@ -107,6 +108,7 @@ TINY: dict[str, dict[str, Any]] = {
         ("deepseek_v2", LATENT, "deepseek_v2 .* failed with TypeError: topk"),
         ("granitemoehybrid", {"mamba_n_heads": 7}, "granitemoehybrid.* must divide"),
         ("granitemoehybrid", {"layer_types": ["mamba"] * 2}, "layers of the type linear_attention"),
+        ("dory", {"recurrent_kv_cache_mode": "last_loop"}, "dory .* last_loop is not supported"),
         ("openai-gpt", {}, "openai-gpt .* uses its attention mask outside"),
         ("qwen2_moe", {"layer_types": ["sliding_attention"] * 2}, r"layers\.0.* hides all tokens"),
         ("llama", {"dtype": "float64"}, "dtype is 'float64'"),

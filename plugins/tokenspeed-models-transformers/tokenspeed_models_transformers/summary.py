@@ -67,7 +67,13 @@ def _refuse_unsupported(config: PreTrainedConfig, architecture: str) -> None:
     """Raise ValueError for unsupported properties that a forward does not show."""
     if config.is_encoder_decoder:
         raise ValueError(f"{architecture} cannot run through transformers: it has an encoder")
-    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
+    text = config.get_text_config()
+    # Repeated layers: early passes attend to the keys of the last pass, which depend on the chunks of a prompt.
+    if getattr(text, "recurrent_kv_cache_mode", None) == "last_loop":
+        raise ValueError(
+            f"{architecture} cannot run through transformers: recurrent_kv_cache_mode last_loop is not supported"
+        )
+    kinds = getattr(text, "layer_types", None) or ()
     other = sorted(set(kinds) - _LAYER_TYPES)
     if other:
         raise ValueError(
