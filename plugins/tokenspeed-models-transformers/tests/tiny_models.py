@@ -77,6 +77,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 9,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
+    # Has a mask for tokens of images.
+    "gemma4_unified": {
+        "text_config": SMALL | WINDOWS | {"head_dim": 8, "global_head_dim": 16, "pad_token_id": 0},
+    },
     "glm": {"head_dim": 8},
     "gpt2": {},
     "gpt_neox": {},
@@ -126,6 +130,18 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "flex_olmo": {},
     "glm4": {"head_dim": 8},
+    "got_ocr2": {
+        "text_config": {**SMALL, "model_type": "qwen2"},
+        "vision_config": {
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "output_channels": 8,
+            "image_size": 32,
+            "global_attn_indexes": [0],
+            "mlp_dim": 16,
+        },
+    },
     "gpt_bigcode": {},
     "gptj": {"rotary_dim": 4},
     "granitemoehybrid": {

@@ -53,6 +53,9 @@ def read_config(config: Mapping[str, Any]) -> PreTrainedConfig:
     except Exception as error:  # may be of any type if a value is invalid
         raise ValueError(f"config.json is invalid for {model_type}: {one_line(error)}") from error
     result.name_or_path = folder or ""
+    text = getattr(result, "text_config", result)
+    if getattr(text, "use_bidirectional_attention", None) == "vision":
+        text.use_bidirectional_attention = None  # tokens of images only, and prompts are texts
     return result
 
 

@@ -25,7 +25,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 RECORD = "tokenspeed_record"  # the implementation of attention and experts in a recorded forward
 _NUM_TOKENS = 3
 # Arguments that do not change the result of causal attention during inference.
-_IGNORED = frozenset(("dropout", "position_ids", "use_cache", "cache_position", "is_causal"))
+_IGNORED = frozenset(
+    ("dropout", "position_ids", "use_cache", "cache_position", "is_causal", "logits_to_keep")
+)
 _UNDERSTOOD = frozenset(("scaling", "sliding_window", "softcap", "s_aux"))
 _MAX_MESSAGE = 200  # characters
 _FAR = 1 << 20  # a position beyond every window
