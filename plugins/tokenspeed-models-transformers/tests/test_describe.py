@@ -9,9 +9,11 @@ from math import inf
 from typing import Any
 
 import pytest
-from tiny_models import ALL, LATENT, SMALL
+import torch
+from tiny_models import ALL, LATENT, LONGROPE, SMALL
 from tokenspeed_models_transformers.describe import describe
-from tokenspeed_models_transformers.library import read_config
+from tokenspeed_models_transformers.library import make_model, read_config
+from tokenspeed_models_transformers.recording import RECORD
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -61,6 +63,23 @@ def test_values_smaller_than_keys_take_less_memory() -> None:
     assert isinstance(group, FullAttention)
     assert (group.num_kv_heads, group.head_size, group.value_head_size) == (4, 12, 8)
     assert values_per_token(group) == group.num_layers * 4 * (12 + 8)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "parameters"),
+    [
+        ("smollm3", LONGROPE),
+        ("gemma3_text", {"sliding_attention": {"rope_theta": 1e3}, "full_attention": LONGROPE}),
+    ],
+)
+def test_longrope_is_limited_to_its_original_length(
+    model_type: str, parameters: dict[str, Any]
+) -> None:
+    config = config_of(model_type, head_dim=8, rope_parameters=parameters)
+    assert describe(config).max_model_len == 64
+    device = torch.device("meta")
+    model: Any = make_model(read_config(config), torch.float32, device, RECORD, trusts_code=False)
+    assert "longrope" not in str(model.model.rotary_emb.rope_type)
 
 
 def test_layers_that_share_keys_have_their_own_cache() -> None:

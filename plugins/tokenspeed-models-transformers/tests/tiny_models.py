@@ -34,6 +34,13 @@ LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 8,
 }
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 1e3,
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [3.0, 3.2, 3.4, 3.6],
+}
 EXPERTS: dict[str, Any] = {
     "n_routed_experts": 8,
     "n_shared_experts": 1,
@@ -159,7 +166,7 @@ MORE: dict[str, dict[str, Any]] = {
     "ministral3": {"head_dim": 8},
     "modernbert-decoder": {"pad_token_id": 0, "local_attention": 16},
     "nanochat": {},
-    "phimoe": {},
+    "phimoe": {"rope_parameters": LONGROPE | {"short_mscale": 1.2, "long_mscale": 1.4}},
     "sarvam_moe": EXPERTS,
     "vaultgemma": {"head_dim": 8, "attn_logit_softcapping": 2.0} | WINDOWS,
 }

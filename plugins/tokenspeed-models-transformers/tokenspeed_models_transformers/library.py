@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from tokenspeed_models_transformers.recording import UnsupportedModelError, one_
 
 REMOTE_CODE = "trust_remote_code"
 """The key under which the core puts the checkpoint's folder if the user trusts its code."""
+_CHANGING_ROPE = ("dynamic", "longrope")
 _QUANTIZATION = ("quantization_config", "compression_config")
 
 
@@ -87,10 +89,35 @@ def make_model(
             raise UnsupportedModelError(reason) from error
     model.tie_weights()
     for module in model.modules():
-        # These types change their frequencies with the longest sequence in the batch, which a cache cannot follow.
-        if getattr(module, "rope_type", None) in ("dynamic", "longrope"):
-            module.rope_type = "default"
+        _fix_frequencies(module)
     return model.eval().requires_grad_(False)
+
+
+def _fix_frequencies(module: Any) -> None:
+    """Let a rotary embedding use the frequencies of its original length for all sequences.
+
+    Two types change them with the longest sequence in the batch, which a cache cannot follow.
+    """
+    rope_type = getattr(module, "rope_type", None)
+    if isinstance(rope_type, dict):  # one for each type of layer
+        module.rope_type = {
+            layer: "default" if each in _CHANGING_ROPE else each
+            for layer, each in rope_type.items()
+        }
+        return
+    if rope_type in _CHANGING_ROPE:
+        module.rope_type = "default"
+    needed = ("config", "inv_freq", "attention_scaling", "rope_init_fn")
+    if not all(hasattr(module, name) for name in needed):
+        return
+    # PhiMoE initializes its frequencies in each forward, and scales angles by a factor that depends on the length.
+    frequencies, scaling = module.inv_freq, module.attention_scaling
+    parameters = getattr(module.config, "rope_parameters", None) or {}
+    if rope_type in _CHANGING_ROPE and "short_mscale" in parameters:
+        scaling = parameters["short_mscale"]
+        module.config = copy(module.config)
+        module.config.rope_parameters = {**parameters, "rope_type": "default"}
+    module.rope_init_fn = lambda *arguments, **keywords: (frequencies, scaling)
 
 
 @contextmanager

@@ -93,9 +93,11 @@ def _max_length(config: PreTrainedConfig) -> int:
             f"config.json has none of {', '.join(_MAX_LENGTHS)}; add the longest sequence with "
             "--hf-overrides '{\"max_position_embeddings\": …}'"
         )
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
-        length = min(length, rope.get("original_max_position_embeddings") or length)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    # Some models have one for each type of layer, or none for some.
+    for rope in (parameters, *parameters.values()):
+        if isinstance(rope, Mapping) and rope.get("rope_type") == "longrope":
+            length = min(length, rope.get("original_max_position_embeddings") or length)
     return length
 
 
