@@ -311,6 +311,13 @@ CASES: list[tuple[str, ModelSpec, str, dict[str, Any]]] = [
         },
     ),
     ("llama-4-scout", LLAMA4, "Llama4", {**LLAMA_4, "rope_parameters": LLAMA3}),
+    ("llama-4-yarn", LLAMA4, "Llama4", {**LLAMA_4, "rope_parameters": YARN}),
+    (
+        "llama-4-yarn-without-norms",
+        LLAMA4,
+        "Llama4",
+        {**LLAMA_4, "rope_parameters": YARN, "use_qk_norm": False},
+    ),
     (
         "llama-4-maverick",
         LLAMA4,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from tokenspeed_core.api import ModelInfo
 from tokenspeed_models.config import ConfigReader, DecoderConfig, read_decoder
 from tokenspeed_models.describe import model_info
 from tokenspeed_models.moe_config import MoeConfig, RoutingConfig
-from tokenspeed_models.rope_config import read_rope
+from tokenspeed_models.rope_config import LongRopeScaling, RopeConfig, YarnScaling, read_rope
 
 Json = Mapping[str, Any]
 # Published configurations leave out keys that have the default of transformers.
@@ -65,15 +65,25 @@ def read_llama4(config: Json, architecture: str = "Llama4ForCausalLM") -> Llama4
         moe=_read_moe(keys, num_layers),
         rope=partial(read_rope, theta=500_000.0),
     )
+    has_unit_norm = keys.boolean("use_qk_norm", True)
+    if has_unit_norm:
+        decoder = replace(decoder, rope=_without_factor(decoder.rope))
     # A number in the first published configurations.
     is_tuned = bool(config.get("attn_temperature_tuning", True))
     return Llama4Config(
         decoder,
         has_rope,
-        keys.boolean("use_qk_norm", True),
+        has_unit_norm,
         keys.number("attn_scale", 0.1) if is_tuned else 0.0,
         keys.integer("floor_scale", 8192),
     )
+
+
+def _without_factor(rope: RopeConfig) -> RopeConfig:
+    """Return a rotation that keeps lengths. The norms after the rotation remove a factor of queries and keys."""
+    if not isinstance(rope.scaling, YarnScaling | LongRopeScaling):
+        return rope
+    return replace(rope, scaling=replace(rope.scaling, attention_factor=1.0))
 
 
 def _read_rope_layers(keys: ConfigReader, num_layers: int) -> tuple[bool, ...]:
