@@ -456,7 +456,10 @@ def test_unsupported_value_is_named_by_its_key(describe: Any, config: Json, mess
         describe(config)
 
 
-def test_multimodal_checkpoint_of_transformers_loads_unchanged(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_multimodal_checkpoint_of_transformers_loads_unchanged(
+    is_tied: bool, tmp_path: Path
+) -> None:
     """The safetensors layout that transformers writes for a multimodal checkpoint loads unchanged."""
     torch.manual_seed(7)
     vision = {
@@ -468,7 +471,10 @@ def test_multimodal_checkpoint_of_transformers_loads_unchanged(tmp_path: Path) -
         "patch_size": 14,
     }
     settings = transformers.Gemma3Config(
-        text_config=TINY_TEXT, vision_config=vision, mm_tokens_per_image=1
+        text_config=TINY_TEXT,
+        vision_config=vision,
+        mm_tokens_per_image=1,
+        tie_word_embeddings=is_tied,
     )
     reference = transformers.Gemma3ForConditionalGeneration(settings).eval()
     reference.save_pretrained(tmp_path)

@@ -19,6 +19,7 @@ from tokenspeed_models.rope_config import RopeConfig, read_layer_rope
 
 Json = Mapping[str, Any]
 
+_TIED = "tie_word_embeddings"
 # Published configurations leave out keys that have the default of transformers.
 _DEFAULTS: Json = {
     "num_attention_heads": 8,
@@ -26,7 +27,7 @@ _DEFAULTS: Json = {
     "head_dim": 256,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
-    "tie_word_embeddings": True,
+    _TIED: True,
     "eos_token_id": 1,
     "bos_token_id": 2,
 }
@@ -96,7 +97,10 @@ def text_config(config: Json) -> Json:
     text = config.get("text_config")
     if not isinstance(text, Mapping):
         raise ValueError(f"config.json: text_config is {text!r}, expected an object")
-    return {**text, **{key: config[key] for key in _SHARED if config.get(key) is not None}}
+    # Versions of transformers before 5 read the inner key, later ones the outer key.
+    is_tied = all(ConfigReader(each).boolean(_TIED, True) for each in (config, text))
+    shared = {key: config[key] for key in _SHARED if config.get(key) is not None}
+    return {**text, **shared, _TIED: is_tied}
 
 
 def read_gemma3_multimodal(config: Json) -> GemmaConfig:
