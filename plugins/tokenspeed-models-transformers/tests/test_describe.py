@@ -114,6 +114,7 @@ TINY: dict[str, dict[str, Any]] = {
         ("bart", {}, "it has an encoder"),
         ("bert", {}, "not causal"),
         ("bloom", {}, "mask"),
+        ("mllama", {}, "8 of its 40 layers have no self-attention. .* cross attention"),
         ("gemma", {"use_bidirectional_attention": True}, "the attention mask is causal"),
         ("llama", {"prefix_lm": True}, "prefix_lm, which models of the type llama do not use"),
         ("mistral", {"is_causal": False, "sliding_window": 9}, "see 10 tokens on each side"),

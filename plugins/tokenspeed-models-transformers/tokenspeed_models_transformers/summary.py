@@ -46,7 +46,7 @@ def summarize(config: Mapping[str, Any]) -> dict[str, Any]:
     if num_layers is not None and len(attention) < num_layers:
         raise ValueError(
             f"{architecture} cannot run through transformers: {num_layers - len(attention)} of its {num_layers} "
-            "layers have no attention, and other kinds of layers with state are not supported"
+            "layers have no self-attention. Layers with a state, and cross attention, are not supported"
         )
     return {
         "architecture": type(model).__name__,
