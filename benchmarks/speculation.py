@@ -1,9 +1,9 @@
 """Measure the decoding speed of the demo model with and without drafters, on tasks of its score set.
 
-For each number of users and each task, the engines without and with each drafter run in alternation. Each of the
-`--repeats` has new items, so that no drafter has seen the answers, and starts with another engine. `speedup` is the
-ratio of wall-clock times, and `cpu_speedup` that of the process's CPU times, which depend less on other load. The
-drafter `none` in `--drafters` is a control: its ratios show the error. `equal` is the share of answers that equal those
+For each number of users and each task, the engines without and with each drafter answer a few items in turn, and each
+turn starts with another engine. Each of the `--repeats` has new items, so that no drafter has seen the answers.
+`speedup` is the ratio of wall-clock times, `interval` its 95 % bootstrap interval over the turns, and `cpu_speedup` the
+ratio of the process's CPU times, which depend less on other load. The drafter `none` in `--drafters` is a control. `equal` is the share of answers that equal those
 without drafts: 1 on a CPU in float32; elsewhere rounding may change a choice between almost equal logits. `accepted` is
 the share of draft tokens that the model accepted. Example:
 
@@ -16,8 +16,10 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer
 from tokenspeed_bench.result import machine
 from tokenspeed_demo.items import held_out_set
@@ -28,6 +30,17 @@ from tokenspeed_core import LLM, SamplingParams
 TASKS = "edit,copy,tool_call,sum_three_digits"
 MIN_EQUAL = 0.95  # share of equal answers, below which something other than rounding differs
 DRAFT_MODELS = {"eagle3": "demo-eagle3"}
+TURN = 8  # items of a turn with fewer users
+NUM_SAMPLES = 1000  # of the bootstrap
+
+
+def speedup(plain: Sequence[float], own: Sequence[float]) -> tuple[float, list[float]]:
+    """Return the ratio of the sums of seconds, and its 95 % bootstrap interval. Both engines ran the same turns."""
+    seconds = np.array([plain, own])
+    turns = np.random.default_rng(0).integers(len(plain), size=(NUM_SAMPLES, len(plain)))
+    of_plain, of_own = seconds[:, turns].sum(axis=2)
+    interval = np.quantile(of_plain / of_own, (0.025, 0.975))
+    return round(sum(plain) / sum(own), 3), interval.round(3).tolist()
 
 
 def prompts_of(task: str, num_items: int, repeat: int) -> list[dict[str, Any]]:
@@ -112,18 +125,25 @@ def main() -> None:
             before = [engine.drafts() for engine in engines]
             for engine in engines:
                 engine.clear()
-            for repeat in range(arguments.repeats):
-                prompts = prompts_of(task, arguments.items, repeat)
-                first = repeat % len(engines)
+            prompts = [
+                prompt
+                for repeat in range(arguments.repeats)
+                for prompt in prompts_of(task, arguments.items, repeat)
+            ]
+            size = max(TURN, num_users)
+            for turn, start in enumerate(range(0, len(prompts), size)):
+                first = turn % len(engines)
                 order = engines[first:] + engines[:first]
-                answers = {id(engine): engine.run(prompts) for engine in order}
+                answers = {
+                    id(engine): engine.run(prompts[start : start + size]) for engine in order
+                }
                 expected = answers[id(engines[0])]
                 for engine in engines:
                     engine.note(answers[id(engine)], expected)
             num_answers = arguments.items * arguments.repeats
             plain = engines[0]
             for engine, (num_before, accepted_before) in zip(engines, before, strict=True):
-                seconds, cpu_seconds = sum(engine.seconds), sum(engine.cpu_seconds)
+                ratio, interval = speedup(plain.seconds, engine.seconds)
                 num_drafts, accepted = engine.drafts()
                 num_proposed = num_drafts - num_before
                 num_accepted = sum(accepted) - sum(accepted_before)
@@ -131,9 +151,10 @@ def main() -> None:
                     "task": task,
                     "users": num_users,
                     "drafter": engine.drafter,
-                    "tokens_per_s": round(engine.num_tokens / seconds, 1),
-                    "speedup": round(sum(plain.seconds) / seconds, 2),
-                    "cpu_speedup": round(sum(plain.cpu_seconds) / cpu_seconds, 2),
+                    "tokens_per_s": round(engine.num_tokens / sum(engine.seconds), 1),
+                    "speedup": ratio,
+                    "interval": interval,
+                    "cpu_speedup": round(sum(plain.cpu_seconds) / sum(engine.cpu_seconds), 3),
                     "equal": round(engine.num_equal / num_answers, 2),
                     "accepted": round(num_accepted / num_proposed, 2) if num_proposed else None,
                 }

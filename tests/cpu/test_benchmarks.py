@@ -333,3 +333,16 @@ def test_moe_decode_changes_the_limits_of_few_tokens(
     with moe_decode.limited(0, 0.0):
         assert few_tokens.max_pairs(problem, kind) == 0
     assert few_tokens.max_pairs(problem, kind) == before > 0
+
+
+def test_speedup_of_turns_has_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    speedup = import_module("speculation").speedup
+    # Both engines slow down together, which their ratio does not show.
+    plain = [1.0 + turn % 3 for turn in range(30)]
+    assert speedup(plain, [each / 2 for each in plain]) == (2.0, [2.0, 2.0])
+    ratio, (low, high) = speedup(
+        plain, [each * (1.2 if turn % 2 else 0.8) for turn, each in enumerate(plain)]
+    )
+    assert low < ratio < high
+    assert 0.9 < low < 1.0 < high < 1.15
