@@ -336,6 +336,11 @@ class WeightMap:
         is_below = any(name[: dot.end()] in self._ignored_below for dot in re.finditer(r"\.", name))
         return is_below or any(f".{name}".endswith(f".{known}") for known in self._ignored)
 
+    def _is_zero_bias(self, name: str, tensor: torch.Tensor) -> bool:
+        """Return whether this is a bias of zeros, which AutoGPTQ wrote for each layer without a bias."""
+        layer, _, part = name.rpartition(".")
+        return part == "bias" and f"{layer}.qweight" in self._slots and not bool(tensor.any())
+
     def _renamed(self, slot: WeightSlot) -> WeightSlot:
         quantization = slot.quantization
         if quantization is not None:
@@ -364,7 +369,7 @@ class WeightMap:
             if slot is None:
                 if name in scales:
                     scales.fill(name, tensor, errors)
-                elif not self._is_ignored(name):
+                elif not self._is_ignored(name) and not self._is_zero_bias(name, tensor):
                     errors.unexpected.append(name)
                 continue
             if slot.is_optional:

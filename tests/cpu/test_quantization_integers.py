@@ -72,6 +72,19 @@ def test_weight_only_logits_equal_transformers(form: str, tmp_path: Path) -> Non
     torch.testing.assert_close(logits(tmp_path, settings), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_biases_of_zeros_are_ignored(tmp_path: Path) -> None:
+    settings, quantize = WEIGHT_ONLY["gptq"]
+
+    def with_bias(weight: Tensor) -> tuple[Stored, Tensor]:
+        stored, meant = quantize(weight)
+        return {**stored, "bias": torch.zeros(len(weight), dtype=torch.float16)}, meant
+
+    reference = save_reference("Llama", tmp_path, **SIZES)
+    store(tmp_path, reference, settings, with_bias)
+    expected = transformers_logits(reference)
+    torch.testing.assert_close(logits(tmp_path, settings), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("form", ["awq", "gptq desc_act", "W4A16", "MXFP4A16"])
 def test_experts_have_four_bit_weights(form: str, tmp_path: Path) -> None:
     settings, quantize = WEIGHT_ONLY[form]
@@ -235,6 +248,11 @@ NAME = "model.layers.1.mlp.down_proj"
             "gptq desc_act",
             lambda t: t["model.layers.0.self_attn.k_proj.g_idx"].copy_(torch.arange(64) // 32),
             "model.layers.0.self_attn.[qkv]_proj: order differs",
+        ),
+        (
+            "gptq",
+            lambda t: t.update({f"{NAME}.bias": torch.arange(64.0)}),
+            f"unexpected: {NAME}.bias",
         ),
         (
             "awq",
