@@ -157,7 +157,8 @@ class WeightSlot:
     "scale" for a weight that the checkpoint must hold quantized. A slot that `replaces` others holds the same weights
     in another form: a checkpoint has either that slot or the others. `on_load` receives the tensor, which is then
     not copied to the target. `on_complete` is called after all tensors were read. A checkpoint may lack an `is_optional`
-    tensor. `make_dummy` generates a tensor of a shape for benchmarks without a checkpoint, the same on all processes.
+    tensor, which the model does not use; `on_load` may check it. `make_dummy` generates a tensor of a shape for
+    benchmarks without a checkpoint, the same on all processes.
     """
 
     name: str
@@ -192,6 +193,14 @@ class WeightSlot:
                 self.target.copy_(part)
             else:
                 self.quantization.store(part.to(self.target.device, self.quantization.dtype))
+
+    def check_unused(self, tensor: torch.Tensor) -> None:
+        """Raise ValueError, with the slot's name, if an optional tensor holds values that the model must not ignore."""
+        try:
+            if self.on_load is not None:
+                self.on_load(tensor)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from error
 
     def mismatch(self, tensor: torch.Tensor, groups: Groups = ONE_PROCESS.group) -> str:
         """Return why a tensor does not fit the slot, or "". Scales may have more or fewer axes of size 1."""
@@ -373,6 +382,7 @@ class WeightMap:
                     errors.unexpected.append(name)
                 continue
             if slot.is_optional:
+                slot.check_unused(tensor)
                 continue
             filled = slot.replaces or (name,)
             if name in seen or any(part not in pending for part in filled):

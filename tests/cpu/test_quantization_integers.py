@@ -221,6 +221,7 @@ def test_engine_serves_and_shows_the_scheme(form: str, planned: str, tmp_path: P
 
 
 NAME = "model.layers.1.mlp.down_proj"
+GROUPS = f"{NAME}.g_idx"
 
 
 @pytest.mark.parametrize(
@@ -248,6 +249,16 @@ NAME = "model.layers.1.mlp.down_proj"
             "gptq desc_act",
             lambda t: t["model.layers.0.self_attn.k_proj.g_idx"].copy_(torch.arange(64) // 32),
             "model.layers.0.self_attn.[qkv]_proj: order differs",
+        ),
+        (
+            "gptq desc_act",
+            lambda t: t.update({GROUPS: t[GROUPS] + 1}),
+            f"{NAME}: g_idx does not assign the same number of columns",
+        ),
+        (
+            "gptq",
+            lambda t: t.update({GROUPS: t[GROUPS].flip(0)}),
+            f"{GROUPS}: the input features are not in the order of their groups",
         ),
         (
             "gptq",

@@ -96,7 +96,7 @@ class PackedWeight:
                 target,
                 _shard(each, shard),
                 each.kind,
-                on_load=partial(add_local, each),
+                on_load=partial(add_local, each) if each.is_needed else _unused_check(each),
                 is_optional=not each.is_needed,
                 make_dummy=partial(self._make_dummy, each, target.dtype),
             )
@@ -134,7 +134,7 @@ class PackedWeight:
                 replaces=tuple(
                     f"{weight.removesuffix('weight')}{each.name}" for weight in replaces
                 ),
-                on_load=partial(add, each),
+                on_load=partial(add, each) if each.is_needed else _unused_check(each),
                 is_optional=not each.is_needed,
             )
 
@@ -205,8 +205,10 @@ class PackedWeight:
         """
         if not isinstance(shard, Shard) or shard.axis == 0:
             return groups
-        num_groups = self._in_size // self._problem["group_size"]
         members = self._build.group(shard.group)
+        if members.size == 1:
+            return groups
+        num_groups = self._in_size // self._problem["group_size"]
         local = groups - members.rank * num_groups
         if local.numel() and (int(local.min()) < 0 or int(local.max()) >= num_groups):
             raise ValueError(
@@ -257,3 +259,17 @@ def _shard(stored: StoredTensor, shard: Shard | StackedShard | None) -> Shard | 
         parts = tuple((rows // axis.per, part) for rows, part in shard.parts)
         return StackedShard(parts, index)
     return None
+
+
+def _unused_check(stored: StoredTensor) -> Callable[[torch.Tensor], None] | None:
+    """Return the function that checks a tensor that the model does not use, None if there is nothing to check."""
+    return _check_order if stored.kind == "index" else None
+
+
+def _check_order(groups: torch.Tensor) -> None:
+    """Raise ValueError unless the input features are in the order of their groups [in]."""
+    if bool((groups.diff() < 0).any()):
+        raise ValueError(
+            "the input features are not in the order of their groups, but quantization_config has no activation "
+            "order (desc_act or actorder). Correct config.json."
+        )
