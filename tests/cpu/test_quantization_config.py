@@ -99,6 +99,11 @@ def test_fp8_with_a_quantized_head_is_refused() -> None:
     check_refused({**PER_CHANNEL, "ignore": ["re:.*mlp.gate$"]}, "lm_head")
 
 
+def test_head_inside_a_language_model_is_unquantized() -> None:
+    settings = {**PER_CHANNEL, "ignore": ["language_model.lm_head", "re:.*mlp.gate$"]}
+    assert read(settings) == ("compressed-tensors", "fp8")
+
+
 @pytest.mark.parametrize(
     "changes",
     [

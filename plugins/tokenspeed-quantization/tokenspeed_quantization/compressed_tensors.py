@@ -49,7 +49,8 @@ def read(settings: Mapping[str, Any]) -> LayerSchemes | None:
             return None
         return next((scheme for is_target, scheme in found if is_target(layer)), None)
 
-    if scheme_of("lm_head") is not None:
+    # In multimodal models of older transformers, the head is part of the language model.
+    if all(scheme_of(name) is not None for name in ("lm_head", "language_model.lm_head")):
         raise ValueError("lm_head is quantized. Supported: lm_head in `ignore`.")
     return scheme_of
 
