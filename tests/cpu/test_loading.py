@@ -216,6 +216,13 @@ def test_truncated_shard_is_named(tmp_path: Path) -> None:
         dict(read_safetensors(str(tmp_path), llama(), quiet))
 
 
+def test_truncated_shard_is_named_before_any_is_read(tmp_path: Path) -> None:
+    files = write_shards(tmp_path, random_weights(llama()), 3, indexed=True)
+    files[2].write_bytes(files[2].read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"model-00003-of-00003\.safetensors cannot be read"):
+        next(iter(read_safetensors(str(tmp_path), llama(), quiet)))
+
+
 @pytest.mark.parametrize("reader", [read_safetensors, read_pt])
 def test_directory_without_weights_is_refused(tmp_path: Path, reader: WeightReader) -> None:
     with pytest.raises(ValueError, match=r"model\.safetensors|pytorch_model\.bin"):

@@ -46,7 +46,7 @@ def read_safetensors(
     files = find_shards(path, SAFETENSORS)
     done, total = 0, sum(file.stat().st_size for file in files)
     report(done, total)
-    for file in files:
+    for file in files:  # before any of them is read
         try:
             with safe_open(file, framework="pt"):
                 pass  # the header fits the file
@@ -54,6 +54,7 @@ def read_safetensors(
             raise ValueError(
                 f"{file} cannot be read: {error}. The file is truncated or damaged. Copy or download it again."
             ) from error
+    for file in files:
         mapped: Any = torch.UntypedStorage.from_file(str(file), False, file.stat().st_size)
         for entry in read_header(file):
             yield entry.name, _view(mapped, entry)
