@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "su")  # "su" is LongRoPE
 _LONGROPE = ("short_factor", "long_factor")
 _PARTIAL = "partial_rotary_factor"
 _ORIGINAL = "original_max_position_embeddings"
@@ -115,6 +116,10 @@ def read_rope(
     if not isinstance(keys, Mapping):
         raise ValueError(f"config.json: {name} is {keys!r}, expected an object")
     kind = keys.get("rope_type") or keys.get("type") or "default"
+    if kind not in _KINDS:
+        raise ValueError(
+            f"config.json: {name}.rope_type is {kind!r}. Supported: {', '.join(_KINDS[:-1])}."
+        )
     # These keys change the rotation.
     refused = ["mrope_section"]
     refused += [] if is_partial else [_PARTIAL]
@@ -157,11 +162,6 @@ def read_rope(
             maximum = max(maximum, original * scaling.factor)
         case "longrope" | "su":
             scaling = _read_longrope(keys, name, size, original, maximum)
-        case _:
-            raise ValueError(
-                f"config.json: {name}.rope_type is {kind!r}. Supported: default, linear, dynamic, "
-                "llama3, yarn, longrope."
-            )
     return RopeConfig(theta, size, int(maximum), scaling)
 
 

@@ -144,6 +144,10 @@ def test_table_covers_the_scaled_context(keys: dict[str, Any], length: int) -> N
             r"rope_scaling\.rope_type is 'proportional'",
         ),
         (
+            {"rope_scaling": {"type": "longrope2", "short_factor": [1.0], "long_factor": [1.0]}},
+            r"rope_scaling\.rope_type is 'longrope2'",
+        ),
+        (
             {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
             r"rope_scaling\.short_factor is \[1.0\], expected a list of 16",
         ),

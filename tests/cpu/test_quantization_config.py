@@ -104,6 +104,11 @@ def test_head_inside_a_language_model_is_unquantized() -> None:
     assert read(settings) == ("compressed-tensors", "fp8")
 
 
+def test_settings_that_are_not_an_object_are_refused() -> None:
+    with pytest.raises(CheckpointError, match="quantization_config is 'fp8', expected an object"):
+        read_schemes("fp8")
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -32,6 +32,11 @@ def find_quantization(
     Raises CheckpointError, ConfigError or PluginError.
     """
     settings = _settings(checkpoint.config)
+    if settings is not None and not isinstance(settings, Mapping):
+        raise CheckpointError(
+            f"{checkpoint.path}/config.json: quantization_config is {settings!r:.300}, expected an object. Correct "
+            "config.json."
+        )
     if name is not None:
         method = catalog.need(
             catalog.get("quantization", name, flag="--quantization"), Quantization
