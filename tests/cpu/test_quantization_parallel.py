@@ -297,6 +297,12 @@ def test_other_quantized_layers_are_divided(family: str, pool: ProcessPool) -> N
             "gate_proj has 192 features on each of 2 processes",
         ),
         (
+            "gptq",
+            Sizes(dense=2),
+            {"intermediate_size": 96},
+            "down_proj has 48 features on each of 2 processes.*blocks of 32",
+        ),
+        (
             "fp8 blocks",
             Sizes(moe=2),
             {**BLOCKS, "moe_intermediate_size": 384},
@@ -328,5 +334,5 @@ def test_ordering_across_processes_is_refused() -> None:
     linear = Linear(build, 128, (Projection("down_proj", 8, Shard(1, "dense")),))
     slot = next(each for each in linear.slots("") if each.kind == "index")
     slot.fill(torch.arange(128) // 32, build.group)
-    with pytest.raises(ValueError, match="desc_act"):
+    with pytest.raises(ValueError, match=r"desc_act.*--dense-tp-size 1"):
         slot.fill(torch.arange(128).flip(0) // 32, build.group)

@@ -82,6 +82,11 @@ class Linear:
                 f"{projections[0].name}. Use another checkpoint of the model."
             )
         if scheme.packing is not None:
+            axes = [axis for each in scheme.packing.stored for axis in each.axes]
+            block_rows, block_features = (
+                max([1, *(axis.per for axis in axes if axis.of == of)]) for of in ("out", "in")
+            )
+            _check_blocks_are_whole(build, scheme.name, block_rows, block_features, self)
             packed = PackedWeight(build, scheme, out_size, in_size)
             self.weight, self._operands = packed.weight, packed.operands
             self.quantized_weight, self._input_operands = packed, packed.input_operands
@@ -181,7 +186,7 @@ def _local_size(build: BuildContext, size: int, projection: Projection, axis: in
 def _check_blocks_are_whole(
     build: BuildContext, method: str, block_rows: int, block_features: int, linear: Linear
 ) -> None:
-    """Raise ValueError if a block of values that shares a scale is divided between processes."""
+    """Raise ValueError if a block of values that share a scale or are packed together is divided between processes."""
     for projection, size in zip(linear.projections, linear.sizes, strict=True):
         parts: list[tuple[int, Shard]] = []
         match projection.shard:
@@ -197,7 +202,7 @@ def _check_blocks_are_whole(
             if part % block and build.group(shard.group).size > 1:
                 raise ValueError(
                     f"quantization {method}: {projection.name} has {part} features on each of "
-                    f"{build.group(shard.group)}, and blocks of {block} share a scale. Use fewer processes."
+                    f"{build.group(shard.group)}, and blocks of {block} cannot be divided. Use fewer processes."
                 )
 
 

@@ -212,8 +212,8 @@ class PackedWeight:
         local = groups - members.rank * num_groups
         if local.numel() and (int(local.min()) < 0 or int(local.max()) >= num_groups):
             raise ValueError(
-                f"{name} orders the input features (desc_act) across {members}. Set the size of the group "
-                f"{members.name} to 1, or use a checkpoint without desc_act."
+                f"{name} orders the input features (desc_act) across {members}. Set "
+                f"--{members.name}-tp-size 1, or use a checkpoint without desc_act."
             )
         return local
 
