@@ -154,7 +154,8 @@ class KernelSpec:
     # "module:Model", a pydantic model for `--backend-option`. The factory then takes an instance as the keyword
     # `options`.
     options: str = ""
-    note: str = ""  # what `plugins why` adds if it runs, such as that another kernel runs some steps
+    # What `plugins why` adds if it runs, such as that another kernel runs some steps.
+    note: str = ""
 
     def __post_init__(self) -> None:
         for what, name in (("op", self.op), ("backend", self.backend)):

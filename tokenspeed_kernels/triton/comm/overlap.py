@@ -31,7 +31,8 @@ from tokenspeed_kernels.triton.quantize.fp8_per_token import normalized
 MIN_NUM_TOKENS = 6144  # fewer rows gained nothing: two small GEMMs take longer than one
 NUM_PARTS = 2
 TILE_ROWS, TILE_FEATURES = 128, 256  # of a result, per multiprocessor of a large GEMM
-SENT_BYTES = 4000  # computing a value from this many bytes of input takes about as long as sending it
+# Computing a value from this many bytes of input takes about as long as sending it.
+SENT_BYTES = 4000
 
 
 @precompile.jit
