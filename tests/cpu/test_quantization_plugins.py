@@ -100,7 +100,10 @@ def test_method_called_like_quant_method_comes_first(catalog: Catalog) -> None:
 
 
 def test_broken_reader_is_named(catalog: Catalog) -> None:
-    with pytest.raises(CheckpointError, match="acme: KeyError: 'bits'"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"acme: the settings are incomplete or malformed \(KeyError: 'bits'\)",
+    ):
         find(catalog, {"quantization_config": {"quant_method": "acme"}})
 
 

@@ -120,4 +120,4 @@ def _try(method: Quantization, settings: Any) -> tuple[LayerSchemes | None, str]
     except ValueError as error:
         return None, str(error)
     except _MALFORMED as error:
-        return None, f"{type(error).__name__}: {error}"
+        return None, f"the settings are incomplete or malformed ({type(error).__name__}: {error})"
