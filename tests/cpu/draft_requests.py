@@ -21,6 +21,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"stop_token_ids": np.arange(0, 20, dtype=np.int32)},
     {"logprobs": 3},
     {"logprobs": 0, "temperature": 1.2, "seed": 6, "frequency_penalty": 0.5},
+    {"prompt_logprobs": 2, "logprobs": 1},
     {
         "bias_ids": np.asarray([5, 9], np.int32),
         "bias_values": np.asarray([4.0, -8.0], np.float32),
@@ -55,3 +56,5 @@ def check(found: dict[int, Reply], expected: dict[int, Reply]) -> None:
         assert (got.token_ids, got.finish) == (reply.token_ids, reply.finish), number
         assert got.logprobs == reply.logprobs
         assert np.allclose(got.values, reply.values, atol=1e-3)
+        assert got.prompt_logprobs == reply.prompt_logprobs
+        assert np.allclose(got.prompt_values, reply.prompt_values, atol=1e-3)

@@ -15,7 +15,7 @@ from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.api.step import I32
 from tokenspeed_core.engine.engine import Engine
 from tokenspeed_core.engine.grammars import Grammars
-from tokenspeed_core.engine.messages import Submit, TokenLogprobs
+from tokenspeed_core.engine.messages import PromptLogprobs, Submit, TokenLogprobs
 from tokenspeed_core.kv_cache.manager import KVManager
 from tokenspeed_core.scheduler.drafts import DraftDepth, HostDrafts
 from tokenspeed_core.scheduler.model_drafts import ModelDrafts
@@ -32,6 +32,20 @@ class Reply:
     finish: int = 0
     logprobs: list[list[int]] = field(default_factory=list)  # rank and top ids
     values: list[float] = field(default_factory=list)
+    prompt_logprobs: list[list[int]] = field(default_factory=list)  # rank and top ids
+    prompt_values: list[float] = field(default_factory=list)
+
+    def add_prompt_logprobs(self, part: PromptLogprobs) -> None:
+        shape = (len(part.chosen), part.width)
+        columns = (
+            part.chosen,
+            part.ranks,
+            part.top_ids.reshape(shape),
+            part.top_values.reshape(shape),
+        )
+        for value, rank, ids, values in zip(*(each.tolist() for each in columns), strict=True):
+            self.prompt_logprobs.append([rank, *ids])
+            self.prompt_values += [value, *values]
 
     def add_logprobs(self, columns: TokenLogprobs, num_top: int) -> None:
         for value, rank, top in zip(columns.chosen, columns.ranks, columns.top, strict=True):
@@ -148,6 +162,8 @@ def finish(
         del waiting[:2]
         stopped = []
         for outputs in engine.step():
+            for part in outputs.prompts:
+                replies[part.sequence_id].add_prompt_logprobs(part)
             for delta in outputs.each():
                 reply = replies[delta.sequence_id]
                 reply.token_ids += delta.token_ids
@@ -164,23 +180,42 @@ def finish(
     return replies
 
 
-def soak(engine: Engine, kinds: Sequence[Submit], num_requests: int) -> list[tuple[Submit, Reply]]:
-    """Run requests of random kinds with preemptions. A quarter is aborted, and a quarter stops at a token of its prompt.
-
-    All blocks are free in the end, and no request failed.
-    """
+def random_requests(kinds: Sequence[Submit], num_requests: int) -> list[Submit]:
+    """Return requests of random kinds, each for one sequence with a seed."""
     random, made = np.random.default_rng(1), []
     for number in range(num_requests):
         kind = kinds[int(random.integers(len(kinds)))]
         fields = {name: getattr(kind, name) for name in kind.__struct_fields__}
         made.append(Submit(**fields | {"request_id": number, "n": 1, "seed": number}))
+    return made
+
+
+def soak(engine: Engine, requests: Sequence[Submit]) -> list[tuple[Submit, Reply]]:
+    """Run `random_requests` with preemptions. A quarter is aborted, and a quarter stops at a token of its prompt.
+
+    All blocks are free in the end, and no request failed.
+    """
+    random, num_requests = np.random.default_rng(2), len(requests)
     aborts = {
         int(i): int(random.integers(num_requests)) for i in random.permutation(num_requests)[::4]
     }
-    stop_at = {i: int(random.choice(made[i].prompt)) for i in range(0, num_requests, 4)}
-    replies = finish(engine, made, aborts=aborts, stop_at=stop_at, preempt_every=7)
+    stop_at = {i: int(random.choice(requests[i].prompt)) for i in range(0, num_requests, 4)}
+    replies = finish(engine, requests, aborts=aborts, stop_at=stop_at, preempt_every=7)
     pool = engine.scheduler.kv.pool
     assert pool.num_available == pool.num_pages
     assert pool.counts().pending == pool.counts().held == 0
+    assert engine.scheduler.columns.num_grammars == 0
+    assert not engine.take_rejected()
     assert not [each for each, reply in replies.items() if reply.finish == FinishReason.ERROR]
-    return [(each, replies[each.request_id]) for each in made]
+    return [(each, replies[each.request_id]) for each in requests]
+
+
+def check_starts(found: Sequence[tuple[Submit, Reply]], expected: Mapping[int, Reply]) -> None:
+    """Compare the replies of `soak` with those of an engine without drafts, up to the end of each."""
+    for submit, reply in found:
+        whole = expected[submit.request_id]
+        if reply.finish:
+            assert (reply.token_ids, reply.finish) == (whole.token_ids, whole.finish)
+        num = len(reply.token_ids)
+        assert reply.token_ids == whole.token_ids[:num]
+        assert np.allclose(reply.values, whole.values[: len(reply.values)], atol=1e-3)

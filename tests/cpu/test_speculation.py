@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from draft_grammars import (
+    BACKENDS,
+    characters,
+    grammar_backend,
+    grammar_requests,
+    grammars_of,
+    num_matches,
+)
 from draft_requests import VOCAB, check, known, requests
 from draft_statistics import accept_by_force, chi_square, expected_counts
-from drafted import Guesser, Reply, finish, make_engine, soak
+from drafted import Guesser, Reply, check_starts, finish, make_engine, random_requests, soak
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
@@ -20,13 +26,7 @@ from tokenspeed_testing.drafts import FixedDepth
 from tokenspeed_testing.requests import request
 
 from tokenspeed_core.api.drafters import DrafterContext, DrafterSpec, Drafts
-from tokenspeed_core.api.grammars import Vocabulary
-from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.api.step import I32
-from tokenspeed_core.engine.grammars import Grammars
-from tokenspeed_core.engine.grammars.backend import GrammarBackend, find_backend
-from tokenspeed_core.engine.grammars.pool import CompilePool
-from tokenspeed_core.engine.messages import Grammar, Submit
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.worker.local import LocalRunner
 
@@ -195,73 +195,42 @@ def test_blocks_are_free_after_requests_with_aborts(
     drafter = Guesser(VOCAB, 0.2)
     drafter.known = known(expected)
     engine = make_engine(runner, drafter, max_drafts=4, num_pages=40, depth=2)
-    soak(engine, requests(), num_requests)
+    soak(engine, random_requests(requests(), num_requests))
     assert not drafter.tokens
     assert engine.scheduler.drafts is not None
     assert not engine.scheduler.drafts._is_off  # type: ignore[attr-defined]
 
 
-TEXT = Vocabulary(
-    (*(bytes([32 + i]) for i in range(VOCAB - 2)), b"<pad>", b"<end>"),
-    frozenset({VOCAB - 2, VOCAB - 1}),
-    (VOCAB - 1,),
-    lambda text: [byte - 32 for byte in text.encode()],
-)
-PATTERN = "(abab|cdcd|abcd){2,5}[0-9]"
 OPTIONS = {"ngram": {}, "suffix": {"suffix_answers": 1024, "suffix_answers_per_key": 512}}
 
 
-class Unchecked:
-    """Accepts all grammars without a subprocess that tries them."""
-
-    def check(self, kind: str, text: str) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-def mixed_requests() -> list[Submit]:
-    """Return requests of every kind by four tenants, some with a grammar, some that repeat tokens."""
-    made = [
-        request(
-            i,
-            [5, 6, 7, 8, 9] * (2 + i % 4),
-            max_tokens=20,
-            temperature=i % 3,
-            grammar=Grammar("regex", PATTERN) if i % 2 else None,
-            stop_token_ids=np.asarray([VOCAB - 1], np.int32),
-        )
-        for i in range(10)
-    ]
-    return [
-        structs.replace(each, tenant="abcd"[i % 4]) for i, each in enumerate((*requests(), *made))
-    ]
-
-
 @pytest.mark.parametrize("name", ["ngram", "suffix"])
+@pytest.mark.parametrize("grammars", BACKENDS)
 @pytest.mark.parametrize("num_requests", [60, pytest.param(5000, marks=pytest.mark.release)])
 @pytest.mark.timeout(1800)
 def test_host_drafters_free_all_state(
-    runner: LocalRunner, catalog: Catalog, name: str, num_requests: int
+    runner: LocalRunner, catalog: Catalog, name: str, grammars: str, num_requests: int
 ) -> None:
+    """With requests of every kind by four tenants, some with a grammar, some that repeat tokens."""
     limits = runner.resolved.limits
     context = DrafterContext(VOCAB, limits.max_num_seqs, limits.max_model_len, 4, OPTIONS[name])
     drafter = catalog.need(catalog.get("drafters", name), DrafterSpec).make(context)
-    entry, spec = find_backend("auto", catalog) or pytest.fail("no grammar backend")
-    backend = GrammarBackend(entry, spec, Path(), VOCAB, TEXT.eos_ids)
-    backend._vocabulary = TEXT
+    backend = grammar_backend(grammars, catalog, runner, characters(VOCAB, " "))
+    repeated = [[5, 6, 7, 8, 9] * (2 + i % 4) for i in range(10)]
+    kinds = [
+        *requests(),
+        *grammar_requests(backend, repeated[:5]),
+        *(request(0, prompt, max_tokens=20, temperature=0.7) for prompt in repeated[5:]),
+    ]
+    kinds = [structs.replace(each, tenant="abcd"[i % 4]) for i, each in enumerate(kinds)]
+    made = random_requests(kinds, num_requests)
+    plain = finish(make_engine(runner, grammars=grammars_of(backend)), made[:60])
     engine = make_engine(
-        runner,
-        drafter,
-        max_drafts=4,
-        num_pages=40,
-        depth=2,
-        grammars=lambda scheduler: Grammars(
-            scheduler, backend, CompilePool(backend.compiler, Unchecked, VOCAB)
-        ),
+        runner, drafter, max_drafts=4, num_pages=40, depth=2, grammars=grammars_of(backend)
     )
-    replies = soak(engine, mixed_requests(), num_requests)
+    replies = soak(engine, made)
+    check_starts(replies[:60], plain)
+    assert num_matches(backend, replies) > 0.05 * num_requests
     assert not engine.scheduler.drafts._is_off  # type: ignore[union-attr]
     if name == "ngram":
         assert not any(drafter._num_tokens)
@@ -269,13 +238,6 @@ def test_host_drafters_free_all_state(
         assert not drafter._sequences
         tenants = drafter._tenants
         assert 0 < tenants.num_bytes <= BYTES_PER_TOKEN * OPTIONS[name]["suffix_answers"]
-    finished = [
-        bytes(32 + token for token in reply.token_ids[:-1]).decode()
-        for submit, reply in replies
-        if submit.grammar is not None and reply.finish == FinishReason.STOP
-    ]
-    assert len(finished) > 0.05 * num_requests
-    assert all(re.fullmatch(PATTERN, text) for text in finished)
     stats = engine.scheduler.counters.snapshot(engine.scheduler.kv, 0)
     assert stats.num_saved_steps > 0.5 * num_requests
 

@@ -11,8 +11,16 @@ import numpy as np
 import pytest
 import torch
 from dflash_reference import PUBLISHED, TARGET, Reference
+from draft_grammars import (
+    BACKENDS,
+    characters,
+    grammar_backend,
+    grammar_requests,
+    grammars_of,
+    num_matches,
+)
 from draft_requests import check
-from drafted import Reply, finish, make_engine, soak
+from drafted import Reply, check_starts, finish, make_engine, random_requests, soak
 from host_graphs import capture_decodes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -38,7 +46,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"presence_penalty": 1.5, "frequency_penalty": 0.7},
     {"min_tokens": 7, "stop_token_ids": np.arange(0, VOCAB, 5, dtype=np.int32)},
     {"stop_token_ids": np.asarray([3], np.int32)},
-    {"logprobs": 3},
+    {"logprobs": 3, "prompt_logprobs": 2},
 )
 
 
@@ -267,19 +275,23 @@ def test_logits_in_parts_give_the_same_drafts(
     assert parts.num_accepted == whole.num_accepted
 
 
-def test_blocks_are_free_after_aborts(runner: LocalRunner) -> None:
-    engine = make_engine(runner, max_drafts=3, num_pages=60, depth=2)
-    finish(engine, requests(), aborts={0: 3, 2: 9, 5: 14}, preempt_every=6)
-    counts = engine.scheduler.kv.pool.counts()
-    assert (counts.held, counts.pending) == (0, 0)
-
-
-@pytest.mark.release
+@pytest.mark.parametrize("grammars", BACKENDS)
+@pytest.mark.parametrize("num_requests", [30, pytest.param(5000, marks=pytest.mark.release)])
 @pytest.mark.timeout(1800)
-def test_blocks_are_free_after_requests_with_aborts(runner: LocalRunner) -> None:
-    engine = make_engine(runner, max_drafts=NUM_DRAFTS, num_pages=60, depth=2)
-    soak(engine, requests(), 5000)
-    assert engine.stats().num_saved_steps > 500
+def test_blocks_are_free_after_requests_with_aborts(
+    runner: LocalRunner, catalog: Catalog, grammars: str, num_requests: int
+) -> None:
+    backend = grammar_backend(grammars, catalog, runner, characters(VOCAB, "a"))
+    with_grammar = grammar_requests(backend, [[0, 1, 2, i] for i in range(5)])
+    made = random_requests([*requests(), *with_grammar], num_requests)
+    plain = finish(make_engine(runner, grammars=grammars_of(backend)), made[:30])
+    engine = make_engine(
+        runner, max_drafts=NUM_DRAFTS, num_pages=60, depth=2, grammars=grammars_of(backend)
+    )
+    replies = soak(engine, made)
+    check_starts(replies[:30], plain)
+    assert num_matches(backend, replies) > 0.05 * num_requests
+    assert engine.stats().num_saved_steps > 0.1 * num_requests
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from draft_grammars import BACKENDS, grammar_backend, grammar_requests, grammars_of, num_matches
 from draft_requests import check
-from drafted import Reply, finish, make_engine, soak
+from drafted import Reply, check_starts, finish, make_engine, random_requests, soak
 from host_graphs import capture_decodes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -32,7 +33,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.8, "seed": 3},
     {"temperature": 1.0, "seed": 4, "top_k": 20, "top_p": 0.9, "n": 2},
     {"presence_penalty": 1.5, "frequency_penalty": 0.7},
-    {"logprobs": 3},
+    {"logprobs": 3, "prompt_logprobs": 2},
 )
 
 
@@ -117,12 +118,20 @@ def test_draft_head_does_not_change_the_output(
     assert stats.num_accepted[0] > 0.6 * stats.num_draft_rows
 
 
-@pytest.mark.release
+@pytest.mark.parametrize("grammars", BACKENDS)
+@pytest.mark.parametrize("num_requests", [20, pytest.param(5000, marks=pytest.mark.release)])
 @pytest.mark.timeout(1800)
-def test_blocks_are_free_after_requests_with_aborts(runner: LocalRunner) -> None:
-    engine = make_engine(runner, max_drafts=5, num_pages=60, depth=2)
-    soak(engine, requests(), 5000)
-    assert engine.stats().num_saved_steps > 5000
+def test_blocks_are_free_after_requests_with_aborts(
+    runner: LocalRunner, catalog: Catalog, grammars: str, num_requests: int
+) -> None:
+    backend = grammar_backend(grammars, catalog, runner)
+    made = random_requests([*requests(), *grammar_requests(backend, prompts(1))], num_requests)
+    plain = finish(make_engine(runner, grammars=grammars_of(backend)), made[:20])
+    engine = make_engine(runner, max_drafts=5, num_pages=60, depth=2, grammars=grammars_of(backend))
+    replies = soak(engine, made)
+    check_starts(replies[:20], plain)
+    assert num_matches(backend, replies) > 0.05 * num_requests
+    assert engine.stats().num_saved_steps > num_requests
 
 
 def test_captured_head_changes_no_output(
@@ -166,37 +175,6 @@ def test_settings_of_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
     assert answers[0] == answers[1]
     assert len(stats.num_accepted) == 4
     assert 1 + stats.num_saved_steps / stats.num_draft_rows > 2.5, "tokens per step"
-
-
-@pytest.mark.release
-def test_processes_that_share_a_model_draft_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "tokenspeed_core.engine.drafting.AdaptiveDepth", lambda num_seqs, most: FixedDepth(most)
-    )
-    head: dict[str, Any] = {"method": "eagle3", "model": EAGLE3.name, "num_speculative_tokens": 4}
-    wanted = [{"prompt_token_ids": ids} for ids in prompts(2)]
-    params = SamplingParams(temperature=0, max_tokens=30)
-    answers = []
-    for given_flags in ({}, {"speculative_config": head, "tensor_parallel_size": 2}):
-        with LLM(
-            device="cpu",
-            dtype="float32",
-            max_num_seqs=4,
-            max_total_tokens=2048,
-            **given_flags,  # type: ignore[arg-type]
-        ) as llm:
-            outputs = llm.generate(wanted, params, use_tqdm=False)
-            answers.append([list(output.outputs[0].token_ids) for output in outputs])
-            stats = llm.stats()
-    assert answers[0] == answers[1]
-    assert stats.num_accepted[0] > 0.6 * stats.num_draft_rows
-
-
-def test_blocks_are_free_after_aborts(runner: LocalRunner) -> None:
-    engine = make_engine(runner, max_drafts=3, num_pages=60, depth=2)
-    finish(engine, requests(), aborts={0: 3, 2: 9, 5: 14}, preempt_every=6)
-    counts = engine.scheduler.kv.pool.counts()
-    assert (counts.held, counts.pending) == (0, 0)
 
 
 def refused(**flags: Any) -> str:

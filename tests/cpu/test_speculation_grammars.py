@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from draft_grammars import BACKENDS
 from drafted import Guesser, make_engine
 from tokenspeed_testing.grammar import SCHEMA, TOKENS, VOCABULARY
 
@@ -20,7 +21,6 @@ from tokenspeed_core.engine.grammars.sequence import ReasoningTokens, SequenceGr
 from tokenspeed_core.engine.messages import Reasoning
 from tokenspeed_core.plugins.catalog import Catalog
 
-BACKENDS = [entry.name for entry in Catalog.discover().entries("grammars")]
 NUM_WORDS = -(-len(TOKENS) // 32)
 OBJECT: dict[str, Any] = {
     "type": "object",

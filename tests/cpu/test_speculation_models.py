@@ -11,9 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from draft_grammars import (
+    BACKENDS,
+    characters,
+    grammar_backend,
+    grammar_requests,
+    grammars_of,
+    num_matches,
+)
 from draft_requests import check
 from draft_statistics import accept_by_force, chi_square, expected_counts
-from drafted import Reply, finish, make_engine, soak
+from drafted import Reply, check_starts, finish, make_engine, random_requests, soak
 from host_graphs import capture_decodes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -24,7 +32,7 @@ from tokenspeed_demo.render import TEMPLATE, Renderer
 from tokenspeed_testing.drafts import FixedDepth
 from tokenspeed_testing.requests import request
 
-from tokenspeed_core import LLM, SamplingParams
+from tokenspeed_core import LLM
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.engine import Engine
 from tokenspeed_core.engine.factory import resolve
@@ -146,14 +154,36 @@ def test_captured_draft_layer_changes_no_output(
     assert int(runner._state.seq_len[runner._state.layout.padding_slot]) == 0
 
 
-@pytest.mark.parametrize("num_requests", [20, pytest.param(5000, marks=pytest.mark.release)])
+@pytest.mark.parametrize(
+    ("grammars", "num_requests"),
+    [
+        (BACKENDS[0], 20),  # the other draft models run short tests with every backend
+        *(pytest.param(each, 5000, marks=pytest.mark.release) for each in BACKENDS),
+    ],
+)
 @pytest.mark.timeout(1800)
 def test_blocks_are_free_after_requests_with_aborts(
-    runner: LocalRunner, num_requests: int, monkeypatch: pytest.MonkeyPatch
+    runner: LocalRunner,
+    catalog: Catalog,
+    grammars: str,
+    num_requests: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    backend = grammar_backend(grammars, catalog, runner)
+    made = random_requests([*requests(), *grammar_requests(backend, prompts())], num_requests)
+    plain = finish(make_engine(runner, grammars=grammars_of(backend)), made[:20])
     capture_decodes(runner, (1, 4, 6), monkeypatch)
-    engine = make_engine(runner, max_drafts=3, num_pages=60, depth=2, with_prompts=False)
-    soak(engine, requests(), num_requests)
+    engine = make_engine(
+        runner,
+        max_drafts=3,
+        num_pages=60,
+        depth=2,
+        with_prompts=False,
+        grammars=grammars_of(backend),
+    )
+    replies = soak(engine, made)
+    check_starts(replies[:20], plain)
+    assert num_matches(backend, replies) > 0.05 * num_requests
     assert engine_stats(engine).num_saved_steps > 0.5 * num_requests
 
 
@@ -275,19 +305,27 @@ def test_sampled_tokens_follow_the_distribution_of_the_model(
     assert 20 < stats.num_accepted[1] < 0.9 * stats.num_draft_rows
 
 
-@pytest.mark.release
+@pytest.mark.parametrize("grammars", BACKENDS)
+@pytest.mark.parametrize("num_requests", [30, pytest.param(5000, marks=pytest.mark.release)])
 @pytest.mark.timeout(1800)
-def test_blocks_of_own_drafts_are_free_after_requests_with_aborts(own_runner: LocalRunner) -> None:
+def test_blocks_of_own_drafts_are_free_after_requests_with_aborts(
+    own_runner: LocalRunner, catalog: Catalog, grammars: str, num_requests: int
+) -> None:
     random = np.random.default_rng(9)
+    found = [random.integers(0, 97, 4 + 3 * i).tolist() for i in range(9)]
     kinds = [
-        request(
-            i, random.integers(0, 97, 4 + 3 * i).tolist(), max_tokens=4 + i, temperature=0.5 * i
-        )
-        for i in range(9)
+        request(i, each, max_tokens=4 + i, temperature=0.5 * i) for i, each in enumerate(found)
     ]
-    engine = make_engine(own_runner, max_drafts=3, num_pages=40, depth=2)
-    soak(engine, kinds, 5000)
-    assert engine_stats(engine).num_saved_steps > 5000
+    backend = grammar_backend(grammars, catalog, own_runner, characters(97, " "))
+    made = random_requests([*kinds, *grammar_requests(backend, found[:5])], num_requests)
+    plain = finish(make_engine(own_runner, grammars=grammars_of(backend)), made[:30])
+    engine = make_engine(
+        own_runner, max_drafts=3, num_pages=40, depth=2, grammars=grammars_of(backend)
+    )
+    replies = soak(engine, made)
+    check_starts(replies[:30], plain)
+    assert num_matches(backend, replies) > 0.05 * num_requests
+    assert engine_stats(engine).num_saved_steps > num_requests
 
 
 @pytest.mark.parametrize("with_prompts", [False, True])
@@ -422,72 +460,6 @@ def test_paused_draft_model_does_not_run(
     check(finish(engine, requests()), expected)
     assert num_calls > 10
     assert any(size.is_followed for size in used) == is_captured
-
-
-SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
-
-
-def test_demo_gives_equal_answers_with_its_draft_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Grammars, stop strings and seeds, through the settings of a user."""
-    monkeypatch.setattr(
-        "tokenspeed_core.engine.drafting.AdaptiveDepth", lambda num_seqs, most: FixedDepth(most)
-    )
-    code = "def area(width, height):\n    return width * height\n"
-    wanted = [
-        SamplingParams(temperature=0, max_tokens=18),
-        SamplingParams(temperature=0.9, seed=7, max_tokens=18, n=2),
-        SamplingParams(temperature=0, max_tokens=18, structured_outputs={"json": SCHEMA}),
-        SamplingParams(
-            temperature=0.9, seed=1, max_tokens=18, structured_outputs={"regex": "(ab|cd){3,9}x"}
-        ),
-        SamplingParams(temperature=0, max_tokens=18, stop=["width"]),
-    ]
-    answers = []
-    for drafter in ({}, {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}):
-        with LLM(
-            model="demo-deepseek",
-            dtype="float32",
-            max_num_seqs=4,
-            max_total_tokens=2048,
-            **drafter,  # type: ignore[arg-type]
-        ) as llm:
-            outputs = llm.generate([code * 2] * len(wanted), wanted, use_tqdm=False)
-            answers.append(
-                [(each.text, list(each.token_ids)) for output in outputs for each in output.outputs]
-            )
-            stats = llm.stats()
-    assert answers[0] == answers[1]
-    assert stats.num_saved_steps > 10
-
-
-@pytest.mark.release
-def test_processes_that_share_a_model_draft_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "tokenspeed_core.engine.drafting.AdaptiveDepth", lambda num_seqs, most: FixedDepth(most)
-    )
-    answers = []
-    shared = {
-        "speculative_algorithm": "mtp",
-        "tensor_parallel_size": 2,
-        "enable_allreduce_fusion": True,
-    }
-    for drafter in ({}, shared):
-        with LLM(
-            model="demo-deepseek",
-            dtype="float32",
-            max_num_seqs=4,
-            max_total_tokens=2048,
-            **drafter,  # type: ignore[arg-type]
-        ) as llm:
-            outputs = llm.generate(
-                [{"prompt_token_ids": each} for each in prompts()],
-                SamplingParams(temperature=0, max_tokens=20),
-                use_tqdm=False,
-            )
-            answers.append([list(output.outputs[0].token_ids) for output in outputs])
-            stats = llm.stats()
-    assert answers[0] == answers[1]
-    assert stats.num_accepted[0] > 0.6 * stats.num_draft_rows
 
 
 def test_wrong_draft_models_are_refused(tmp_path: Path) -> None:
