@@ -190,7 +190,7 @@ def shown(given: tuple[Tiling, Tiling]) -> str:
 
 @contextmanager
 def limited(max_size: int, pairs_per_expert: float) -> Iterator[None]:
-    """Give the kernels for few tokens these limits, whatever the form of the weights."""
+    """Set the limits of the kernels for few tokens, for all forms of weights."""
     limits = max_size, pairs_per_expert
     with (
         patch.dict(few_tokens.LIMITS, dict.fromkeys(few_tokens.LIMITS, limits)),

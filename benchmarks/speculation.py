@@ -30,7 +30,7 @@ from tokenspeed_core import LLM, SamplingParams
 TASKS = "edit,copy,tool_call,sum_three_digits"
 MIN_EQUAL = 0.95  # share of equal answers, below which something other than rounding differs
 DRAFT_MODELS = {"eagle3": "demo-eagle3"}
-TURN = 8  # items of a turn with fewer users
+TURN = 8  # items of a turn, or one for each user if there are more
 NUM_SAMPLES = 1000  # of the bootstrap
 
 

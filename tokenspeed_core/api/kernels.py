@@ -154,7 +154,7 @@ class KernelSpec:
     # "module:Model", a pydantic model for `--backend-option`. The factory then takes an instance as the keyword
     # `options`.
     options: str = ""
-    # What `plugins why` adds if it runs, such as that another kernel runs some steps.
+    # `plugins why` shows it if this kernel is selected, such as that another kernel runs some steps.
     note: str = ""
 
     def __post_init__(self) -> None:

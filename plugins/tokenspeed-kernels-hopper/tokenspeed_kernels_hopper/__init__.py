@@ -64,8 +64,8 @@ FLASHMLA = KernelSpec(
     ),
     load="tokenspeed_kernels_hopper.flashmla:FlashMlaDecode",
     note=(
-        "steps of few rows run the kernel triton from tokenspeed-kernels, which is faster for them: fewer than 16 rows "
-        "with up to 31 heads, 1 row with up to 127"
+        "steps of few rows run the kernel triton from tokenspeed-kernels: fewer than 16 rows with up to 31 heads, 1 row "
+        "with up to 127"
     ),
     requires=("flash_mla",),
     obtain="pip install 'tokenspeed-kernels-hopper[flashmla]'",

@@ -1,6 +1,6 @@
 """The op `mla_decode` with the dense decode kernel of FlashMLA (DeepSeek, 2025, github.com/deepseek-ai/FlashMLA).
 
-Steps of few rows run the portable Triton kernel, which is faster for them.
+Steps of few rows run the portable Triton kernel.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class FlashMlaDecode:
 
 
 def min_rows(num_heads: int) -> int:
-    """Return the rows of a step from which the library runs."""
+    """Return the smallest number of rows for which the library runs."""
     return next(rows for heads, rows in MIN_ROWS if num_heads >= heads)
 
 

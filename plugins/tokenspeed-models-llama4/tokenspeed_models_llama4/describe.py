@@ -80,7 +80,7 @@ def read_llama4(config: Json, architecture: str = "Llama4ForCausalLM") -> Llama4
 
 
 def _without_factor(rope: RopeConfig) -> RopeConfig:
-    """Return a rotation that keeps lengths. The norms after the rotation remove a factor of queries and keys."""
+    """Return the rotation with an attention factor of 1. The norms after the rotation cancel the factor."""
     if not isinstance(rope.scaling, YarnScaling | LongRopeScaling):
         return rope
     return replace(rope, scaling=replace(rope.scaling, attention_factor=1.0))

@@ -96,7 +96,7 @@ def make_model(
 def _fix_frequencies(module: Any) -> None:
     """Let a rotary embedding use the frequencies of its original length for all sequences.
 
-    Two types change them with the longest sequence in the batch, which a cache cannot follow.
+    Two types change them with the longest sequence in the batch, so cached keys would be wrong.
     """
     rope_type = getattr(module, "rope_type", None)
     if isinstance(rope_type, dict):  # one for each type of layer

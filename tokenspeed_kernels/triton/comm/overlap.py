@@ -91,8 +91,8 @@ def _receive(
 def first_part(num_rows: int, size: int, num_bytes: int, num_multiprocessors: int) -> int:
     """Return the rows of the first part, a multiple of TILE_ROWS.
 
-    `size` are the values of a row, computed from `num_bytes` bytes of input. Both parts together take as few waves of
-    tiles as possible. Of these divisions, the first part is the largest that is sent while the second is computed.
+    A row has `size` values, computed from `num_bytes` bytes of input. Both parts together take as few waves of tiles as
+    possible. Among these divisions, the first part is the largest that is sent before the second one is computed.
     """
     num_tiles = cdiv(num_rows, TILE_ROWS)
     per_row_of_tiles = cdiv(size, TILE_FEATURES)

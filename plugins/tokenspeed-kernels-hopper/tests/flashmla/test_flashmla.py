@@ -167,7 +167,7 @@ def test_too_many_rows_are_rejected() -> None:
 @NEEDS_MOCK
 @pytest.mark.usefixtures("mock_library")
 @pytest.mark.parametrize("num_heads", [1, 16, 128])
-def test_auto_selects_it(num_heads: int) -> None:
+def test_auto_selects_flashmla(num_heads: int) -> None:
     chosen = selector()
     spec = chosen.select("mla_decode", {**DEEPSEEK, "num_heads": num_heads}).spec
     assert spec.backend == "flashmla"
