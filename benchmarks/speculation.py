@@ -1,11 +1,11 @@
 """Measure the decoding speed of the demo model with and without drafters, on tasks of its score set.
 
-For each number of users and each task, the engines without and with each drafter answer a few items in turn, and each
-turn starts with another engine. Each of the `--repeats` has new items, so that no drafter has seen the answers.
-`speedup` is the ratio of wall-clock times, `interval` its 95 % bootstrap interval over the turns, and `cpu_speedup` the
-ratio of the process's CPU times, which depend less on other load. The drafter `none` in `--drafters` is a control. `equal` is the share of answers that equal those
-without drafts: 1 on a CPU in float32; elsewhere rounding may change a choice between almost equal logits. `accepted` is
-the share of draft tokens that the model accepted. Example:
+For each number of users and each task, the engines without and with each drafter answer a few items in turn. Their order
+rotates. Each of the `--repeats` has new items, so that no drafter has seen the answers. `speedup` is the ratio of
+wall-clock times, `interval` its 95 % bootstrap interval over the turns, and `cpu_speedup` the ratio of the process's CPU
+times, which depend less on other load. The drafter `none` in `--drafters` is a control. `equal` is the share of answers
+that equal those without drafts: 1 on a CPU in float32; elsewhere rounding may change a choice between almost equal
+logits. `accepted` is the share of draft tokens that the model accepted. Example:
 
     OMP_NUM_THREADS=1 python benchmarks/speculation.py --drafters none,ngram,suffix --users 1,8 --items 24
     python benchmarks/speculation.py --model demo-deepseek --drafters none,mtp --num-draft-tokens 4
