@@ -82,7 +82,7 @@ def grammar_requests(backend: GrammarBackend, prompts: Sequence[Sequence[int]]) 
 
 
 def num_matches(backend: GrammarBackend, replies: Iterable[tuple[Submit, Reply]]) -> int:
-    """Return the number of outputs that their grammar ended. Each matches it."""
+    """Return the number of outputs that ended with their grammar. Fails if one does not match it."""
     tokens = backend.vocabulary.tokens
     texts = [
         b"".join(tokens[token] for token in reply.token_ids[:-1]).decode()

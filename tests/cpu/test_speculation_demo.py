@@ -107,7 +107,7 @@ def check(found: list[RequestOutput], expected: list[RequestOutput]) -> None:
 
 
 def draft_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise drafting pauses in most of these steps."""
+    """Let steps verify all draft tokens. The engine would pause drafting in most of these steps."""
     monkeypatch.setattr(
         "tokenspeed_core.engine.drafting.AdaptiveDepth", lambda num_seqs, most: FixedDepth(most)
     )
@@ -129,7 +129,7 @@ def test_drafter_changes_no_answer(
 
 
 def test_answers_use_the_parameters(expected: Callable[[str], list[RequestOutput]]) -> None:
-    """Otherwise an equal answer with drafts would show little."""
+    """Equal answers with and without drafts show little if a parameter has no effect."""
     found = {
         (name, each.finish_reason)
         for (_, params), output in zip(ASKED, expected("demo"), strict=True)

@@ -3,7 +3,7 @@
 Recording shows how a model calls attention, but not whether tokens influence each other in another way, such as
 through a convolution. Therefore the model runs twice here: in two chunks as in serving, with attention computed by
 plain PyTorch, and as in transformers, without replaced modules and without a cache. A prompt whose tokens see later
-ones cannot be computed in chunks. Such a model is compared with transformers at once, and then with itself, in other
+ones cannot be computed in chunks. Such a model is compared with transformers in one pass, and then with itself, in other
 chunks after a prompt of one token. The output head, replaced and original, runs on the same hidden states.
 """
 
@@ -89,15 +89,17 @@ def check_against_transformers(
     is_exact = weight.dtype == torch.float32 and not is_quantized
     tolerance = _TOLERANCE if is_exact else _ROUNDING_TOLERANCE
     outside = "Its tokens may influence each other outside of attention, or it ignores positions"
-    compared = [(ours, theirs, "hidden states in two chunks", "those at once", outside)]
+    compared = [
+        (ours, theirs, "hidden states in two chunks", "those of transformers in one pass", outside)
+    ]
     if is_bidirectional:
-        mask = "Its attention mask may be another"
+        mask = "It may use a different attention mask"
         two, three = run_chunks(1), run_chunks(1, 4)
         compared = [
-            (ours, theirs, "hidden states at once", "those of transformers", mask),
+            (ours, theirs, "hidden states in one pass", "those of transformers", mask),
             (three, two, "hidden states in three chunks", "those in two", outside),
         ]
-    head = "Its output head may have an unknown form"
+    head = "It may use an unknown kind of output head"
     compared.append((logits(ours), their_logits, "logits", "those of transformers", head))
     for found, expected, what, others, reason in compared:
         distance = (found.float() - expected.float()).norm() / expected.float().norm()
