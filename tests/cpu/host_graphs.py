@@ -38,7 +38,7 @@ class HostGraph:
 
 
 class HostRecorder(GraphRecorder):
-    """Records stages instead of kernels."""
+    """Records stages instead of kernels, and runs them, because they set attributes of the bucket."""
 
     def __init__(self, groups: Sequence[AttentionGroup]) -> None:
         self.groups = groups
@@ -46,6 +46,8 @@ class HostRecorder(GraphRecorder):
 
     def __call__(self, *stages: Callable[[], None]) -> Any:
         prepared = [(each, each.kv_slots, each.batches) for each in self.groups]
+        for stage in stages:
+            stage()
         self._graphs.append(HostGraph(stages, prepared))
         return self._graphs[-1]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from host_graphs import capture_decodes
 from tokenspeed_testing.requests import request
 
 from tokenspeed_core.api.step import LateInputs, StepPlan
+from tokenspeed_core.worker.captured_step import Bucket
+from tokenspeed_core.worker.graphs import StepGraphs
 from tokenspeed_core.worker.local import LocalRunner
 from tokenspeed_core.worker.staged import BucketSize
 
@@ -53,6 +56,24 @@ def test_captured_drafts_change_no_output(
     assert len({size for size in used if size.num_draft_tokens}) >= 3
     padding = runner._state.layout.padding_slot
     assert runner._state.seq_len[padding] == 0
+
+
+def test_one_step_of_a_kind_runs_before_its_capture(
+    runner: LocalRunner, expected: dict[int, Reply]
+) -> None:
+    ran: list[BucketSize] = []
+    run_once = StepGraphs._run_once
+
+    def note(graphs: StepGraphs, bucket: Bucket, *others: Any) -> None:
+        ran.append(bucket.layout.size)
+        run_once(graphs, bucket, *others)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepGraphs, "_run_once", note)
+        capture_decodes(runner, (1, 4, 8), patch, with_prompts=True)
+        kinds = [(bool(size.num_chunks), bool(size.num_draft_tokens)) for size in ran]
+        assert sorted(kinds) == [(False, False), (False, True), (True, False)]
+        check(finish(make_engine(runner), requests()), expected)
 
 
 @pytest.mark.parametrize("with_prompts", [False, True])

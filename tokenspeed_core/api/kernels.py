@@ -32,7 +32,8 @@ FEATURES = (
 """`window`: sliding-window attention. `chunked`: attention within chunks. `soft_cap`: attention with capped scores.
 `sinks`: attention with sinks. `value_head_size`: values of another size than keys. `bidirectional`: prompts without a
 causal mask. `shared_prefix`: `mla_decode` reads cache entries only once for a group of rows that shares them; the result of
-`find_shared_prefix` is passed to such kernels only. `graph_safe`: a captured call can replay on new data of the same shapes.
+`find_shared_prefix` is passed to such kernels only. `graph_safe`: a captured call can replay on new data of the same shapes;
+once the kernel has run, its first call with another number of rows can be captured, so it allocates with PyTorch only.
 `batch_invariant`: a row's bits do not depend on other rows."""
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*(/[a-z0-9][a-z0-9_.-]*)?\Z")  # name, or vendor/name

@@ -77,8 +77,8 @@ class DraftGraphs:
         self._passes: dict[int, DraftPasses | BlockPass] = {}  # by number of rows
         self._graphs: dict[int, _PassGraphs] = {}
 
-    def warm_up(self, rows: FollowedRows) -> None:
-        """Run all passes once, after a step of padding."""
+    def run_once(self, rows: FollowedRows) -> None:
+        """Run all passes without recording them, after a step of padding."""
         passes = self._passes_of(rows)
         for draws in (False, True):
             rows.prepare()
@@ -88,7 +88,7 @@ class DraftGraphs:
             passes.forward(draws=draws)
 
     def capture(self, rows: FollowedRows) -> FollowGraphs:
-        """Capture the passes after steps of a bucket. `warm_up` must have run."""
+        """Capture the passes after steps of a bucket."""
         num_rows, passes = len(rows.slots), self._passes_of(rows)
         if num_rows not in self._graphs:
             passes.prepare()

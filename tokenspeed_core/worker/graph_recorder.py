@@ -18,8 +18,8 @@ class GraphRecorder:
     def __call__(self, *stages: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Record the kernels that some functions launch on the current stream.
 
-        The functions must have run before: a first run compiles kernels and lets libraries allocate memory, neither of
-        which a recording may do.
+        They may neither synchronize nor allocate memory outside PyTorch's allocator. Kernels are loaded, and compiled
+        if they have to be.
         """
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")

@@ -75,6 +75,7 @@ class StepGraphs:
         self._counts: I32 | None = None  # each engine's tokens in a step that several execute
         self._plan_rows = np.arange(len(self._buffers.ids), dtype=np.int32)
         self._views: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._kinds: set[tuple[int, ...]] = set()  # of buckets of which one ran before its capture
         self._recorder: GraphRecorder | None = None
 
     def capture(self, progress: Callable[[int, int], None]) -> None:
@@ -277,24 +278,52 @@ class StepGraphs:
     def _capture(
         self, size: BucketSize, record: GraphRecorder, drafts: DraftGraphs | None
     ) -> Bucket:
-        bucket, stages = self._bucket(size), self._stages
+        bucket = self._bucket(size)
         padding = bucket.layout.padding(self._context.state.layout)
         bucket.staged.copy_(torch.from_numpy(padding))
-        recorded = [
-            partial(stage, bucket)
-            for stage in (stages.begin, stages.forward, stages.keep, stages.draw)
-        ]
-        # The first run compiles kernels and lets libraries allocate, neither of which a capture may do.
-        for stage in recorded:
-            self._prepare(bucket)
-            stage()
         followed = None
         if drafts is not None and bucket.layout.has_draft_model:
             followed = self._followed(bucket)
-            drafts.warm_up(followed)
+        # A draft model allocates in its first passes over a number of rows.
+        num_followed = size.num_rows if followed else 0
+        kind = (size.num_chunks > 0, size.num_draft_tokens > 0, size.no_shared_prefix, num_followed)
+        if kind not in self._kinds:
+            self._kinds.add(kind)
+            self._run_once(bucket, drafts, followed)
+        self._record(bucket, record, drafts, followed)
+        return bucket
+
+    def _run_once(
+        self, bucket: Bucket, drafts: DraftGraphs | None, followed: FollowedRows | None
+    ) -> None:
+        """Run all stages of a bucket: kernels compile, and libraries allocate what all sizes use."""
+        stages = self._stages
+        for stage in (stages.begin, stages.forward, stages.keep, stages.draw):
             self._prepare(bucket)
+            stage(bucket)
+        if drafts is not None and followed is not None:
+            drafts.run_once(followed)
+
+    def _record(
+        self,
+        bucket: Bucket,
+        record: GraphRecorder,
+        drafts: DraftGraphs | None,
+        followed: FollowedRows | None,
+    ) -> None:
+        """Record the graphs of a bucket."""
         record.synchronize()
-        begin, forward, keep, draw_again = recorded
+        size = bucket.layout.size
+        begin, forward, keep, draw_again = (
+            partial(stage, bucket)
+            for stage in (
+                self._stages.begin,
+                self._stages.forward,
+                self._stages.keep,
+                self._stages.draw,
+            )
+        )
+        self._prepare(bucket)
         if self._needs_prepare:
             bucket.graphs = [record(begin), record(forward)]
         else:
@@ -308,7 +337,6 @@ class StepGraphs:
         if drafts is not None and followed is not None:
             bucket.follow = drafts.capture(followed)
             bucket.own_states = None
-        return bucket
 
     def _followed(self, bucket: Bucket) -> FollowedRows:
         columns, drafter, drafts = bucket.columns, self._context.drafter, bucket.drafts

@@ -249,11 +249,14 @@ def replays(
     rows: int,
     device: torch.device,
 ) -> None:
-    """Capture a call in a CUDA graph, replay it with other inputs, and compare bits with a plain call."""
+    """Capture a call in a CUDA graph, replay it with other inputs, and compare bits with a plain call.
+
+    The captured call is the first one with its number of rows.
+    """
     first, second, plain = (
         make_inputs(contract, problem, rows, device, strided=False, seed=seed) for seed in (0, 1, 1)
     )
-    run(kernel, contract, make_inputs(contract, problem, rows, device, strided=False))
+    run(kernel, contract, make_inputs(contract, problem, rows + 1, device, strided=False))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = run(kernel, contract, first)

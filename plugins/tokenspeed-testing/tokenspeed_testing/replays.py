@@ -109,7 +109,10 @@ def _replay(
     wanted: Sequence[Replay],
     device: torch.device,
 ) -> None:
-    """Capture a step of every size, the largest first, then replay. `problems` differ in the phase."""
+    """Capture a step of every size, the largest first, then replay. `problems` differ in the phase.
+
+    As in the worker, one step of a kind runs before its capture.
+    """
     problem = problems[0]
     sizes = sorted(
         {each.size for each in wanted},
@@ -130,7 +133,10 @@ def _replay(
     limits = replace(limits_of(padding), max_num_tokens=len(buffers.q))
     kernels = {each.phase: spec.factory()(each, limits, device) for each in problems}
     pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-    steps = {size: _Step(size, kernels, buffers, pool) for size in sizes}
+    run_before = (sizes[0], PLAIN, PLAIN_MIXED)
+    steps = {
+        size: _Step(size, kernels, buffers, pool, runs_before=size in run_before) for size in sizes
+    }
     for each, fixture in zip(wanted, fixtures, strict=True):
         steps[each.size].fill(fixture)
         steps[each.size].run()
@@ -141,7 +147,13 @@ class _Step:
     """A step of one size in the buffers of the largest, captured with padding only."""
 
     def __init__(
-        self, size: BucketSize, kernels: Mapping[str, AttentionKernel], buffers: Fixture, pool: Any
+        self,
+        size: BucketSize,
+        kernels: Mapping[str, AttentionKernel],
+        buffers: Fixture,
+        pool: Any,
+        *,
+        runs_before: bool,
     ) -> None:
         self._size, self._buffers = size, buffers
         middle, device = size.num_decodes, buffers.q.device
@@ -166,7 +178,8 @@ class _Step:
             self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graph: torch.cuda.CUDAGraph | None = None
         self._prepare()
-        self._forward()  # compiles and allocates, which a capture must not do
+        if runs_before:
+            self._forward()  # libraries allocate, which they may not do in a capture
         if is_cuda:
             torch.cuda.synchronize(device)
             self._graph = torch.cuda.CUDAGraph()
