@@ -145,13 +145,18 @@ def check_is_alone(choice: DrafterChoice | None, sizes: ParallelSizes) -> None:
         )
 
 
-def use_drafter(scheduler: Scheduler, choice: DrafterChoice, *, with_prompts: bool) -> None:
-    """Make a drafter and let the scheduler use it (`Scheduler.use_drafts`). Raises PluginError."""
+def use_drafter(
+    scheduler: Scheduler, choice: DrafterChoice, *, with_prompts: bool, max_overlapped: int
+) -> None:
+    """Make a drafter and let the scheduler use it (`Scheduler.use_drafts`). Raises PluginError.
+
+    Steps of at most `max_overlapped` decodes need no exact lengths on the host.
+    """
     limits = scheduler.limits
     depth = AdaptiveDepth(limits.max_num_seqs, choice.max_drafts)
     drafts: DraftSource
     if choice.model is not None:
-        drafts = ModelDrafts(depth, limits, scheduler.columns)
+        drafts = ModelDrafts(depth, limits, scheduler.columns, max_overlapped=max_overlapped)
     else:
         assert isinstance(choice.spec, DrafterSpec), "a drafter is a model or runs on the host"
         drafter = _make(choice, choice.spec, scheduler)
