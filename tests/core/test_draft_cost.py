@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -34,6 +34,7 @@ class Costs:
     """Times of the parts of a step; the unit is the time to plan and launch a step."""
 
     host: float = 1.0  # to plan and launch a step
+    admit: float = 0.0  # to plan a step that admits sequences, in addition
     device: float = 0.9
     propose: float = 0.0  # on the host, in addition
     verify: float = 0.0  # on the device, for each draft token
@@ -45,6 +46,7 @@ class Costs:
     follow: float = 0.0
     draft: float = 0.0
     is_model: bool = False
+    overlaps: bool = False  # steps are planned while draft tokens of the model are verified
 
 
 class Clock:
@@ -78,6 +80,7 @@ class TimedRunner:
     def forward(self, plan: StepPlan) -> None:
         costs = self.costs
         self.clock.now += costs.host + costs.drafted * (plan.num_draft_tokens > 0)
+        self.clock.now += costs.admit * (plan.slot_inits is not None)
         seconds = costs.device + costs.verify * plan.num_draft_tokens
         self.device_end = max(self.device_end, self.clock.now) + seconds
         num_new = plan.wants_logits.astype(np.int32)
@@ -161,9 +164,10 @@ def seconds_of(
         limits, KVManager((FullAttention("full", 1, 1, 1),), 16, 32 * num_users), POLICIES["fcfs"]
     )
     if drafting:
-        depth = AdaptiveDepth(num_users, MAX_DRAFTS)
+        depth = AdaptiveDepth(num_users, MAX_DRAFTS, is_model=costs.is_model)
         columns, sequences = scheduler.columns, scheduler.sequences
-        drafts: DraftSource = ModelDrafts(depth, limits, columns)
+        max_overlapped = num_users if costs.overlaps else 0
+        drafts: DraftSource = ModelDrafts(depth, limits, columns, max_overlapped=max_overlapped)
         if not costs.is_model:
             drafter = TimedDrafter(clock, costs)
             drafts = HostDrafts(drafter, "timed", depth, limits, columns, sequences)
@@ -209,6 +213,7 @@ def speedups(
     )
     plain = seconds_without_drafts(
         costs.host,
+        costs.admit,
         costs.device,
         len(acceptances),
         num_users,
@@ -223,6 +228,7 @@ def speedups(
 @cache
 def seconds_without_drafts(
     host: float,
+    admit: float,
     device: float,
     num_acceptances: int,
     num_users: int,
@@ -235,7 +241,7 @@ def seconds_without_drafts(
     with pytest.MonkeyPatch.context() as monkeypatch:
         return seconds_of(
             monkeypatch,
-            Costs(host, device),
+            Costs(host, admit, device),
             [0.0] * num_acceptances,
             drafting=False,
             num_users=num_users,
@@ -305,7 +311,14 @@ def test_costly_draft_model_loses_less_than_two_percent(
     acceptance: float,
 ) -> None:
     costs = Costs(
-        0.3, 1.0, verify=0.1, follow_prompts=follow_prompts, follow=0.3, draft=0.3, is_model=True
+        host=0.3,
+        device=1.0,
+        verify=0.1,
+        follow_prompts=follow_prompts,
+        follow=0.3,
+        draft=0.3,
+        is_model=True,
+        overlaps=spread > 0,
     )
     (found,) = speedups(
         monkeypatch, costs, [acceptance], num_users, 40 * num_users, num_tokens, spread
@@ -318,22 +331,44 @@ def test_draft_model_without_measured_plain_steps_costs_little(
     monkeypatch: pytest.MonkeyPatch, num_users: int, spread: int
 ) -> None:
     """With short answers, no plain step has plain ones before and after it."""
-    costs = Costs(0.3, 1.0, verify=0.1, follow_prompts=4.0, follow=0.3, draft=0.3, is_model=True)
+    costs = Costs(
+        host=0.3, device=1.0, verify=0.1, follow_prompts=4.0, follow=0.3, draft=0.3, is_model=True
+    )
     (found,) = speedups(
         monkeypatch, costs, [0.9], num_users, 200 * num_users, num_tokens=3, spread=spread
     )
     assert found >= 0.98
 
 
+CHEAP_MODEL = Costs(
+    host=0.3,
+    device=1.0,
+    verify=0.02,
+    follow_prompts=0.2,
+    follow=0.05,
+    draft=0.05,
+    is_model=True,
+    overlaps=True,
+)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize(("num_users", "expected"), [(1, 2.0), (8, 1.2)])
 def test_cheap_draft_model_keeps_its_gain(
-    monkeypatch: pytest.MonkeyPatch, num_users: int, expected: float
+    monkeypatch: pytest.MonkeyPatch, num_users: int, expected: float, overlaps: bool
 ) -> None:
-    costs = Costs(0.3, 1.0, verify=0.02, follow_prompts=0.2, follow=0.05, draft=0.05, is_model=True)
+    costs = replace(CHEAP_MODEL, overlaps=overlaps)
     (found,) = speedups(
         monkeypatch, costs, [0.9], num_users, 40 * num_users, num_tokens=10, spread=30
     )
     assert found >= expected
+
+
+def test_admission_is_not_charged_to_a_draft_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model drafts after the prompt of a sequence. The step before it takes as long as the admission."""
+    costs = replace(CHEAP_MODEL, admit=4.0)
+    (found,) = speedups(monkeypatch, costs, [0.9], num_sequences=40, num_tokens=25, stops=True)
+    assert found >= 1.7
 
 
 @pytest.mark.parametrize("is_model", [False, True])
@@ -342,7 +377,9 @@ def test_cheap_draft_model_keeps_its_gain(
 def test_tokens_after_a_stop_token_save_nothing(
     monkeypatch: pytest.MonkeyPatch, is_model: bool, num_users: int, num_tokens: int
 ) -> None:
-    costs = Costs(0.3, 1.0, propose=0.4, verify=0.1, follow=0.1, draft=0.1, is_model=is_model)
+    costs = Costs(
+        host=0.3, device=1.0, propose=0.4, verify=0.1, follow=0.1, draft=0.1, is_model=is_model
+    )
     (found,) = speedups(
         monkeypatch, costs, [0.9], num_users, 200 * num_users, num_tokens, stops=True
     )

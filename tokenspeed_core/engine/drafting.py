@@ -153,7 +153,8 @@ def use_drafter(
     Steps of at most `max_overlapped` decodes need no exact lengths on the host.
     """
     limits = scheduler.limits
-    depth = AdaptiveDepth(limits.max_num_seqs, choice.max_drafts)
+    is_model = choice.model is not None
+    depth = AdaptiveDepth(limits.max_num_seqs, choice.max_drafts, is_model=is_model)
     drafts: DraftSource
     if choice.model is not None:
         drafts = ModelDrafts(depth, limits, scheduler.columns, max_overlapped=max_overlapped)

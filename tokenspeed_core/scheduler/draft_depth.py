@@ -117,8 +117,9 @@ class Account:
 class AdaptiveDepth:
     """The depth of each row by its own acceptance and by the measured cost of steps."""
 
-    def __init__(self, max_num_seqs: int, max_drafts: int) -> None:
-        """Start without measurements."""
+    def __init__(self, max_num_seqs: int, max_drafts: int, *, is_model: bool = False) -> None:
+        """Start without measurements. `is_model`: a model makes the draft tokens, after the step before theirs."""
+        self._is_model = is_model
         self.cost = StepCost(max_num_seqs, max_drafts)
         self.account = Account()
         self._max_drafts = max_drafts
@@ -144,7 +145,9 @@ class AdaptiveDepth:
         self._is_waiting = False
         # Steps before the drafter proposes early again: in all, and left. Each rejected proposal about doubles them.
         self._num_skipped = self._num_to_skip = 0
-        self._is_drafting = False  # the drafter was called for the step that finishes next
+        self._is_drafting = (
+            False  # a drafter of the host was called for the step that finishes next
+        )
         self._was_drafting = False  # the drafter was called for the step before that
         self._prompts = PromptCost()
         self._owed = 0.0  # seconds that a draft model added to steps with prompts, not yet charged
@@ -198,7 +201,7 @@ class AdaptiveDepth:
         `counts` [S] are the proposed tokens, `probabilities` one for each in row order. The step has `num_rows`
         decode rows.
         """
-        self._is_drafting = True
+        self._is_drafting = not self._is_model
         cost = self.cost.of(num_rows)
         seconds = cost.with_drafts(self._most(counts, num_left, cost))
         chosen, self._step_expected[slots] = self._choose(
