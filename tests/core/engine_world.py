@@ -165,7 +165,6 @@ class World:
     prefix_caching: bool = True
     num_drafts: int = 0
     has_draft_model: bool = False
-    max_overlapped: int = 0  # decodes of a step that needs no exact lengths
     whole_prompts: bool = False
     max_queued: int = 10_000
     fail_at: frozenset[int] = frozenset()
@@ -199,12 +198,7 @@ class World:
         self.scheduler = Scheduler(limits, kv, policy)
         if self.num_drafts and self.has_draft_model:
             self.scheduler.use_drafts(
-                ModelDrafts(
-                    FixedDepth(self.num_drafts),
-                    limits,
-                    self.scheduler.columns,
-                    max_overlapped=self.max_overlapped,
-                )
+                ModelDrafts(FixedDepth(self.num_drafts), limits, self.scheduler.columns)
             )
         elif self.num_drafts:
             self.drafter = Oracle(self.model)
@@ -228,7 +222,6 @@ class World:
                 self.max_model_len,
                 blocks_per_page=self.blocks_per_page,
                 fail_at=self.fail_at,
-                max_overlapped=self.max_overlapped,
             )
             for _ in range(2)
         ]

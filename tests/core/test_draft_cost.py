@@ -46,7 +46,6 @@ class Costs:
     follow: float = 0.0
     draft: float = 0.0
     is_model: bool = False
-    overlaps: bool = False  # steps are planned while draft tokens of the model are verified
 
 
 class Clock:
@@ -166,8 +165,7 @@ def seconds_of(
     if drafting:
         depth = AdaptiveDepth(num_users, MAX_DRAFTS, is_model=costs.is_model)
         columns, sequences = scheduler.columns, scheduler.sequences
-        max_overlapped = num_users if costs.overlaps else 0
-        drafts: DraftSource = ModelDrafts(depth, limits, columns, max_overlapped=max_overlapped)
+        drafts: DraftSource = ModelDrafts(depth, limits, columns)
         if not costs.is_model:
             drafter = TimedDrafter(clock, costs)
             drafts = HostDrafts(drafter, "timed", depth, limits, columns, sequences)
@@ -318,7 +316,6 @@ def test_costly_draft_model_loses_less_than_two_percent(
         follow=0.3,
         draft=0.3,
         is_model=True,
-        overlaps=spread > 0,
     )
     (found,) = speedups(
         monkeypatch, costs, [acceptance], num_users, 40 * num_users, num_tokens, spread
@@ -348,16 +345,14 @@ CHEAP_MODEL = Costs(
     follow=0.05,
     draft=0.05,
     is_model=True,
-    overlaps=True,
 )
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize(("num_users", "expected"), [(1, 2.0), (8, 1.2)])
 def test_cheap_draft_model_keeps_its_gain(
-    monkeypatch: pytest.MonkeyPatch, num_users: int, expected: float, overlaps: bool
+    monkeypatch: pytest.MonkeyPatch, num_users: int, expected: float
 ) -> None:
-    costs = replace(CHEAP_MODEL, overlaps=overlaps)
+    costs = CHEAP_MODEL
     (found,) = speedups(
         monkeypatch, costs, [0.9], num_users, 40 * num_users, num_tokens=10, spread=30
     )

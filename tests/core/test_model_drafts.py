@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from engine_world import MASKED, World
+from engine_world import World
 from tokenspeed_testing.drafts import FixedDepth
 from tokenspeed_testing.requests import request
 
 from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.api.step import I32, StepPlan
-from tokenspeed_core.scheduler.collect import StepInFlight
 from tokenspeed_core.scheduler.columns import SlotColumns
 from tokenspeed_core.scheduler.drafts import FinishedStep, NextDraftCount
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.scheduler.model_drafts import ModelDrafts
-from tokenspeed_core.scheduler.step_plan_builder import StepPlanBuilder
 
 LIMITS = SchedulerLimits(4, 64, 10, 10, 8, 100, max_drafts=3)
 
@@ -215,33 +213,3 @@ def test_only_tokens_that_sequences_keep_count_as_accepted(has_draft_model: bool
     assert sum(map(len, world.tokens.values())) == 12 + num_rows + stats.num_saved_steps
     assert stats.num_saved_steps > 10
     assert FinishReason.STOP in world.finish.values()
-
-
-@pytest.mark.parametrize("max_overlapped", [0, 1, 6])
-def test_steps_overlap_with_the_verification_of_draft_tokens(max_overlapped: int) -> None:
-    """With more rows than `max_overlapped`, a grammar, or a waiting sequence, they need the results."""
-    world = World(num_drafts=3, has_draft_model=True, max_overlapped=max_overlapped)
-    overlapped: list[
-        int
-    ] = []  # decodes of steps that were launched while draft tokens were verified
-    launch = world.scheduler.launch
-
-    def note(builder: StepPlanBuilder) -> StepInFlight:
-        is_verifying = any(each.plan.num_draft_tokens for each in world.scheduler.in_flight)
-        flight = launch(builder)
-        if is_verifying:
-            assert flight.plan.num_rows == flight.plan.num_decodes
-            overlapped.append(flight.plan.num_decodes)
-        return flight
-
-    world.scheduler.launch = note  # type: ignore[method-assign]
-    for sequence_id in range(2):
-        world.submit(request(sequence_id, [sequence_id, 3], max_tokens=12))
-    world.submit(request(2, [4, 5], max_tokens=30))
-    for _ in range(12):
-        world.step()
-    world.submit(request(3, [7, 8, 9], max_tokens=9, priority=MASKED))
-    world.run()
-    for sequence_id in range(4):
-        world.check(sequence_id)
-    assert set(overlapped) == {0: set(), 1: {1}, 6: {1, 3}}[max_overlapped]

@@ -63,7 +63,6 @@ class EngineMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         drafts=st.integers(0, 4),
         has_draft_model=st.booleans(),
-        max_overlapped=st.sampled_from([0, 2, 6]),
         whole_prompts=st.sampled_from([False, False, True]),
     )
     def start(
@@ -77,7 +76,6 @@ class EngineMachine(RuleBasedStateMachine):
         caching: bool,
         drafts: int,
         has_draft_model: bool,
-        max_overlapped: int,
         whole_prompts: bool,
     ) -> None:
         self.world = World(
@@ -90,7 +88,6 @@ class EngineMachine(RuleBasedStateMachine):
             prefix_caching=caching,
             num_drafts=drafts,
             has_draft_model=has_draft_model,
-            max_overlapped=max_overlapped,
             whole_prompts=whole_prompts,
         )
         self.next_id = 0
@@ -178,7 +175,6 @@ def test_long_random_histories_keep_the_invariants(
             prefix_caching=rng.random() < 0.7,
             num_drafts=rng.randint(0, 4),
             has_draft_model=rng.random() < 0.5,
-            max_overlapped=rng.choice([0, 2, 6]),
             whole_prompts=rng.random() < 0.3,
         )
         for sequence_id in range(0, 60, 3):
@@ -302,7 +298,6 @@ def test_sequences_as_long_as_the_pool_finish(seed: int) -> None:
             depth=rng.randint(1, 3),
             num_drafts=rng.choice([0, 0, 4]),
             has_draft_model=rng.random() < 0.5,
-            max_overlapped=rng.choice([0, 2, 6]),
             whole_prompts=rng.random() < 0.3,
             max_num_seqs=rng.choice([1, 2, 4]),
         )
@@ -331,7 +326,6 @@ def test_sequences_beyond_their_windows_finish(seed: int) -> None:
         depth=1 + seed % 2,
         num_drafts=rng.choice([0, 4]),
         has_draft_model=seed == 2,
-        max_overlapped=6,
     )
     kv = world.scheduler.kv
     most = min(kv.max_sequence_len, world.max_model_len)

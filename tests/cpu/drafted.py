@@ -133,12 +133,7 @@ def make_engine(
         )
     elif max_drafts and resolved.draft_model is not None:
         scheduler.use_drafts(
-            ModelDrafts(
-                draft_depth or FixedDepth(max_drafts),
-                changed,
-                scheduler.columns,
-                max_overlapped=runner.max_drafting,
-            ),
+            ModelDrafts(draft_depth or FixedDepth(max_drafts), changed, scheduler.columns),
             with_prompts=with_prompts,
         )
     made = None if grammars is None else grammars(scheduler)

@@ -427,7 +427,7 @@ def test_pauses_change_no_output(
         check(finish(engine, requests(), preempt_every=9), expected)
     finally:
         runner._arena.zero_()
-    assert engine_stats(engine).num_saved_steps > 2
+    assert engine_stats(engine).num_saved_steps > 5
 
 
 @pytest.mark.parametrize("is_captured", [False, pytest.param(True, marks=pytest.mark.release)])

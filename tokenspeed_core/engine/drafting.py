@@ -145,19 +145,14 @@ def check_is_alone(choice: DrafterChoice | None, sizes: ParallelSizes) -> None:
         )
 
 
-def use_drafter(
-    scheduler: Scheduler, choice: DrafterChoice, *, with_prompts: bool, max_overlapped: int
-) -> None:
-    """Make a drafter and let the scheduler use it (`Scheduler.use_drafts`). Raises PluginError.
-
-    Steps of at most `max_overlapped` decodes need no exact lengths on the host.
-    """
+def use_drafter(scheduler: Scheduler, choice: DrafterChoice, *, with_prompts: bool) -> None:
+    """Make a drafter and let the scheduler use it (`Scheduler.use_drafts`). Raises PluginError."""
     limits = scheduler.limits
     is_model = choice.model is not None
     depth = AdaptiveDepth(limits.max_num_seqs, choice.max_drafts, is_model=is_model)
     drafts: DraftSource
     if choice.model is not None:
-        drafts = ModelDrafts(depth, limits, scheduler.columns, max_overlapped=max_overlapped)
+        drafts = ModelDrafts(depth, limits, scheduler.columns)
     else:
         assert isinstance(choice.spec, DrafterSpec), "a drafter is a model or runs on the host"
         drafter = _make(choice, choice.spec, scheduler)

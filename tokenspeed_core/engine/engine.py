@@ -128,15 +128,16 @@ class Engine:
     def step(self) -> list[Outputs]:
         """Plan and launch the next step; collect the oldest one if `depth` steps are in flight.
 
-        If draft tokens need it, all steps in flight are collected first. Raises EngineDeadError, and PluginError if a
-        policy plugin fails.
+        If draft tokens are worth it, all steps in flight are collected first. Raises EngineDeadError, and
+        PluginError if a policy plugin fails.
         """
         outputs: list[Outputs] = []
         in_flight = self.scheduler.in_flight
         if self._grammars is not None and self._grammars.is_compiling:
             self._grammars.poll(0.0 if self.scheduler.has_work else IDLE_SECONDS)
         counters, started_at = self.scheduler.counters, perf_counter()
-        if in_flight and self.scheduler.wants_results():
+        # Lengths after a step with draft tokens are upper bounds, and an eager step needs exact ones.
+        if in_flight and (in_flight[-1].plan.num_draft_tokens or self.scheduler.wants_results()):
             counters.host_seconds += perf_counter() - started_at
             while in_flight:
                 outputs.append(self.collect())

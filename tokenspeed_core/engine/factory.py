@@ -208,12 +208,7 @@ def _start(
     if resolved.drafter is not None:
         # A captured step has draft tokens or prompts, not both.
         is_captured = not (is_cpu or config.enforce_eager)
-        use_drafter(
-            scheduler,
-            resolved.drafter,
-            with_prompts=not is_captured,
-            max_overlapped=runner.max_drafting,
-        )
+        use_drafter(scheduler, resolved.drafter, with_prompts=not is_captured)
     grammars = None if backend is None else Grammars(scheduler, backend, mask=runner.mask_buffer())
     if backend is not None and not is_batch:
         backend.compiler()  # indexing a large vocabulary would stall the steps later

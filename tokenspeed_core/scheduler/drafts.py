@@ -203,10 +203,6 @@ class DraftSource(ABC):
         """Whether drafting is paused, and no row has draft tokens left."""
         return False
 
-    def may_overlap(self, slots: I64) -> bool:
-        """Return whether a step with decodes of these slots may be planned while draft tokens are being verified."""
-        return False
-
     @abstractmethod
     def wants_results(self) -> bool:
         """Return whether to collect all steps in flight before the next one is planned. Called while drafts are on."""

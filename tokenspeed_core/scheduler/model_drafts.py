@@ -9,8 +9,6 @@ from tokenspeed_core.scheduler.columns import SlotColumns
 from tokenspeed_core.scheduler.drafts import DraftDepth, DraftSource, NextDraftCount
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 
-_MAX_LOST = 0.25  # share of the draft tokens that steps may lose in order to overlap
-
 
 class ModelDrafts(DraftSource):
     """Counts the draft tokens that the device has for each slot.
@@ -28,17 +26,9 @@ class ModelDrafts(DraftSource):
 
     has_model = True
 
-    def __init__(
-        self,
-        depth: DraftDepth,
-        limits: SchedulerLimits,
-        columns: SlotColumns,
-        *,
-        max_overlapped: int = 0,
-    ) -> None:
-        """Start without draft tokens. Steps of at most `max_overlapped` decodes need no exact lengths on the host."""
+    def __init__(self, depth: DraftDepth, limits: SchedulerLimits, columns: SlotColumns) -> None:
+        """Start without draft tokens."""
         super().__init__(depth, limits, columns)
-        self._max_overlapped = max_overlapped
         self._num_made = np.zeros(limits.max_num_seqs, np.int32)
         self._is_known = np.zeros(limits.max_num_seqs, np.bool_)  # the host has the ids
         self._has_made = False  # of any slot, since the last pause
@@ -49,22 +39,8 @@ class ModelDrafts(DraftSource):
         """Whether drafting is paused, and no row has draft tokens left."""
         return self._depth.is_paused and not self._has_made
 
-    def may_overlap(self, slots: I64) -> bool:
-        """Return whether the device has all that such a step needs, and few rows lose draft tokens.
-
-        Grammars need the draft tokens on the host. Near its end, a row gets fewer draft tokens if its length is an upper
-        bound.
-        """
-        columns = self._columns
-        if not 0 < len(slots) <= self._max_overlapped or columns.num_grammars:
-            return False
-        made = self._num_made[slots]
-        room = columns.max_len[slots] - columns.num_bound[slots] - 1
-        num_lost = np.maximum(made - np.maximum(room, 0), 0).sum()
-        return bool(num_lost <= _MAX_LOST * made.sum())
-
     def wants_results(self) -> bool:
-        """Return whether a row has draft tokens."""
+        """Return whether a row has draft tokens. The newest acceptance decides how many are verified."""
         slots = self._columns.decoding()
         return bool(self._num_made[slots].any() and self._columns.may_draft[slots].any())
 

@@ -92,30 +92,11 @@ class Scheduler:
         self._drafts_with_prompts = with_prompts
 
     def wants_results(self) -> bool:
-        """Return whether to collect all steps in flight before the next one is planned.
-
-        Lengths after a step with draft tokens are upper bounds, but many steps need exact ones, and the draft tokens of
-        a host depend on all earlier tokens.
-        """
-        drafts = self.drafts
-        if drafts is None:
+        """Return whether to collect all steps in flight before the next one is planned, for its draft tokens."""
+        if self.drafts is None or self.drafts.is_paused:
             return False
-        is_verifying = self._is_verifying
-        if (drafts.is_paused and not is_verifying) or self._may_overlap(drafts):
-            return False
-        of_next_step = self._drafts_of_next_step
-        return is_verifying or (of_next_step is not None and of_next_step.wants_results())
-
-    @property
-    def _is_verifying(self) -> bool:
-        """Whether a step with draft tokens is in flight, so that lengths are upper bounds."""
-        return any(flight.plan.num_draft_tokens for flight in self.in_flight)
-
-    def _may_overlap(self, drafts: DraftSource) -> bool:
-        """Return whether the next step may be planned while draft tokens are being verified. It has no prompts then."""
-        if self.sequences.num_waiting or len(self.columns.prefilling()):
-            return False
-        return drafts.may_overlap(self.columns.decoding())
+        drafts = self._drafts_of_next_step
+        return drafts is not None and drafts.wants_results()
 
     @property
     def _drafts_of_next_step(self) -> DraftSource | None:
@@ -206,8 +187,7 @@ class Scheduler:
             budget - builder.num_tokens,
             max_prefill_tokens - builder.num_chunk_tokens,
         )
-        if not self._is_verifying:
-            self._admission.plan(builder, left, is_idle=not self.in_flight)
+        self._admission.plan(builder, left, is_idle=not self.in_flight)
         if not builder.is_empty:
             drafts, has_prompts = self.drafts, builder.num_chunk_tokens > 0
             if drafts is not None and drafts.has_model and (has_prompts or not drafts.is_idle):
@@ -245,10 +225,8 @@ class Scheduler:
 
     def _plan_running(self, builder: StepPlanBuilder, max_prefill_tokens: int) -> None:
         """Plan decodes and chunks of the running sequences, and preempt the policy's victims."""
-        drafts = self.drafts
-        if drafts is not None:
-            may_draft = not self.in_flight or self._may_overlap(drafts)
-            drafts = self._drafts_of_next_step if may_draft else None
+        # Draft tokens depend on the results of all steps in flight.
+        drafts = None if self.in_flight else self._drafts_of_next_step
         view = view_of_running(self.columns, self.kv, self.sequences, drafts)
         counts = self.kv.counts()
         limits = Limits(

@@ -144,9 +144,6 @@ class BucketFinder:
             size.num_decodes for size in sizes if size.num_tokens == size.num_decodes
         )
         self._drafts = _by_tokens(size for size in sizes if size.num_draft_tokens)
-        most = max((size.num_decodes for size in self._drafts), default=0)
-        # Up to so many decodes, steps with draft tokens and without have a bucket.
-        self.max_drafting = min(most, self._decodes[-1])
         self._mixed = _by_tokens(size for size in sizes if size.num_chunks)
         self._followed = _by_tokens(size for size in followed if size.num_chunks)
 

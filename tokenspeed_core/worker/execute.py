@@ -102,11 +102,6 @@ class LocalRunner:
         """Every kernel decision, with its reasons."""
         return self._assembly.selector.plan()
 
-    @property
-    def max_drafting(self) -> int:
-        """The number of decodes up to which no step without prompts needs exact lengths on the host; 0 without graphs."""
-        return 0 if self._graphs is None else self._graphs.max_drafting
-
     def resize(self, num_pages: int) -> None:
         """Replace the arena by an empty one and forget all slots. Nothing may be in flight."""
         self._free_arena()

@@ -78,11 +78,6 @@ class StepGraphs:
         self._kinds: set[tuple[int, ...]] = set()  # of buckets of which one ran before its capture
         self._recorder: GraphRecorder | None = None
 
-    @property
-    def max_drafting(self) -> int:
-        """The number of decodes up to which all steps without prompts are captured, with draft tokens or without."""
-        return self._finder.max_drafting
-
     def capture(self, progress: Callable[[int, int], None]) -> None:
         """Capture all buckets, the largest first, since it sizes the memory that they share."""
         self._recorder = record = GraphRecorder()

@@ -88,11 +88,9 @@ class FakeRunner:
         *,
         blocks_per_page: Sequence[int] | None = None,
         fail_at: frozenset[int] = frozenset(),
-        max_overlapped: int = 0,
     ) -> None:
         """Start with an unwritten cache. `collect` raises StepFailed for the steps in `fail_at`.
 
-        While a step with draft tokens is in flight, only steps of at most `max_overlapped` decodes may be launched.
         A page consists of as many units as any group's number of blocks in it (1 by default) divides.
         """
         self.model = model
@@ -108,7 +106,6 @@ class FakeRunner:
         self.length = np.zeros(max_num_seqs, np.int64)
         self.last = np.zeros(max_num_seqs, np.int64)
         self._fail_at = fail_at
-        self.max_overlapped = max_overlapped
         self._plan: StepPlan | None = None
         self._results: deque[StepResult] = deque()
         self._drafts: dict[int, list[int]] = {}  # that the draft model made for a slot
@@ -116,10 +113,7 @@ class FakeRunner:
 
     def forward(self, plan: StepPlan) -> None:
         """Take a plan and apply its changes to the block tables."""
-        needs_no_lengths = plan.num_rows == plan.num_decodes <= self.max_overlapped
-        assert needs_no_lengths or not any(self._num_drafts_in_flight), (
-            "the step needs exact lengths"
-        )
+        assert not any(self._num_drafts_in_flight), "the step needs exact lengths"
         self._num_drafts_in_flight.append(plan.num_draft_tokens)
         for table, delta in zip(self.tables, plan.block_deltas, strict=True):
             table[delta.slots, delta.indices] = delta.blocks
