@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenspeed_core.scheduler.draft_depth import (
+    FIRST_PAUSE,
     MARGIN,
+    STAKE,
     AdaptiveDepth,
     choose_count,
     choose_counts,
 )
 from tokenspeed_core.scheduler.drafts import FinishedStep
 from tokenspeed_core.scheduler.step_cost import StepCost, size_class
-
-NUM_FIRST = 100  # plain steps before the first drafts
 
 
 def test_size_classes_ascend_with_numbers() -> None:
@@ -101,7 +101,7 @@ def test_step_is_observed_after_the_next_is_planned(num_rows: int) -> None:
     early, late = AdaptiveDepth(2, 8), AdaptiveDepth(2, 8)
     slots, most = np.arange(num_rows), np.full(num_rows, 8, np.int32)
     for depth in (early, late):
-        for _ in range(NUM_FIRST):
+        for _ in range(FIRST_PAUSE):
             depth.finish_step(FinishedStep(num_rows, num_rows, 0, 0, 1.0))
         drafts = depth.choose(slots, most, np.full(8 * num_rows, 0.9, np.float32), num_rows, 100)
         assert drafts.all()
@@ -160,8 +160,8 @@ def test_drafts_that_were_slow_are_tried_again_after_pauses() -> None:
             if depth.are_worth_waiting(slots, counts, None, 1, 4):
                 break
             num_rejected += 1
-            depth.spend(0.6)  # more than the budget
-            seconds += 0.6
+            depth.spend(STAKE + 0.1)  # more than the budget
+            seconds += STAKE + 0.1
         depth.finish_step(FinishedStep(1, 1, 0, 0, seconds))
     assert 5 < num_rejected < 20
     assert depth.cost.of(1).with_drafts(4)[4] < 3.5
@@ -285,7 +285,7 @@ def test_cheap_drafts_are_used(
 
 def test_rejecting_rows_get_fewer_drafts() -> None:
     depth, slots = AdaptiveDepth(2, 8), np.arange(2, dtype=np.int32)
-    for _ in range(NUM_FIRST):
+    for _ in range(FIRST_PAUSE):
         depth.finish_step(FinishedStep(2, 2, 0, 0, 1.0))
     assert depth.max_drafts(2) == 8
     for _ in range(10):
@@ -300,7 +300,7 @@ def test_rejecting_rows_get_fewer_drafts() -> None:
 @pytest.mark.parametrize("num_rows", [1, 2])
 def test_rejecting_row_is_tried_again(num_rows: int) -> None:
     depth, slots = AdaptiveDepth(2, 8), np.arange(num_rows, dtype=np.int32)
-    for _ in range(NUM_FIRST):
+    for _ in range(FIRST_PAUSE):
         depth.finish_step(FinishedStep(num_rows, num_rows, 0, 0, 1.0))
     most, claims = np.full(num_rows, 8, np.int32), np.full(8 * num_rows, 0.95, np.float32)
     for _ in range(4):
@@ -315,7 +315,7 @@ def test_rejecting_row_is_tried_again(num_rows: int) -> None:
 
 def test_new_sequence_does_not_inherit_slot_history() -> None:
     depth, slots = AdaptiveDepth(1, 4), np.zeros(1, np.int32)
-    for _ in range(NUM_FIRST):
+    for _ in range(FIRST_PAUSE):
         depth.finish_step(FinishedStep(1, 1, 0, 0, 1.0))
     fresh = depth.choose(slots, np.full(1, 4, np.int32), None, 1, 100)
     for _ in range(50):
@@ -326,11 +326,11 @@ def test_new_sequence_does_not_inherit_slot_history() -> None:
 
 def test_short_sequences_use_the_acceptance_of_earlier_ones() -> None:
     simulation = Simulation(1, 0.95, 1.0, 0.2, seed=1, claimed=None, overhead=0.2)
-    simulation.speedup(NUM_FIRST)
+    simulation.speedup(FIRST_PAUSE)
     for _ in range(60):
         simulation.speedup(3)
         simulation.depth.begin(0)
     tokens, drafts = simulation.tokens, simulation.num_drafts
     simulation.speedup(1)
     assert simulation.num_drafts - drafts == 8, "the first step of a sequence has all drafts"
-    assert (tokens - NUM_FIRST) / 180 > 5
+    assert (tokens - FIRST_PAUSE) / 180 > 5

@@ -12,7 +12,13 @@ from tokenspeed_core.api.drafters import Drafts
 from tokenspeed_core.api.step import I32, StepResult
 from tokenspeed_core.engine import engine as engine_module
 from tokenspeed_core.scheduler import drafts as drafts_module
-from tokenspeed_core.scheduler.draft_depth import MAX_LOSS, Account, AdaptiveDepth
+from tokenspeed_core.scheduler.draft_depth import (
+    FIRST_PAUSE,
+    MAX_LOSS,
+    STAKE,
+    Account,
+    AdaptiveDepth,
+)
 from tokenspeed_core.scheduler.drafts import FinishedStep
 
 NUM_SEQUENCES = 3
@@ -171,12 +177,12 @@ def test_both_proposals_before_a_step_share_the_time_to_begin(
 ) -> None:
     world, _, calls = paused_world(monkeypatch)
     depth = AdaptiveDepth(NUM_SEQUENCES, 3)
-    for _ in range(120):
+    for _ in range(FIRST_PAUSE + 20):
         depth.finish_step(FinishedStep(3, 3, 0, 0, 1.0))
-    assert depth.max_seconds(NUM_SEQUENCES) == pytest.approx(0.6, abs=0.01)
+    assert depth.max_seconds(NUM_SEQUENCES) == pytest.approx(STAKE + 0.2, abs=0.01)
     assert world.scheduler.drafts is not None
     world.scheduler.drafts._depth = depth
-    clock = iter(np.arange(0.0, 100.0, 0.7).tolist())
+    clock = iter(np.arange(0.0, 300.0, STAKE + 0.3).tolist())
     monkeypatch.setattr(drafts_module, "perf_counter", lambda: next(clock))
     world.step()
     assert calls.names.count("begin") == 1, "it took longer than the limit"
@@ -195,7 +201,7 @@ def test_host_time_includes_all_proposals(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_account_limits_the_time_to_begin_and_end_sequences() -> None:
     depth = AdaptiveDepth(4, 3)
-    for _ in range(100):
+    for _ in range(FIRST_PAUSE):
         depth.finish_step(FinishedStep(4, 4, 0, 0, 0.5))
     before = depth.max_seconds(4)
     assert before == pytest.approx(0.5 * depth.account.balance)
@@ -212,7 +218,7 @@ def test_account_limits_the_time_to_begin_and_end_sequences() -> None:
 def measured_depth(seconds: float = 1.0) -> AdaptiveDepth:
     """Return an `AdaptiveDepth` for one row, after its first pause."""
     depth = AdaptiveDepth(1, 4)
-    for _ in range(100):
+    for _ in range(FIRST_PAUSE):
         depth.finish_step(FinishedStep(1, 1, 0, 0, seconds))
     assert depth.max_drafts(1) == 4
     return depth
@@ -227,7 +233,7 @@ def test_step_with_drafts_pays_for_the_proposals_before_it() -> None:
     depth.spend(0.25)
     assert depth.are_worth_waiting(SLOT, COUNT, None, 1, 4)
     depth.finish_step(FinishedStep(1, 1, 0, 0, 2.25))
-    assert depth.max_drafts(1) == 4, "the budget of half a step is not charged yet"
+    assert depth.max_drafts(1) == 4, "it is not charged yet"
     depth.finish_step(FinishedStep(1, 1, 0, 0, 1.0, is_steady=False))
     before = depth.budget
     assert depth.choose(SLOT, COUNT, None, 1, 4) == 4
@@ -272,11 +278,11 @@ def test_passed_steps_of_a_pause_count_like_finished_ones() -> None:
             finishing.spend(2.5)
             passing.spend(2.5)
             step = step._replace(seconds=3.5)
-        if number == 150:  # draft tokens lose three steps, and delay the next one
+        if number == FIRST_PAUSE + 10:  # draft tokens lose three steps, and delay the next one
             for depth in (finishing, passing):
                 assert depth.choose(SLOT, COUNT, None, 1, 4) == 4
             step = FinishedStep(1, 5, 0, 0, 4.0)
-        if number == 151:
+        if number == FIRST_PAUSE + 11:
             step = step._replace(seconds=2.0)
         finishing.finish_step(step)
         is_passed = passing.pass_step()
@@ -306,22 +312,22 @@ def test_costly_steps_may_save_a_larger_budget() -> None:
     assert account.balance == 12.0, "cheap steps keep it, and add nothing"
 
 
-@pytest.mark.parametrize(("lost", "num_steps"), [(0.5, 100), (1.5, 300), (1000.0, 6500)])
-def test_pause_lasts_until_the_budget_is_half_a_step(lost: float, num_steps: int) -> None:
-    account = Account(balance=0.5, pause=0)
+@pytest.mark.parametrize(("lost", "num_steps"), [(2.0, 200), (3.0, 300), (1000.0, 3400)])
+def test_pause_lasts_until_the_budget_is_restored(lost: float, num_steps: int) -> None:
+    account = Account(balance=STAKE, pause=0)
     for _ in range(6):  # later pauses are not longer
-        account.record(0.5 - account.balance)
+        account.record(STAKE - account.balance)
         account.record(-lost)
         assert account.pause == num_steps
         for _ in range(num_steps):
             account.earn()
         assert account.pause == 0
-        assert account.balance == pytest.approx(0.5, abs=MAX_LOSS)
+        assert account.balance == pytest.approx(STAKE, abs=MAX_LOSS)
 
 
 def test_loss_during_a_pause_extends_it() -> None:
-    account = Account(balance=0.5, pause=0)
-    account.record(-0.5)
+    account = Account(balance=STAKE, pause=0)
+    account.record(-STAKE)
     before = account.pause
     account.record(-0.25)
-    assert account.pause == before + 50
+    assert account.pause == before + 25

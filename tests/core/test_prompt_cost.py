@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tokenspeed_core.scheduler.draft_depth import MAX_LOSS, AdaptiveDepth
+from tokenspeed_core.scheduler.draft_depth import FIRST_PAUSE, MAX_LOSS, AdaptiveDepth
 from tokenspeed_core.scheduler.drafts import FinishedStep
 from tokenspeed_core.scheduler.prompt_cost import PromptCost
 
@@ -83,7 +83,7 @@ def depth() -> AdaptiveDepth:
     depth = AdaptiveDepth(4, 3)
     prompts(depth, 3, 1.0, is_followed=False)
     assert depth.is_paused
-    steps(depth, 120)
+    steps(depth, FIRST_PAUSE + 20)
     assert not depth.is_paused
     return depth
 
@@ -91,7 +91,7 @@ def depth() -> AdaptiveDepth:
 def test_followed_prompts_use_up_the_budget(depth: AdaptiveDepth) -> None:
     prompts(depth, 2, 1.1, is_followed=True)
     assert not depth.is_paused
-    prompts(depth, 6, 1.1, is_followed=True)
+    prompts(depth, 12, 1.1, is_followed=True)
     assert depth.is_paused
     assert depth.max_drafts(4) == 0
 
@@ -161,7 +161,7 @@ def test_long_prompts_are_followed_in_the_first_pause() -> None:
     depth = AdaptiveDepth(4, 3)
     assert depth.follows_prompts(512)
     assert not depth.follows_prompts(511)
-    steps(depth, 120)
+    steps(depth, FIRST_PAUSE + 20)
     assert depth.follows_prompts(1)
     prompts(depth, 3, 1.0, is_followed=False)
     prompts(depth, 8, 2.0, is_followed=True)
@@ -178,5 +178,5 @@ def test_few_prompts_are_followed_in_a_first_pause_without_decodes() -> None:
         prompts(depth, 1, 1.0, is_followed=is_followed)
     assert depth.is_paused
     assert 0 < num_followed <= 16
-    steps(depth, 120)
+    steps(depth, FIRST_PAUSE + 20)
     assert depth.follows_prompts(2000)

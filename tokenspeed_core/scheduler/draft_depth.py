@@ -22,9 +22,11 @@ from tokenspeed_core.scheduler.step_cost import MAX_OUTLIER, RowsCost, StepCost
 
 F64 = np.ndarray[Any, np.dtype[np.float64]]
 
-MAX_LOSS = 0.005  # share of the time of all steps that speculation may lose
+MAX_LOSS = 0.01  # share of the time of all steps that speculation may lose
 MARGIN = 1.02  # predicted speed-up from which drafts are verified
-_STAKE = 0.5  # budget with which speculation is tried, in plain steps
+# Budget with which speculation is tried, in plain steps: enough for some steps whose draft tokens are wrong.
+STAKE = 2.0
+FIRST_PAUSE = ceil(STAKE / MAX_LOSS)  # steps
 # Largest budget, in steps. Savings may raise it to the time of four steps with drafts; plain steps raise it to four
 # plain steps.
 _MAX_BALANCE = 4.0
@@ -35,6 +37,9 @@ _FIRST_DRAFTS = 4
 _NUM_PLAIN = 4  # plain steps that are measured before drafts are tried
 _PLAIN_INTERVAL = 256  # drafted steps after which plain steps are measured again
 _NUM_PLAIN_AGAIN = 2
+_RETRY_INTERVAL = (
+    64  # drafted steps after which numbers of draft tokens that were slow are tried again
+)
 _MAX_SKIPPED = 15  # steps after an early proposal that was not worth waiting for
 _PRIOR_ACCEPTANCE = 0.6  # of a token without a drafter's estimate; more if other rows accept more
 _PRIOR_WEIGHT = 3.0  # draft tokens that a prior counts for
@@ -91,7 +96,7 @@ class Account:
     """The budget of speculation: the time that drafts may lose, in plain steps. An account starts with a pause."""
 
     balance: float = 0.0
-    pause: int = ceil(_STAKE / MAX_LOSS)  # steps until drafts are tried
+    pause: int = FIRST_PAUSE  # steps until drafts are tried
     is_first_pause: bool = True
 
     def earn(self) -> None:
@@ -106,12 +111,12 @@ class Account:
     def record(self, saved: float, cost: float = 1.0) -> None:
         """Record a step that took as long as `cost` plain steps and saved `saved` of them; negative: lost.
 
-        If the budget is used up, drafts pause until it is _STAKE.
+        If the budget is used up, drafts pause until it is STAKE.
         """
         limit = max(self.balance, _MAX_BALANCE * cost)
         self.balance = max(-_MAX_LOST, min(limit, self.balance + saved))
         if self.pause or self.balance <= 0.0:
-            self.pause = max(self.pause, ceil((_STAKE - self.balance) / MAX_LOSS))
+            self.pause = max(self.pause, ceil((STAKE - self.balance) / MAX_LOSS))
 
 
 class AdaptiveDepth:
@@ -158,7 +163,7 @@ class AdaptiveDepth:
 
     @property
     def is_paused(self) -> bool:
-        """Whether drafting pauses until its budget is _STAKE again."""
+        """Whether drafting pauses until its budget is STAKE again."""
         return self.account.pause > 0
 
     @property
@@ -343,7 +348,7 @@ class AdaptiveDepth:
         self._is_drafting, self._was_drafting = False, is_called
         cost = self.cost.of(step.num_rows)
         if is_last_of_pause:
-            cost.forgive()
+            cost.forgive_all()
         seconds = max(0.0, step.seconds - own)
         self._spent_before += own
         self._spent = 0.0
@@ -361,6 +366,8 @@ class AdaptiveDepth:
             self._since_plain += 1
             if self._since_plain >= _PLAIN_INTERVAL:
                 self._since_plain, self._num_plain_wanted = 0, _NUM_PLAIN_AGAIN
+            if self._since_plain % _RETRY_INTERVAL == 0:
+                cost.forgive_old()
         # Without a plain step of about as many rows, use the last one measured: such a step may never come.
         plain = self._plain = cost.plain or self._plain
         if not plain:

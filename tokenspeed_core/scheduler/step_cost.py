@@ -22,6 +22,7 @@ class RowsCost:
 
     __slots__ = (
         "_classes",
+        "_is_new",
         "_num_early",
         "_num_steps",
         "_seconds",
@@ -43,6 +44,7 @@ class RowsCost:
         # By class of draft tokens. Class 0: the drafter was called, but no token was verified.
         self._seconds = [0.0] * (classes[-1] + 1)
         self._num_steps = [0] * len(self._seconds)
+        self._is_new = [False] * len(self._seconds)  # observed since the last `forgive_old`
 
     def observe_plain(self, seconds: float) -> None:
         """Record a step for which the drafter was not called."""
@@ -59,16 +61,28 @@ class RowsCost:
         each = self._classes[num_drafts]
         mean, count = self._seconds[each], self._num_steps[each] + 1
         self._num_steps[each] = count
+        self._is_new[each] = True
         # The first steps of a kind load code. A high estimate would keep draft tokens from being measured again.
         is_first = mean > 0.0 and count <= _NUM_FIRST
         self._seconds[each] = min(mean, seconds) if is_first else next_mean(mean, count, seconds)
         self.most_tried = max(self.most_tried, num_drafts)
         return min(seconds, MAX_OUTLIER * max(mean, self.plain))
 
-    def forgive(self) -> None:
+    def forgive_all(self) -> None:
         """Lower the times of steps with draft tokens a little, so that outliers do not stay for ever."""
-        for i, seconds in enumerate(self._seconds):
-            self._seconds[i] = seconds - _FORGIVEN * max(0.0, seconds - self.plain)
+        for i in range(len(self._seconds)):
+            self._forgive(i)
+
+    def forgive_old(self) -> None:
+        """Lower the times that were not observed since the last call: the machine may have become faster."""
+        for i, is_new in enumerate(self._is_new):
+            if not is_new:
+                self._forgive(i)
+            self._is_new[i] = False
+
+    def _forgive(self, each: int) -> None:
+        seconds = self._seconds[each]
+        self._seconds[each] = seconds - _FORGIVEN * max(0.0, seconds - self.plain)
 
     def with_drafts(self, max_drafts: int) -> list[float]:
         """Return the seconds of steps with 0 to `max_drafts` draft tokens for which the drafter was called.
