@@ -24,7 +24,7 @@ F64 = np.ndarray[Any, np.dtype[np.float64]]
 
 MAX_LOSS = 0.01  # share of the time of all steps that speculation may lose
 MARGIN = 1.02  # predicted speed-up from which drafts are verified
-# Budget with which speculation is tried, in plain steps: enough for some steps whose draft tokens are wrong.
+# Budget with which speculation is tried, in plain steps: enough for a few steps with wrong draft tokens.
 STAKE = 2.0
 FIRST_PAUSE = ceil(STAKE / MAX_LOSS)  # steps
 # Largest budget, in steps. Savings may raise it to the time of four steps with drafts; plain steps raise it to four
