@@ -135,10 +135,11 @@ def test_costs_are_charged_in_steps_of_unmeasured_rows(depth: AdaptiveDepth) -> 
 
 
 def test_one_prompt_costs_at_most_a_few_plain_steps(depth: AdaptiveDepth) -> None:
-    prompts(depth, 1, 1.0, is_followed=True)
+    prompts(depth, 50, 4.0, is_followed=False)
+    prompts(depth, 1, 4.0, is_followed=True)
     balance = depth.account.balance
-    prompts(depth, 2, 9.0, is_followed=True)  # the cost of the last one is charged later
-    assert depth.account.balance == pytest.approx(balance - 4.0)
+    prompts(depth, 2, 99.0, is_followed=True)  # the cost of the last one is charged later
+    assert depth.account.balance == pytest.approx(balance - 16.0)
 
 
 def test_long_prompts_are_not_charged_the_share_of_short_ones(depth: AdaptiveDepth) -> None:
