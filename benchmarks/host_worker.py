@@ -59,7 +59,9 @@ class EmptyRecorder(GraphRecorder):
         self._graphs: list[Any] = []
 
     def __call__(self, *stages: Callable[[], None]) -> Any:
-        """Return an empty graph."""
+        """Return an empty graph. The stages run once, because they set attributes of the captured step."""
+        for stage in stages:
+            stage()
         self._graphs.append(EmptyGraph())
         return self._graphs[-1]
 
