@@ -173,15 +173,18 @@ def test_drafts_equal_transformers(target: CausalLM, layer: str) -> None:
     assert (ours.isfinite().sum(dim=1) == DRAFT_VOCAB).all()
 
 
-def test_speculators_layout_equals_transformers(target: CausalLM) -> None:
+@pytest.mark.parametrize("architecture", ["Eagle3Speculator", "Eagle3DraftModel"])
+def test_speculators_layout_equals_transformers(target: CausalLM, architecture: str) -> None:
     changes: Json = {"norm_before_residual": True, "attention_bias": True}
     reference = Reference({**PUBLISHED, **changes})
     own = ("architectures", "draft_vocab_size")
     nested = {key: value for key, value in PUBLISHED.items() if key not in own}
     config = {
-        "architectures": ["Eagle3Speculator"],
+        "architectures": [architecture],
         "draft_vocab_size": DRAFT_VOCAB,
+        "norm_before_fc": False,
         "norm_before_residual": True,
+        "target_hidden_size": None,
         "transformer_layer_config": {**nested, "attention_bias": True},
         "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
     }

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from shutil import copy
 from typing import Any
 
 import pytest
+import torch
 from draft_grammars import BACKENDS, grammar_backend, grammar_requests, grammars_of, num_matches
 from draft_requests import check
 from drafted import Reply, check_starts, finish, make_engine, random_requests, soak
 from host_graphs import capture_decodes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenspeed_demo import EAGLE3
 from tokenspeed_demo.items import held_out_set
@@ -177,6 +180,16 @@ def test_settings_of_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1 + stats.num_saved_steps / stats.num_draft_rows > 2.5, "tokens per step"
 
 
+def test_pickled_head_loads_next_to_a_safetensors_target(tmp_path: Path) -> None:
+    source = Path(EAGLE3.path)
+    copy(source / "config.json", tmp_path)
+    torch.save(load_file(source / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    flags = {"speculative_algorithm": "eagle3", "speculative_draft_model_path": str(tmp_path)}
+    assert "--speculative-draft-load-format pt" in refused(**flags)
+    with LLM(max_total_tokens=2048, max_num_seqs=2, speculative_draft_load_format="pt", **flags):
+        pass
+
+
 def refused(**flags: Any) -> str:
     with pytest.raises(TokenSpeedError) as caught:
         LLM(device="cpu", **flags)
@@ -213,6 +226,11 @@ def test_unusable_heads_are_refused_in_one_line(tmp_path: Path) -> None:
         ({"speculative_algorithm": "eagle3", "speculative_eagle_topk": 4}, "tree drafting"),
         ({"speculative_algorithm": "suffix", "eagle3_layers_to_capture": "1"}, "suffix"),
         ({"speculative_num_steps": 3}, "--speculative-num-steps"),
+        ({"speculative_draft_load_format": "pt"}, "--speculative-draft-load-format"),
+        (
+            {"speculative_algorithm": "suffix", "speculative_draft_load_format": "pt"},
+            "--speculative-draft-load-format has no effect with the drafter suffix",
+        ),
         ({"speculative_algorithm": "eagle3", "speculative_num_steps": 0}, "num_steps 0"),
         (
             {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tokenspeed_core.api.drafters import DraftCheckpoint
 from tokenspeed_core.api.models import ANY_ARCHITECTURE, ModelSpec
-from tokenspeed_core.checkpoint.resolve import describe, locate
+from tokenspeed_core.checkpoint.resolve import DRAFT_FORMAT_FLAG, describe, locate
 from tokenspeed_core.config import Config
 from tokenspeed_core.errors import CheckpointError
 from tokenspeed_core.files import read_json
@@ -16,8 +16,10 @@ def resolve_draft(
     name: str, config: Config, catalog: Catalog, *, with_weights: bool = True
 ) -> DraftCheckpoint:
     """Find the checkpoint of a draft model, downloading it if it is a hub id. Raises as `resolve_checkpoint` does."""
-    main = config.resolved(revision=None)  # --revision is the target's
-    path, _ = locate(name, main, catalog, with_weights)
+    wanted = config.speculative_draft_load_format or config.load_format
+    # --revision is the target's.
+    draft = config.resolved(revision=None, load_format=wanted)
+    path, _ = locate(name, draft, catalog, with_weights, format_flag=DRAFT_FORMAT_FLAG)
     json = read_json(path / "config.json")
     if json.get("quantization_config"):
         raise CheckpointError(

@@ -29,6 +29,7 @@ from tokenspeed_core.plugins.entry import Entry
 from tokenspeed_core.targets import load_target
 
 DEFAULT = "demo"  # the bundled checkpoint
+FORMAT_FLAG, DRAFT_FORMAT_FLAG = "--load-format", "--speculative-draft-load-format"
 _SIDE_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 # The source with the split pattern of tiktoken.model, which is read, not run.
 _TIKTOKEN_SOURCES = "tokenization_*.py"
@@ -123,9 +124,12 @@ def locate(
     catalog: Catalog,
     with_weights: bool,
     hub_settings: Sequence[str] = (),
+    *,
+    format_flag: str = FORMAT_FLAG,
 ) -> tuple[Path, tuple[str, ...]]:
     """Return the directory of a checkpoint and its files. A name is a path, a bundled checkpoint, or a hub id.
 
+    `format_flag` is the flag that messages name for the format of its weights.
     Raises ConfigError if `hub_settings` are given and the name is not a hub id.
     """
     folder = _local(name, catalog)
@@ -144,7 +148,9 @@ def locate(
 
     def wanted(names: Sequence[str]) -> list[str]:
         listed.extend(each for each in names if "/" not in each)
-        found = wanted_files(listed, config.load_format, catalog, name, with_weights=with_weights)
+        found = wanted_files(
+            listed, config.load_format, catalog, name, format_flag, with_weights=with_weights
+        )
         code = [each for each in listed if config.trust_remote_code and each.endswith(".py")]
         return list(dict.fromkeys([*found, *code]))
 
@@ -233,12 +239,16 @@ def find_family(config: Mapping[str, Any], catalog: Catalog, path: Path) -> Entr
 
 
 def choose_format(
-    files: Sequence[str], load_format: str, catalog: Catalog, source: str | Path
+    files: Sequence[str],
+    load_format: str,
+    catalog: Catalog,
+    source: str | Path,
+    flag: str = FORMAT_FLAG,
 ) -> LoadFormat:
     """Return a load format by name, or for "auto" the first one that matches the files.
 
-    safetensors comes first, then the order is alphabetical. `source` is the folder or the repository of the files, for
-    messages. Raises PluginError for an unknown name and CheckpointError if no installed format matches.
+    safetensors comes first, then the order is alphabetical. `source` is the folder or the repository of the files, and
+    `flag` the one that names the format, for messages. Raises PluginError for an unknown name and CheckpointError if no installed format matches.
     """
     if load_format != "auto":
         return catalog.need(catalog.get("load_formats", load_format), LoadFormat)
@@ -253,10 +263,10 @@ def choose_format(
     if by_name_only:
         raise CheckpointError(
             f"{source}: the only weights are pickle files, which may contain code; "
-            f"if you trust their source, add --load-format {by_name_only[0]}"
+            f"if you trust their source, add {flag} {by_name_only[0]}"
         )
     raise CheckpointError(
-        f"{source}: no weight files of a known format; installed for --load-format: "
+        f"{source}: no weight files of a known format; installed for {flag}: "
         f"{', '.join(sorted(formats)) or 'none'}"
     )
 
@@ -266,6 +276,7 @@ def wanted_files(
     load_format: str,
     catalog: Catalog,
     source: str,
+    flag: str = FORMAT_FLAG,
     *,
     with_weights: bool = True,
 ) -> list[str]:
@@ -275,7 +286,7 @@ def wanted_files(
     `choose_format`, also without weights.
     """
     top = [name for name in names if "/" not in name]
-    weights = _weights(top, choose_format(top, load_format, catalog, source))
+    weights = _weights(top, choose_format(top, load_format, catalog, source, flag))
     if any(name.endswith(".index.json") for name in weights):
         weights = [
             name for name in weights if name.endswith(".index.json") or _NUMBERED.search(name)

@@ -14,6 +14,7 @@ class EngineKeywords(TypedDict, total=False):
     speculative_config: Mapping[str, Any] | None
     speculative_draft_model_path: str | None
     speculative_draft_model_quantization: Literal["auto", "unquant"]
+    speculative_draft_load_format: str | None
     speculative_num_steps: int | None
     speculative_eagle_topk: int
     eagle3_layers_to_capture: Sequence[int] | None

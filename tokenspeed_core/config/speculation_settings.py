@@ -30,14 +30,20 @@ _KEYS = {
     "speculative_draft_model_path": "model",
     **_OPTIONS,
 }
+# Settings of the draft model that may be given with either flag, with their defaults.
+_WITH_EITHER = {
+    "speculative_draft_model_quantization": "auto",
+    "speculative_draft_load_format": None,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
     """The drafter that the settings name. `max_drafts` is None if no setting limits it.
 
-    `is_unquantized` is set if the draft model is not quantized even if the target is. Messages name the flags: `flag`
-    chose the drafter, `options_flag` its options, and `model_flag` its model.
+    `is_unquantized` is set if the draft model is not quantized even if the target is. `load_format` is that of the draft
+    model's weights; None: the target's. Messages name the flags: `flag` chose the drafter, `options_flag` its options,
+    and `model_flag` its model.
     """
 
     drafter: str
@@ -45,6 +51,7 @@ class Speculation:
     options: Mapping[str, Any]
     draft_model: str | None
     is_unquantized: bool
+    load_format: str | None
     flag: str
     options_flag: str
     model_flag: str
@@ -103,6 +110,13 @@ class SpeculationSettings(Settings):
         "speculation",
         "Quantization of the draft model: unquant (none) or auto (as its checkpoint).",
     )
+    speculative_draft_load_format: str | None = setting(
+        None,
+        "speculation",
+        "Format of the draft model's weights; default: --load-format.",
+        min_length=1,
+        kind="load_formats",
+    )
     speculative_num_steps: int | None = setting(
         None,
         "speculation",
@@ -152,10 +166,10 @@ class SpeculationSettings(Settings):
                 )
             if self.speculative_algorithm is None:
                 raise ValueError(f"{flag(name)} has no effect without --speculative-algorithm")
-        if self.speculative_draft_model_quantization != "auto" and self.speculation() is None:
-            raise ValueError(
-                "--speculative-draft-model-quantization has no effect without --speculative-algorithm"
-            )
+        if self.speculation() is None:
+            for name, default in _WITH_EITHER.items():
+                if getattr(self, name) != default:
+                    raise ValueError(f"{flag(name)} has no effect without --speculative-algorithm")
         steps, tokens = self.speculative_num_steps, self.speculative_num_draft_tokens
         if steps is not None and tokens is not None and tokens != steps + 1:
             raise ValueError(
@@ -175,6 +189,7 @@ class SpeculationSettings(Settings):
                 given.model_extra or {},
                 given.model,
                 is_unquantized,
+                self.speculative_draft_load_format,
                 flag="--speculative-config",
                 options_flag="--speculative-config",
                 model_flag="model in --speculative-config",
@@ -189,6 +204,7 @@ class SpeculationSettings(Settings):
             {_OPTIONS[name]: value for name, value in options.items()},
             self.speculative_draft_model_path,
             is_unquantized,
+            self.speculative_draft_load_format,
             flag="--speculative-algorithm",
             options_flag=", ".join(map(flag, options)) or "--speculative-algorithm",
             model_flag="--speculative-draft-model-path",

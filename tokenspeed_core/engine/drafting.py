@@ -87,6 +87,10 @@ def find_drafter(
         raise ConfigError(
             f"{wanted.model_flag} has no effect with the drafter {wanted.drafter}; remove it"
         )
+    if wanted.load_format is not None and not needs_checkpoint:
+        raise ConfigError(
+            f"--speculative-draft-load-format has no effect with the drafter {wanted.drafter}; remove it"
+        )
     model = None
     if isinstance(spec, ModelDrafterSpec):
         draft = None if wanted.draft_model is None else resolve_draft(wanted.draft_model)

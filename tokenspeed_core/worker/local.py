@@ -14,7 +14,7 @@ import torch
 from tokenspeed_core.api.models import BlockDraftModel, DraftModel, Model, WeightReader
 from tokenspeed_core.api.quantization import QuantizationScheme
 from tokenspeed_core.api.step import OutOfMemory
-from tokenspeed_core.checkpoint.resolve import choose_format
+from tokenspeed_core.checkpoint.resolve import DRAFT_FORMAT_FLAG, FORMAT_FLAG, choose_format
 from tokenspeed_core.errors import CapacityError, CheckpointError
 from tokenspeed_core.kernels.plan import KernelPlan
 from tokenspeed_core.kv_cache.page_layout import PageLayout
@@ -71,10 +71,13 @@ def build(
         _log_kernel_notices(assembly.selector.plan(), device)
         # Before the weights, so that kernels compile while the weights load.
         assembly.build.bind_attention(assembly.limits)
-        _load_weights(assembly.model, resolved.checkpoint.path, resolved, catalog, progress)
+        config, path = resolved.config, resolved.checkpoint.path
+        _load_weights(assembly.model, path, config.load_format, catalog, progress)
         info = resolved.draft_model
         if assembly.draft_model is not None and info is not None:
-            _load_weights(assembly.draft_model, info.weights, resolved, catalog, progress)
+            wanted = config.speculative_draft_load_format or config.load_format
+            flag = FORMAT_FLAG if info.weights == path else DRAFT_FORMAT_FLAG
+            _load_weights(assembly.draft_model, info.weights, wanted, catalog, progress, flag)
     balancer = _balancer(assembly, handles)  # allocates memory, which the KV cache must not use
     if device.type == "cpu":
         runner = LocalRunner(assembly, agree(_host_pages(assembly)))
@@ -185,14 +188,14 @@ def _room_for(what: str, hint: str) -> Iterator[None]:
 def _load_weights(
     model: Model | DraftModel | BlockDraftModel,
     path: Path,
-    resolved: Resolved,
+    wanted: str,
     catalog: Catalog,
     progress: Progress,
+    flag: str = FORMAT_FLAG,
 ) -> None:
-    """Load a model's weights from a folder. Raises CheckpointError."""
-    wanted = resolved.config.load_format
+    """Load a model's weights from a folder, in the wanted format, which `flag` names. Raises CheckpointError."""
     files = [file.name for file in path.iterdir()] if wanted == "auto" else []
-    chosen = choose_format(files, wanted, catalog, path)
+    chosen = choose_format(files, wanted, catalog, path, flag)
     entry = catalog.get("load_formats", chosen.name)
     reader: WeightReader = make(entry, chosen.load, lambda: load_target(chosen.load), Callable)  # type: ignore[arg-type]
     try:

@@ -17,7 +17,12 @@ from tokenspeed_models.describe import count_parameters, read_llama
 from tokenspeed_models.drafters.target import hidden_size
 from tokenspeed_models.loading.safetensors_header import read_header
 
-ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator")
+ARCHITECTURES = (
+    "LlamaForCausalLMEagle3",
+    "Eagle3LlamaForCausalLM",
+    "Eagle3Speculator",
+    "Eagle3DraftModel",
+)
 LAYERS_OPTION = "layers_to_capture"
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # Keys that change the head's arithmetic.

@@ -160,6 +160,7 @@ def test_every_setting_has_a_flag(served: list[ServerConfig]) -> None:
         "speculative_num_steps": ["--speculative-algorithm", "a"],
         "speculative_draft_model_path": ["--speculative-algorithm", "a"],
         "speculative_draft_model_quantization": ["--speculative-algorithm", "a"],
+        "speculative_draft_load_format": ["--speculative-algorithm", "a"],
         "eagle3_layers_to_capture": ["--speculative-algorithm", "eagle3"],
         "enable_allreduce_fusion": ["--tp", "2"],
         "comm_fusion_max_num_tokens": ["--enable-allreduce-fusion", "--tp", "2"],
