@@ -48,6 +48,11 @@ def test_flag_of_another_engine_is_explained(name: str) -> None:
         assert "--help" not in message
 
 
+def test_keys_of_a_json_setting_are_no_flags() -> None:
+    message = unknown(ServerConfig, "speculative_config.method", "--speculative-config.method")
+    assert "--speculative-config alone" in message
+
+
 def test_needless_flags_may_stay(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("async-scheduling: true\nport: 5\n")

@@ -273,6 +273,12 @@ def test_sizes_lists_and_json_are_read_from_text() -> None:
     assert config.served_model_name is None
 
 
+def test_list_of_numbers_may_be_one_number(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("cudagraph_capture_sizes: 8\n")
+    assert load(ServerConfig, {}, {}, str(file)).cudagraph_capture_sizes == (8,)
+
+
 @pytest.mark.parametrize(
     "environ",
     [

@@ -209,6 +209,7 @@ def test_unusable_heads_are_refused_in_one_line(tmp_path: Path) -> None:
     assert "architectures" in use("demo")
     assert "layers 1, 2, 3" in use(EAGLE3.name, model="demo-deepseek")
     assert "layers 1, 9" in use(EAGLE3.name, eagle3_layers_to_capture="1,9")
+    assert "load_formats named 'no'" in use(EAGLE3.name, speculative_draft_load_format="no")
     assert "reads 3 layers" in use(EAGLE3.name, eagle3_layers_to_capture="1,2")
     config = json.loads((Path(EAGLE3.path) / "config.json").read_text())
     for key, value in (("hidden_size", 512), ("vocab_size", 2048)):

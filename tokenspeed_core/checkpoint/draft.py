@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tokenspeed_core.api.drafters import DraftCheckpoint
 from tokenspeed_core.api.models import ANY_ARCHITECTURE, ModelSpec
-from tokenspeed_core.checkpoint.resolve import DRAFT_FORMAT_FLAG, describe, locate
+from tokenspeed_core.checkpoint.resolve import DRAFT_FORMAT_FLAG, choose_format, describe, locate
 from tokenspeed_core.config import Config
 from tokenspeed_core.errors import CheckpointError
 from tokenspeed_core.files import read_json
@@ -17,6 +17,8 @@ def resolve_draft(
 ) -> DraftCheckpoint:
     """Find the checkpoint of a draft model, downloading it if it is a hub id. Raises as `resolve_checkpoint` does."""
     wanted = config.speculative_draft_load_format or config.load_format
+    if wanted != "auto":  # an unknown name fails now, not when the weights are loaded
+        choose_format((), wanted, catalog, name)
     # --revision is the target's.
     draft = config.resolved(revision=None, load_format=wanted)
     path, _ = locate(name, draft, catalog, with_weights, format_flag=DRAFT_FORMAT_FLAG)

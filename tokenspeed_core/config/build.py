@@ -60,12 +60,12 @@ def unknown(
 ) -> str:
     """Return a message about an unknown setting, with the nearest setting or flag of the command."""
     shown, where = called(name, origin)
-    replacement = alias_hint(name)
-    if replacement is not None:
-        return f"{shown}{where}: {replacement}"
     setting, dot, _ = name.partition(".")
     if dot and setting in kind.model_fields:
         return f"{shown}{where}: no such setting; available: {kind.narrowed(setting)}"
+    replacement = alias_hint(name)
+    if replacement is not None:
+        return f"{shown}{where}: {replacement}"
     own = [form.removeprefix("--").replace("-", "_") for form in flags]
     near = get_close_matches(name.replace("-", "_"), own or kind.model_fields, n=2, cutoff=0.75)
     likely = " or ".join(each if origin == PYTHON else flag(each) for each in near)

@@ -62,6 +62,13 @@ def split_names(value: Any) -> Any:
         raise ValueError(f"must be names separated by commas, or a JSON list: {error}") from error
 
 
+def split_numbers(value: Any) -> Any:
+    """Read `1,2,4`, `[1, 2, 4]` or one number as a list."""
+    if isinstance(value, str):
+        return [item.strip() for item in value.strip("[] ").split(",")]
+    return [value] if isinstance(value, int) and not isinstance(value, bool) else value
+
+
 DtypeName = BeforeValidator(_dtype)
 CacheDtypeName = BeforeValidator(_cache_dtype)
 TokenCount = Annotated[int, BeforeValidator(_count)]

@@ -28,19 +28,13 @@ from tokenspeed_core.config.readers import (
     OptionalTokenCount,
     TokenCount,
     json_value,
+    split_numbers,
 )
 from tokenspeed_core.config.settings import flag, setting
 from tokenspeed_core.config.speculation_settings import SpeculationSettings
 from tokenspeed_core.errors import ConfigError
 
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
-
-
-def _split(value: Any) -> Any:
-    """Read `1,2,4` or `[1, 2, 4]` as a list."""
-    if isinstance(value, str):
-        return [item.strip() for item in value.strip("[] ").split(",")]
-    return value
 
 
 def _chunk(value: int) -> int:
@@ -225,7 +219,7 @@ class Config(ParallelSettings, SpeculationSettings):
         None, "scheduler", "Maximum number of rows in a captured CUDA graph.", unit="rows", ge=1
     )
     cudagraph_capture_sizes: Annotated[
-        tuple[Annotated[int, Field(ge=1)], ...] | None, BeforeValidator(_split)
+        tuple[Annotated[int, Field(ge=1)], ...] | None, BeforeValidator(split_numbers)
     ] = setting(
         None,
         "scheduler",

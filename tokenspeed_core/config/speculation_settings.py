@@ -16,7 +16,7 @@ from pydantic import (
 )
 
 from tokenspeed_core.config.backends import PHASES, BackendChoice, backends
-from tokenspeed_core.config.readers import json_value, split_names
+from tokenspeed_core.config.readers import json_value, split_numbers
 from tokenspeed_core.config.settings import Settings, flag, setting
 
 DEFAULT_MAX_DRAFTS = 8
@@ -129,7 +129,7 @@ class SpeculationSettings(Settings):
         1, "speculation", "Draft tokens at each position; only 1 is supported."
     )
     eagle3_layers_to_capture: Annotated[
-        tuple[Annotated[int, Field(ge=0)], ...] | None, BeforeValidator(split_names)
+        tuple[Annotated[int, Field(ge=0)], ...] | None, BeforeValidator(split_numbers)
     ] = setting(
         None,
         "speculation",
