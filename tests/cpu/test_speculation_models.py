@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import numpy as np
@@ -26,13 +27,13 @@ from host_graphs import capture_decodes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
-from tokenspeed_demo import DEEPSEEK
+from tokenspeed_demo import CHECKPOINT, DEEPSEEK
 from tokenspeed_demo.items import held_out_set
 from tokenspeed_demo.render import TEMPLATE, Renderer
 from tokenspeed_testing.drafts import FixedDepth
 from tokenspeed_testing.requests import request
 
-from tokenspeed_core import LLM
+from tokenspeed_core import LLM, SamplingParams
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.engine import Engine
 from tokenspeed_core.engine.factory import resolve
@@ -484,6 +485,35 @@ def test_wrong_draft_models_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 1537}))
     with pytest.raises(ConfigError, match=r"1537.*1536"):
         load(speculative_config={"method": "draft_model", "model": str(tmp_path)})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tokenizer = json.loads((Path(DEEPSEEK.path) / "tokenizer.json").read_text())
+    tokens = list(tokenizer["model"]["vocab"])
+    tokenizer["model"]["vocab"] = {token: i for i, token in enumerate(reversed(tokens))}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match="another tokenizer than the target"):
+        load(speculative_config={"method": "draft_model", "model": str(tmp_path)})
+
+
+def test_draft_model_may_have_a_shorter_context(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "tokenspeed_core.engine.drafting.AdaptiveDepth", lambda num_seqs, most: FixedDepth(most)
+    )
+    folder = copytree(CHECKPOINT.path, tmp_path / "draft")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 32}))
+    prompts = [{"prompt_token_ids": [5, 7, 9] * count} for count in (5, 20)]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    drafting = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
+    answers = []
+    for speculation in (None, drafting):
+        with LLM(
+            "demo", dtype="float32", max_total_tokens=1024, speculative_config=speculation
+        ) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            answers.append([list(each.outputs[0].token_ids) for each in outputs])
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize(

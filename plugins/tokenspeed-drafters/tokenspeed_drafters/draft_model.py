@@ -15,9 +15,11 @@ class SmallerModel:
     """Implements the core's `DraftModel` with a separate model, which reads tokens only."""
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext, target: Model) -> None:
-        """`config` has the `spec` of the draft model's family and its `config`, the checkpoint's config.json."""
+        """`config` has the `spec` of the draft model's family, its `config` (the checkpoint's), and its `max_model_len`."""
         spec: ModelSpec = config["spec"]
         self._model = spec.make(config["config"], build)
+        self._last_position = config["max_model_len"] - 1
+        self._is_shorter = config["max_model_len"] < build.max_model_len
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy the weights of the draft checkpoint. Raises ValueError as the model does."""
@@ -38,7 +40,12 @@ class SmallerModel:
         hidden: torch.Tensor | None,
         wanted: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the model's hidden states."""
+        """Return the model's hidden states.
+
+        Positions that the model does not have count as its last one. Draft tokens there are worse, but allowed.
+        """
+        if self._is_shorter:
+            positions = positions.clamp(max=self._last_position)
         return self._model.forward(token_ids, positions, wanted)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
