@@ -76,9 +76,7 @@ def _refuse_trees(value: int) -> int:
 class SpeculationSettings(Settings):
     """Which drafter proposes tokens, and how many. `Config` inherits these settings."""
 
-    speculative_algorithm: Annotated[
-        str | None, AfterValidator(lambda name: name and name.lower())
-    ] = setting(
+    speculative_algorithm: str | None = setting(
         None,
         "speculation",
         "Drafter that proposes tokens, such as suffix; default: no speculative decoding.",
@@ -184,7 +182,7 @@ class SpeculationSettings(Settings):
         is_unquantized = self.speculative_draft_model_quantization == "unquant"
         if given is not None:
             return Speculation(
-                given.method.lower(),
+                given.method,
                 given.num_speculative_tokens,
                 given.model_extra or {},
                 given.model,

@@ -73,7 +73,13 @@ def find_drafter(
     entry = _entry(wanted, catalog)
     spec = catalog.need(entry, AnyDrafterSpec)
     try:
-        spec.check_options(wanted.options)
+        make(
+            entry,
+            spec.check,
+            lambda: spec.check_options(wanted.options),
+            type(None),
+            (ValueError,),
+        )
     except ValueError as error:
         raise ConfigError(
             f"{wanted.options_flag} with the drafter {wanted.drafter}: {error}"
@@ -111,8 +117,13 @@ def find_drafter(
 
 
 def _entry(wanted: Speculation, catalog: Catalog) -> Entry:
-    """Return the drafter that the settings name. Raises ConfigError without a name, and PluginError."""
+    """Return the drafter that the settings name. Raises ConfigError without a name, and PluginError.
+
+    Other engines write names in capitals.
+    """
     name, installed = wanted.drafter, catalog.names("drafters")
+    if name not in installed:
+        name = name.lower()
     if not name:
         raise ConfigError(
             f"{wanted.flag}: method is missing; installed: {', '.join(installed) or 'none'}"
