@@ -163,11 +163,19 @@ def renamed(weights: dict[str, Tensor], old: str, new: str) -> dict[str, Tensor]
     return {name.replace(old, new): tensor for name, tensor in weights.items()}
 
 
-@pytest.mark.parametrize("layer", ["midlayer.", "layers.0.", "model.layers.0."])
-def test_drafts_equal_transformers(target: CausalLM, layer: str) -> None:
+@pytest.mark.parametrize(
+    ("layer", "changes"),
+    [
+        ("midlayer.", {}),
+        ("layers.0.", {}),
+        ("model.layers.0.", {}),
+        ("midlayer.", {"tie_word_embeddings": True}),  # SpecForge's qwen3-4b-eagle3.json
+    ],
+)
+def test_drafts_equal_transformers(target: CausalLM, layer: str, changes: Json) -> None:
     reference = Reference(PUBLISHED)
     weights = renamed(reference.checkpoint(), "midlayer.", layer)
-    head, _ = make_head(PUBLISHED, weights, target)
+    head, _ = make_head({**PUBLISHED, **changes}, weights, target)
     ours, expected = drafted(reference, head, target)
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
     assert (ours.isfinite().sum(dim=1) == DRAFT_VOCAB).all()
@@ -265,7 +273,7 @@ WRONG_CONFIGS: tuple[tuple[Json, str], ...] = (
     ({"draft_vocab_size": 500}, "draft_vocab_size"),
     ({"num_hidden_layers": 2}, "num_hidden_layers"),
     ({"fc_norm": True}, "fc_norm"),
-    ({"tie_word_embeddings": True}, "tie_word_embeddings"),
+    ({"tie_word_embeddings": True, "draft_vocab_size": VOCAB}, "tie_word_embeddings"),
     ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
     ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}, "layers 1, 2, 3"),
     ({"transformer_layer_config": {}}, "norm_before_residual"),

@@ -26,7 +26,7 @@ ARCHITECTURES = (
 LAYERS_OPTION = "layers_to_capture"
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # Keys that change the head's arithmetic.
-_UNSUPPORTED = ("fc_norm", "norm_output", "norm_before_fc", "bias", "tie_word_embeddings")
+_UNSUPPORTED = ("fc_norm", "norm_output", "norm_before_fc", "bias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +154,11 @@ def read_eagle3(
     if draft_vocab_size > decoder.vocab_size:
         raise ValueError(
             f"config.json: draft_vocab_size ({draft_vocab_size}) is above vocab_size ({decoder.vocab_size})"
+        )
+    # Some configurations copy the key from the target, but a head with a part of the vocabulary has its own weights.
+    if keys.boolean("tie_word_embeddings", False) and draft_vocab_size == decoder.vocab_size:
+        raise ValueError(
+            "config.json: tie_word_embeddings is set, which is not supported for EAGLE-3 heads with the whole vocabulary"
         )
     return Eagle3Config(
         decoder,
