@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenspeed_drafters import NGRAM, SUFFIX
-from tokenspeed_drafters.match_index import BYTES_PER_TOKEN
+from tokenspeed_drafters.match_index import BYTES_PER_TOKEN, MatchIndex
 from tokenspeed_drafters.models import plan_mtp
 from tokenspeed_drafters.ngram import find_ngram
 from tokenspeed_drafters.suffix import SuffixDrafter, Tenants
@@ -163,6 +163,25 @@ def test_earlier_answers_take_bounded_memory(sizes: list[tuple[int, int]]) -> No
     for tenant, size in sizes:
         tenants.add(str(tenant), np.zeros(size, np.int32))
         assert tenants.num_bytes <= (2048 + 256) * BYTES_PER_TOKEN
+        indexes = [answers.index for answers in tenants._answers.values()]
+        assert tenants.num_bytes == sum(index.capacity for index in indexes) * BYTES_PER_TOKEN
+
+
+def test_an_answer_looks_at_few_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
+    tenants, num_calls = Tenants(1024, 2**20), 0
+    for number in range(200):
+        tenants.add(str(number), np.zeros(8, np.int32))
+    capacity = MatchIndex.capacity.fget
+    assert capacity is not None
+
+    def counting(index: MatchIndex) -> int:
+        nonlocal num_calls
+        num_calls += 1
+        return int(capacity(index))
+
+    monkeypatch.setattr(MatchIndex, "capacity", property(counting))
+    tenants.add("0", np.zeros(8, np.int32))
+    assert 0 < num_calls < 10
 
 
 @pytest.mark.parametrize(

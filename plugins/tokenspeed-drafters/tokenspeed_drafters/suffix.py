@@ -80,33 +80,35 @@ class Tenants:
         self._max_per_tenant = max_per_tenant
         self._max_tokens = max_tokens
         self._answers: OrderedDict[str, EarlierAnswers] = OrderedDict()
+        self._capacity = 0  # of all indexes, in tokens; a sum over many tenants would take long
 
     @property
     def num_bytes(self) -> int:
         """Memory of the indexes, in bytes."""
         return BYTES_PER_TOKEN * self._capacity
 
-    @property
-    def _capacity(self) -> int:
-        return sum(each.index.capacity for each in self._answers.values())
-
     def of(self, tenant: str) -> EarlierAnswers:
         """Return the answers of a tenant, which becomes the newest."""
         found = self._answers.get(tenant)
         if found is None:
             found = self._answers[tenant] = EarlierAnswers(self._max_per_tenant)
+            self._capacity += found.index.capacity
         self._answers.move_to_end(tenant)
         self._evict()
         return found
 
     def add(self, tenant: str, token_ids: I32) -> None:
         """Add an answer."""
-        self.of(tenant).add(token_ids)
+        answers = self.of(tenant)
+        before = answers.index.capacity
+        answers.add(token_ids)
+        self._capacity += answers.index.capacity - before
         self._evict()
 
     def _evict(self) -> None:
         while len(self._answers) > 1 and self._capacity > self._max_tokens:
-            self._answers.popitem(last=False)
+            _, dropped = self._answers.popitem(last=False)
+            self._capacity -= dropped.index.capacity
 
 
 class Deviation(NamedTuple):
