@@ -40,7 +40,7 @@ TEMPLATE = (
 
 
 class ScriptedEngine:
-    """The client of an engine that answers each request with the next text, token by token."""
+    """The client of an engine that answers each request with the next text."""
 
     state = State.READY
     delivery = Delivery()
@@ -50,6 +50,7 @@ class ScriptedEngine:
         self.submitted: list[Submit] = []
         self.aborted: set[int] = set()
         self.is_held = False  # answers no more tokens while it is set
+        self.step_size = 1  # tokens that arrive together
         self._next_id = 1
 
     def take_ids(self, count: int) -> int:
@@ -82,21 +83,22 @@ class ScriptedEngine:
         ids = TOKENIZER.encode(reply, add_special_tokens=False).tolist()
         ends = len(ids) >= request.max_tokens
         ids = ids[: request.max_tokens] if ends else [*ids, 0]
-        for position, token_id in enumerate(ids):
+        for position in range(0, len(ids), self.step_size):
+            made = ids[position : position + self.step_size]
             await asyncio.sleep(0)
             while self.is_held and sequence_id not in self.aborted:
                 await asyncio.sleep(0.001)
             if sequence_id in self.aborted:
                 return
             last = FinishReason.LENGTH if ends else FinishReason.STOP
-            finish = last if position == len(ids) - 1 else FinishReason.NOT
+            finish = last if position + len(made) == len(ids) else FinishReason.NOT
             num_cached = 0 if position else len(request.prompt) - 1
             try:
                 columns = None
                 if request.logprobs >= 0:
-                    top = [(token_id, -0.5), (token_id + 1, -1.5)][: request.logprobs]
-                    columns = TokenLogprobs([-0.5], [1], [top])
-                if sink.take([token_id], finish, num_cached, columns):
+                    top = [[(each, -0.5), (each + 1, -1.5)][: request.logprobs] for each in made]
+                    columns = TokenLogprobs([-0.5] * len(made), [1] * len(made), top)
+                if sink.take(made, finish, num_cached, columns):
                     return
             except Exception as error:  # as the engine's client does
                 logging.exception("the sink failed")

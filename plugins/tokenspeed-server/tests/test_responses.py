@@ -140,6 +140,20 @@ def test_reasoning_tokens_are_counted() -> None:
     run(test)
 
 
+def test_reasoning_tokens_do_not_depend_on_the_tokens_of_a_step() -> None:
+    async def test() -> None:
+        counts = set()
+        for step_size in (1, 4, 1000):
+            async with serving(f"{THINKS}Sunny.") as (client, engine):
+                engine.step_size = step_size
+                answer = await client.responses.create(model="fake", input="Weather?")
+                assert answer.usage is not None
+                counts.add(answer.usage.output_tokens_details.reasoning_tokens)
+        assert len(counts) == 1
+
+    run(test)
+
+
 def test_tool_round_trip_reaches_the_template() -> None:
     async def test() -> None:
         async with serving(f"{THINKS}{CALL}", "Sunny.") as (client, engine):

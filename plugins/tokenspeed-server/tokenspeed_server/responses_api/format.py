@@ -81,6 +81,7 @@ class ResponsesFormat(ResponseFormat):
         self._usage = usage  # grows while the answer is written
         self._is_stream = body.stream
         self._on_end = on_end
+        self._tokenizer = tokenizer
         self._chat = ChatFormat(model, tokenizer, wants_usage=False)
         self._response = _unfinished(response_id, body, model)
         self._output: list[dict[str, Any]] = []
@@ -144,7 +145,7 @@ class ResponsesFormat(ResponseFormat):
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "completed_at": None if is_cut else int(time.time()),
             "output": self._output,
-            "usage": _usage(self._usage, self._num_reasoning),
+            "usage": _usage(self._usage, min(self._num_reasoning, self._usage.num_output)),
         }
         return events, status
 
@@ -155,8 +156,6 @@ class ResponsesFormat(ResponseFormat):
             events = self._close("completed") + self._begin(part)
         assert self._open is not None
         self._open.texts.append(part.text)
-        if part.kind == "reasoning":
-            self._num_reasoning = self._usage.num_output
         if part.kind == "text":
             self._open.logprobs += logprobs
             return events + self._delta(part.text, logprobs)
@@ -194,6 +193,9 @@ class ResponsesFormat(ResponseFormat):
                 arguments=text,
             )
         else:
+            if item.kind == "reasoning" and self._tokenizer is not None:
+                # Not by `usage`: the tokens of a step arrive together, and the last ones may not be reasoning.
+                self._num_reasoning += self._tokenizer.count(text)
             part = item.part(text)
             whole = item.item(status, [part])
             events = self._text_done(item, text) + self._event(
