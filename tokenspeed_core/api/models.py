@@ -332,7 +332,7 @@ class DraftModelInfo:
     cache_groups: tuple[CacheGroupSpec, ...]
     num_layers: int
     num_parameters: int
-    weights: Path  # folder of the weights, read with the format of `--load-format`
+    weights: Path  # folder, read with the format of `--speculative-draft-load-format`, if it is not the target's
     hidden: HiddenStates
     layers: tuple[int, ...] = ()  # for HiddenStates.LAYERS
     mask_token_id: int | None = None
