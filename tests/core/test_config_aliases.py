@@ -34,7 +34,8 @@ mm-attention-backend mm-processor-kwargs model-impl model-path moe-a2a-backend m
 moe-runner-backend nccl-port num-continuous-decode-steps num-gpu-blocks-override num-redundant-experts
 otlp-traces-endpoint override-generation-config page-size pipeline-parallel-size pp-size
 prefill-attention-backend random-seed rope-scaling runner sampling-defaults schedule-conservativeness
-scheduling-policy skip-server-warmup speculative-eagle-topk speculative-token-map ssl-ca-certs
+scheduling-policy skip-server-warmup speculative-algo speculative-draft-attention-backend speculative-eagle-topk speculative-model
+speculative-token-map ssl-ca-certs
 structured-outputs-config task tokenizer-path tokenizer-worker-num tool-parser-plugin torch-compile-max-bs
 tp-size triton-attention-num-kv-splits uvicorn-log-level watchdog-timeout
 """.split()
@@ -46,6 +47,19 @@ def test_flag_of_another_engine_is_explained(name: str) -> None:
         message = unknown(ServerConfig, name.replace("-", "_"), f"--{name}")
         assert "did you mean" not in message
         assert "--help" not in message
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("speculative-algoritm", "speculative-algorithm"),
+        ("data-paralel-size", "data-parallel-size"),
+        ("data-parallel-sise", "data-parallel-size"),
+    ],
+)
+def test_misspelled_setting_of_a_topic_is_corrected(written: str, meant: str) -> None:
+    message = unknown(ServerConfig, written.replace("-", "_"), f"--{written}")
+    assert f"did you mean --{meant}" in message
 
 
 def test_keys_of_a_json_setting_are_no_flags() -> None:

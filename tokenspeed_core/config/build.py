@@ -63,11 +63,12 @@ def unknown(
     setting, dot, _ = name.partition(".")
     if dot and setting in kind.model_fields:
         return f"{shown}{where}: no such setting; available: {kind.narrowed(setting)}"
-    replacement = alias_hint(name)
+    own = [form.removeprefix("--").replace("-", "_") for form in flags] or list(kind.model_fields)
+    written = name.replace("-", "_")
+    replacement = alias_hint(name, get_close_matches(written, own, cutoff=0.9))
     if replacement is not None:
         return f"{shown}{where}: {replacement}"
-    own = [form.removeprefix("--").replace("-", "_") for form in flags]
-    near = get_close_matches(name.replace("-", "_"), own or kind.model_fields, n=2, cutoff=0.75)
+    near = get_close_matches(written, own, n=2, cutoff=0.75)
     likely = " or ".join(each if origin == PYTHON else flag(each) for each in near)
     hint = f"`{command} --help` lists the settings"
     if origin == PYTHON:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 TABLES = Path(__file__).with_suffix(".yaml")
@@ -25,13 +26,21 @@ def why_not_needed(name: str) -> str | None:
     return ACCEPTED.get(name) or ACCEPTED_WITH_VALUE.get(name)
 
 
-def alias_hint(name: str) -> str | None:
-    """Return the replacement for a name of another engine, or None if the name is not in the table."""
+def alias_hint(name: str, near: Sequence[str] = ()) -> str | None:
+    """Return the replacement for a name of another engine, or None if the name is not in the table.
+
+    `near` are settings for which the name may be a misspelling. The table's beginnings do not apply to their topics.
+    """
     import yaml  # imported only for unknown names
 
     key = name.replace("-", "_").removeprefix("no_").partition(".")[0]
     for table in yaml.safe_load(TABLES.read_text()):
-        if key in table["names"] or key.startswith(tuple(table.get("beginnings", ()))):
+        beginnings = [
+            each
+            for each in table.get("beginnings", ())
+            if not any(setting.startswith(each) for setting in near)
+        ]
+        if key in table["names"] or key.startswith(tuple(beginnings)):
             return str(table["says"]).format(table["names"].get(key))
     why = why_not_needed(key)
     return why and f"not a TokenSpeed setting and not needed: {why}"
