@@ -156,7 +156,8 @@ def mtp_info(
     """
     if not num_draft_layers:
         raise ValueError(
-            "the checkpoint has no layers for multi-token prediction: its config.json has no num_nextn_predict_layers"
+            "the checkpoint has no layers for multi-token prediction: num_nextn_predict_layers in its config.json is missing "
+            "or 0"
         )
     # A projection joins two normalized inputs, and the output is normalized.
     num_joining = 2 * hidden_size * hidden_size + 3 * hidden_size

@@ -25,7 +25,7 @@ from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import (
 
 from tokenspeed_core import LLM, SamplingParams
 from tokenspeed_core.api import ModelSpec
-from tokenspeed_core.errors import ConfigError
+from tokenspeed_core.errors import CheckpointError, ConfigError
 from tokenspeed_core.targets import load_target
 from tokenspeed_models.testing import DenseBuild
 
@@ -191,3 +191,16 @@ def test_checkpoint_without_the_layer_is_refused(family: str, tmp_path: Path) ->
     save_reference(family, tmp_path, **{FAMILIES[family].num_draft_layers: 0})
     with pytest.raises(ConfigError, match="no layers for multi-token prediction"):
         LLM(str(tmp_path), device="cpu", skip_tokenizer_init=True, speculative_algorithm="mtp")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_missing_weights_of_the_layer_are_named(family: str, tmp_path: Path) -> None:
+    save_reference(family, tmp_path, **{FAMILIES[family].num_draft_layers: 1})
+    with pytest.raises(CheckpointError, match=rf"no weights of its layer .* {NAME}\."):
+        LLM(
+            str(tmp_path),
+            device="cpu",
+            dtype="float32",
+            skip_tokenizer_init=True,
+            speculative_algorithm="mtp",
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 
 import torch
 
@@ -74,12 +75,19 @@ class MultiTokenPredictor:
         return self._target.logits(hidden)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy the layer's weights. Raises ValueError as `CausalLM.load_weights` does.
+        """Copy the layer's weights. Raises ValueError as `CausalLM.load_weights` does, and if there are none.
 
         Checkpoints hold copies of the embedding and the head, which are not read.
         """
         prefix = f"{self._name}."
-        self.weight_map().load(each for each in weights if each[0].startswith(prefix))
+        own = (each for each in weights if each[0].startswith(prefix))
+        first = next(own, None)
+        if first is None:  # a quantized copy may keep the config.json of the original
+            raise ValueError(
+                f"the checkpoint has no weights of its layer for multi-token prediction, {self._name}. "
+                "Use a checkpoint with these weights, or choose another drafter."
+            )
+        self.weight_map().load(chain((first,), own))
 
     def weight_map(self) -> WeightMap:
         """Return the map from checkpoint names to parameters."""
