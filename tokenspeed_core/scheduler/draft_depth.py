@@ -37,9 +37,7 @@ _FIRST_DRAFTS = 4
 _NUM_PLAIN = 4  # plain steps that are measured before drafts are tried
 _PLAIN_INTERVAL = 256  # drafted steps after which plain steps are measured again
 _NUM_PLAIN_AGAIN = 2
-_RETRY_INTERVAL = (
-    64  # drafted steps after which numbers of draft tokens that were slow are tried again
-)
+_RETRY_INTERVAL = 64  # drafted steps after which slow numbers of draft tokens are tried again
 _MAX_SKIPPED = 15  # steps after an early proposal that was not worth waiting for
 _PRIOR_ACCEPTANCE = 0.6  # of a token without a drafter's estimate; more if other rows accept more
 _PRIOR_WEIGHT = 3.0  # draft tokens that a prior counts for
