@@ -76,7 +76,10 @@ def test_missing_sizes_are_derived(keywords: dict[str, Any], expected: tuple[int
         ({"tp": 2, "nnodes": 2}, ["--dist-init-addr"]),
         ({**SHARED, "moe_tp_size": 2, "enable_eplb": True}, ["remove --moe-tp-size 2"]),
         ({"tp": 2, "dist_init_addr": "a:1"}, ["--nnodes"]),
-        ({"tp": 2, "nnodes": 2, "dist_init_addr": "a"}, ["HOST:PORT"]),
+        *(
+            ({"tp": 2, "nnodes": 2, "dist_init_addr": address}, ["--dist-init-addr", part])
+            for address, part in (("a", "HOST:PORT"), (":1", "HOST:PORT"), ("0.0.0.0:1", "0.0.0.0"))
+        ),
         ({"tp": 2, "node_rank": 1}, ["--nnodes"]),
         ({"tp": 4, "ep_size": 2, "enable_expert_parallel": True}, ["--expert-parallel-size"]),
         ({"distributed_executor_backend": "ray"}, ["--tensor-parallel-size"]),

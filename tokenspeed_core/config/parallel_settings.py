@@ -206,10 +206,15 @@ class ParallelSettings(Settings):
                 f"--node-rank {self.node_rank} needs --nnodes {self.node_rank + 1} or more, but it is {self.nnodes}"
             )
         if self.dist_init_addr is not None:
-            _, colon, port = self.dist_init_addr.rpartition(":")
-            if not colon or not port.isdecimal() or not 0 < int(port) < 65536:
+            host, _, port = self.dist_init_addr.rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port) < 65536:
                 raise ValueError(
                     f"--dist-init-addr {self.dist_init_addr} must be HOST:PORT, such as node0:29500"
+                )
+            if host == "0.0.0.0":
+                raise ValueError(
+                    f"--dist-init-addr {self.dist_init_addr}: other nodes cannot connect to this address; give the name "
+                    "or an address of node 0"
                 )
         if sizes.shares_experts and self.distributed_executor_backend != LOCAL:
             raise ValueError(
