@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import zmq
 from tokenspeed_core.api.executors import ExecutorJob, Settings, WorkerExit
 from tokenspeed_core.api.step import LateInputs, StepFailed, StepPlan, StepResult, StepSize
 from tokenspeed_core.engine.wire import pack
+from tokenspeed_core.errors import EngineDeadError
 from tokenspeed_core.executor import DistributedRunner, Ranks, ranks, worker_process
 from tokenspeed_core.executor.local import LocalExecutor
 from tokenspeed_core.executor.lockstep import Peers, connect_peers, empty_plan
@@ -82,7 +83,10 @@ class FakeRunner:
 class World:
     """`Ranks` without processes, and the sockets of its other ranks."""
 
-    def __init__(self, peers: Peers | None = None) -> None:
+    def __init__(
+        self, peers: Peers | None = None, files: Mapping[int, Mapping[str, str]] | None = None
+    ) -> None:
+        """Start. `files` are the digests of the model files by rank."""
         self.executor = FakeExecutor()
         self.failures: list[str] = []
         self.ranks = Ranks(self.executor, NUM_RANKS, peers)
@@ -92,8 +96,12 @@ class World:
         self._reports = self._connect(zmq.PUSH, "reports")
         for rank, plans in enumerate(self._plans, 1):
             plans.subscribe(b"")
-            self.report(Joined(rank))
-        self.ranks.wait_joined()
+            self.report(Joined(rank, dict(files[rank]) if files else {}))
+        try:
+            self.ranks.wait_joined(files[0] if files else {})
+        except EngineDeadError:
+            self.close()
+            raise
 
     def report(self, message: Joined | Offer | RankFailed) -> None:
         self._reports.send(pack(message))
@@ -201,6 +209,14 @@ def test_ranks_agree_on_the_smallest_value(world: World) -> None:
         for rank, value in enumerate(values, 1):
             world.report(Offer(rank, value))
         assert world.ranks.gather_min(8) == min(8, *values)
+
+
+def test_rank_with_another_model_is_named_with_the_files() -> None:
+    ours = {"config.json": "1", "a.safetensors": "2", "b.safetensors": "3"}
+    same = {"config.json": "1", "a.safetensors": "2"}
+    other = {**ours, "b.safetensors": "4"}
+    with pytest.raises(EngineDeadError, match=r"rank 2 of 3 .*model.*different: b\.safetensors\)"):
+        World(files={0: ours, 1: same, 2: other})
 
 
 def test_first_failure_is_reported_once_and_ends_the_steps(world: World) -> None:

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import signal
 import socket
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import tokenspeed_demo
+import zmq
 from serving import COMMAND, DEMO, environment, has_ended, served, wait_until
 
 from tokenspeed_core import LLM
 from tokenspeed_core.api.executors import ExecutorJob
 from tokenspeed_core.config import Config
+from tokenspeed_core.engine.factory import discover, resolve
+from tokenspeed_core.engine.wire import pack
 from tokenspeed_core.errors import ConfigError
-from tokenspeed_core.executor.nodes import NodesExecutor, run_node
+from tokenspeed_core.executor.local import LocalExecutor
+from tokenspeed_core.executor.model_files import digest_models, find_differences
+from tokenspeed_core.executor.nodes import NodeJoin, NodesExecutor, _comparable, run_node
 from tokenspeed_core.plugins.catalog import Catalog
 
 pytestmark = pytest.mark.slow
@@ -27,7 +38,14 @@ def free_address() -> str:
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
-def test_two_nodes_serve_and_end_together(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        (signal.SIGKILL, "is lost: its node 1"),
+        pytest.param(signal.SIGINT, "was stopped with its node 1", marks=pytest.mark.release),
+    ],
+)
+def test_two_nodes_serve_and_end_together(tmp_path: Path, end: int, reason: str) -> None:
     nodes = ("--tp", "2", "--nnodes", "2", "--dist-init-addr", free_address())
     flags = (*nodes, "--kv-cache-memory", "8MB")
     with (tmp_path / "node").open("w") as log:
@@ -42,10 +60,19 @@ def test_two_nodes_serve_and_end_together(tmp_path: Path) -> None:
                 **DEMO, messages=[{"role": "user", "content": "What is 23 + 45?"}]
             )
             assert "68" in (answer.choices[0].message.content or "")
+            assert "processes on 2 nodes: attention TP 2" in server.stderr()
             engine = server.engine()
-            node.kill()  # its rank ends with it
+            body = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+            with (
+                server.http() as client,
+                client.stream("POST", "/v1/completions", json=body) as reply,
+            ):
+                lines = reply.iter_lines()
+                next(lines)
+                node.send_signal(end)  # its rank ends with it
+                assert "engine_dead" in "".join(lines)
             assert server.process.wait(8) != 0
-            assert "rank 1 of 2" in server.stderr()
+            assert f"the engine died: rank 1 of 2 {reason}" in server.stderr()
             wait_until(lambda: has_ended(engine), 60, "the engine's end")
     finally:
         node.kill()
@@ -54,6 +81,48 @@ def test_two_nodes_serve_and_end_together(tmp_path: Path) -> None:
 
 def test_node_with_other_settings_cannot_join() -> None:
     assert_refused({}, {"max_num_seqs": 3}, r"--max-num-seqs is 3 on node 1 and 256 on node 0")
+
+
+def test_second_node_with_a_rank_cannot_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    address = free_address()
+    joined = threading.Event()
+    monkeypatch.setattr(LocalExecutor, "start", lambda *arguments: joined.set())
+    settings = {"tensor_parallel_size": 2, "nnodes": 2, "dist_init_addr": address}
+    node = Config.from_keywords(**settings, node_rank=1)
+    executor = NodesExecutor(ExecutorJob(2, 1, "cpu"), Config.from_keywords(**settings))
+    executor.start({}, lambda end: None)
+    assert joined.is_set()
+    joined.clear()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.connect(f"tcp://{address}")
+        stranger.send_multipart([b"not", b"a", b"message"])  # is ignored
+        stranger.send(pack(NodeJoin(1, json.dumps(_comparable(node)))))
+        assert stranger.poll(5000), "no answer"
+        with pytest.raises(ConfigError, match=r"--node-rank 1: another node"):
+            run_node(node, Catalog.discover())
+    assert not joined.is_set()
+    executor.close(1)
+
+
+def test_nodes_with_different_weights_are_found(tmp_path: Path) -> None:
+    demo = Path(tokenspeed_demo.__file__).parent / "checkpoint"
+    copied = shutil.copytree(demo, tmp_path / "other")
+    with (copied / "model.safetensors").open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"\x01\x02\x03\x04")
+    first, copy, other = (
+        digest_of(folder) for folder in (demo, shutil.copytree(demo, tmp_path / "copy"), copied)
+    )
+    assert set(first) == {"config.json", "model.safetensors"}
+    assert find_differences(first, copy) == ""
+    assert find_differences(first, other) == "model.safetensors"
+
+
+def digest_of(folder: Path) -> dict[str, str]:
+    settings = {"tensor_parallel_size": 2, "nnodes": 2, "dist_init_addr": "a:1"}
+    config = Config.from_keywords(model=str(folder), skip_tokenizer_init=True, **settings)
+    catalog = discover(config)
+    return digest_models(resolve(config, catalog), catalog)
 
 
 def test_nodes_may_have_the_draft_model_in_different_folders() -> None:

@@ -255,10 +255,10 @@ def choose_format(
     loaded = [catalog.load(entry, LoadFormat) for entry in catalog.entries("load_formats")]
     formats = {each.name: each for each in loaded if each is not None}
     for name in sorted(formats, key=lambda name: (name != "safetensors", name)):
-        if _weights(files, formats[name]) and not formats[name].by_name_only:
+        if weight_files(files, formats[name]) and not formats[name].by_name_only:
             return formats[name]
     by_name_only = [
-        name for name, each in formats.items() if each.by_name_only and _weights(files, each)
+        name for name, each in formats.items() if each.by_name_only and weight_files(files, each)
     ]
     if by_name_only:
         raise CheckpointError(
@@ -286,7 +286,7 @@ def wanted_files(
     `choose_format`, also without weights.
     """
     top = [name for name in names if "/" not in name]
-    weights = _weights(top, choose_format(top, load_format, catalog, source, flag))
+    weights = weight_files(top, choose_format(top, load_format, catalog, source, flag))
     if any(name.endswith(".index.json") for name in weights):
         weights = [
             name for name in weights if name.endswith(".index.json") or _NUMBERED.search(name)
@@ -304,7 +304,7 @@ def _names(folder: Path) -> tuple[str, ...]:
     return tuple(sorted(each.name for each in folder.iterdir())) if folder.is_dir() else ()
 
 
-def _weights(names: Iterable[str], load_format: LoadFormat) -> list[str]:
+def weight_files(names: Iterable[str], load_format: LoadFormat) -> list[str]:
     """Return the weight files of a format; an index comes first."""
     found = [
         name for name in names if any(fnmatch(name, pattern) for pattern in load_format.detect)

@@ -14,6 +14,7 @@ from tokenspeed_core.errors import EngineDeadError
 from tokenspeed_core.executor import DistributedRunner, Ranks
 from tokenspeed_core.executor.lockstep import LockstepRunner, Peers, SharingRunner
 from tokenspeed_core.executor.messages import Agreed, Rendezvous
+from tokenspeed_core.executor.model_files import digest_models
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.resolved import Resolved
 
@@ -64,9 +65,8 @@ def _build_with_others(
     if config.distributed_executor_backend == LOCAL:
         check_num_devices(config.device, sizes.num_per_node)
     device = resolve_rank_device(config.device, 0)
-    log.info("%s", sizes)
     if ranks is not None:
-        ranks.wait_joined()
+        ranks.wait_joined(digest_models(resolved, catalog))
     address = _rendezvous(ranks, peers)
     if ranks is not None:
         ranks.broadcast(Rendezvous(address))
@@ -74,6 +74,7 @@ def _build_with_others(
     handles = distributed.init(resolved.parallel, address, device)
     agree = int if ranks is None else partial(_agree, ranks)  # one process keeps its value
     runner = build(resolved, catalog, progress, handles=handles, agree=agree)
+    log.info("%s", sizes.describe(has_experts=bool(runner.kernel_plan.find("moe"))))
     if ranks is not None:
         ranks.remove_folder()
     if peers is not None:

@@ -42,9 +42,10 @@ class Close(Message, frozen=True, tag="close"):
 
 
 class Joined(Message, frozen=True, tag="joined"):
-    """A rank is ready to meet the others."""
+    """A rank is ready to meet the others. `files` are the digests of its model files (`digest_models`)."""
 
     rank: int
+    files: dict[str, str]
 
 
 class Offer(Message, frozen=True, tag="offer"):

@@ -121,9 +121,10 @@ class NodesExecutor:
         self._settings, self._on_exit = json.dumps(settings), on_exit
         self._local.start(settings, on_exit)
         log.info(
-            "node 0 of %d waits for the other nodes at %s",
+            "node 0 of %d waits for the other nodes at %s (%s)",
             self._job.num_nodes,
             self._config.dist_init_addr,
+            self.host,
         )
         self._thread.start()
 
@@ -141,9 +142,9 @@ class NodesExecutor:
     def _serve(self) -> None:
         while not self._is_closing.is_set():
             if self._socket.poll(TICK_MS):
-                identity, data = self._socket.recv_multipart()
+                identity, *frames = self._socket.recv_multipart()
                 try:
-                    self._answer(identity, _to_node_zero.unpack(data))
+                    self._answer(identity, _to_node_zero.unpack(b"".join(frames)))
                 except WireError as error:
                     log.error("unreadable message at --dist-init-addr: %s", error)
             now = time.monotonic()
@@ -159,7 +160,7 @@ class NodesExecutor:
     def _answer(self, identity: bytes, message: NodeJoin | NodeAlive | RankEnded) -> None:
         match message:
             case NodeJoin(node, config):
-                refusal = self._refuse(node, json.loads(config))
+                refusal = self._refuse(node, identity, json.loads(config))
                 if refusal is None and node not in self._identities:
                     log.info("node %d of %d joined", node, self._job.num_nodes)
                     self._identities[node] = identity
@@ -174,10 +175,12 @@ class NodesExecutor:
                 end = WorkerExit(message.rank, message.reason, message.last_lines)
                 self._on_exit(end)
 
-    def _refuse(self, node: int, theirs: dict[str, Any]) -> str | None:
+    def _refuse(self, node: int, identity: bytes, theirs: dict[str, Any]) -> str | None:
         """Return why a node cannot join, or None."""
         if not 0 < node < self._job.num_nodes:
             return f"--node-rank {node}: node 0 has --nnodes {self._job.num_nodes}"
+        if self._identities.get(node, identity) != identity:
+            return f"--node-rank {node}: another node with this rank has joined. Give each node a different rank."
         ours = _comparable(self._config)
         for name in sorted({*ours, *theirs}):
             if ours.get(name) != theirs.get(name):
@@ -197,7 +200,7 @@ def run_node(config: Config, catalog: Catalog) -> int:
     """
     sizes = config.parallel_sizes()
     job = ExecutorJob(sizes.num_nodes, sizes.num_per_node, config.device)
-    node = _Node(config, LocalExecutor(job, config.node_rank))
+    node = _Node(config, LocalExecutor(job, config.node_rank), job.ranks_of(config.node_rank)[0])
 
     def stop(number: int, frame: FrameType | None) -> None:
         node.is_stopped = True
@@ -215,20 +218,22 @@ def run_node(config: Config, catalog: Catalog) -> int:
 class _Node:
     """A node that joins node 0."""
 
-    def __init__(self, config: Config, local: LocalExecutor) -> None:
+    def __init__(self, config: Config, local: LocalExecutor, first_rank: int) -> None:
         self.is_stopped = False
+        self._first_rank = first_rank
         self._config = config
         self._local = local
         self._ends: queue.SimpleQueue[WorkerExit] = queue.SimpleQueue()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         host, _, port = str(self._config.dist_init_addr).rpartition(":")
-        self._socket.connect(f"tcp://{_address_of(host)}:{port}")
+        self._host = _address_of(host)
+        self._socket.connect(f"tcp://{self._host}:{port}")
 
     def run(self, catalog: Catalog) -> None:
         """Join, start the ranks, and wait for the end of node 0 or of a rank."""
         number, address = self._config.node_rank, self._config.dist_init_addr
-        log.info("node %d is connecting to node 0 at %s", number, address)
+        log.info("node %d is connecting to node 0 at %s (%s)", number, address, self._host)
         join = NodeJoin(number, json.dumps(_comparable(self._config)))
         said_at, heard_at, has_started = 0.0, time.monotonic(), False
         while not self.is_stopped:
@@ -260,6 +265,10 @@ class _Node:
                     log.info("node %d is starting its ranks", number)
                     config = {"config": self._config.to_wire(), "catalog_digest": catalog.digest()}
                     self._local.start({**json.loads(settings), **config}, self._ends.put)
+        if has_started:
+            self._socket.send(
+                pack(RankEnded(self._first_rank, f"was stopped with its node {number}", ()))
+            )
 
     def close(self) -> None:
         """End the ranks."""
@@ -284,4 +293,6 @@ def _address_of(host: str) -> str:
     try:
         return socket.gethostbyname(host)
     except OSError as error:
-        raise ConfigError(f"--dist-init-addr: cannot find the host {host!r}: {error}") from error
+        raise ConfigError(
+            f"--dist-init-addr: cannot find an IPv4 address of the host {host!r}: {error}"
+        ) from error

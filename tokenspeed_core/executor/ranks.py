@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import zmq
@@ -23,12 +23,16 @@ from tokenspeed_core.errors import ConfigError, EngineDeadError
 from tokenspeed_core.executor.local import LocalExecutor
 from tokenspeed_core.executor.lockstep import Peers
 from tokenspeed_core.executor.messages import Joined, Offer, RankFailed, to_rank_zero
-from tokenspeed_core.executor.nodes import NodesExecutor
+from tokenspeed_core.executor.model_files import find_differences
+from tokenspeed_core.executor.nodes import LOST_SECONDS, NodesExecutor
 from tokenspeed_core.plugins.catalog import Catalog, make
 from tokenspeed_core.plugins.entry import Entry
 from tokenspeed_core.resolved import Resolved
 
 CLOSE_SECONDS = 5.0  # for the ranks to exit
+# A lost rank ends the collectives of the others before its end is noticed. They wait before they report an error.
+ATTRIBUTION_SECONDS = 1.0
+REPORT_SECONDS = 1.0  # until rank 0 has read the reports
 log = logging.getLogger("tokenspeed.executor")
 
 
@@ -38,9 +42,19 @@ class Ranks:
     Only the thread that created the object may call it, except `wait_for_failure` and `kill`.
     """
 
-    def __init__(self, executor: Executor, world_size: int, peers: Peers | None = None) -> None:
-        """Bind the sockets. `peers` are the engines that share the experts. Raises CapacityError."""
+    def __init__(
+        self,
+        executor: Executor,
+        world_size: int,
+        peers: Peers | None = None,
+        attribution_seconds: float = ATTRIBUTION_SECONDS,
+    ) -> None:
+        """Bind the sockets. `peers` are the engines that share the experts. Raises CapacityError.
+
+        A rank that has ended is noticed within `attribution_seconds`.
+        """
         self.world_size = world_size
+        self.attribution_seconds = attribution_seconds
         self._peers = peers
         self.failure: str | None = None
         self.host = executor.host
@@ -53,7 +67,7 @@ class Ranks:
         self.failure_fd, self._failed = os.pipe()
         self._stopped, self._stop = os.pipe()
         self._changed = threading.Condition()
-        self._joined: set[int] = set()
+        self._joined: dict[int, Mapping[str, str]] = {}  # the digests of the model files by rank
         self._offers: dict[int, int] = {}
         self._on_failure: Callable[[str], None] = lambda reason: None
         self._abort: Callable[[], None] = lambda: None
@@ -87,8 +101,8 @@ class Ranks:
         """Set the functions that end waiting collectives after a failure, and the communication in `close`."""
         self._abort, self._leave = abort, leave
 
-    def wait_joined(self) -> None:
-        """Wait until all ranks listen. Raises EngineDeadError."""
+    def wait_joined(self, files: Mapping[str, str]) -> None:
+        """Wait until all ranks listen. Raises EngineDeadError, also if a rank has other model files than `files`."""
         poller = zmq.Poller()
         poller.register(self._plans, zmq.POLLIN)
         poller.register(self.failure_fd, zmq.POLLIN)
@@ -98,6 +112,13 @@ class Ranks:
                 break
             self._plans.recv()  # a subscription
         self._wait(lambda: len(self._joined) == self.world_size - 1)
+        for rank, theirs in sorted(self._joined.items()):
+            if different := find_differences(files, theirs):
+                self._fail(
+                    f"rank {rank} of {self.world_size} has another model than rank 0 (different: {different}). "
+                    "Copy the same model to all nodes."
+                )
+                raise EngineDeadError(self.failure)
 
     def broadcast(self, message: Any) -> None:
         """Send a message to all ranks."""
@@ -176,7 +197,7 @@ class Ranks:
             match message:
                 case Joined():
                     with self._changed:
-                        self._joined.add(message.rank)
+                        self._joined[message.rank] = message.files
                         self._changed.notify_all()
                 case Offer():
                     with self._changed:
@@ -232,12 +253,14 @@ def start_ranks(
     if sizes.world_size == 1:
         return None
     job = ExecutorJob(sizes.num_nodes, sizes.num_per_node, config.device)
-    ranks = Ranks(_make_executor(resolved, job), job.world_size, peers)
+    seconds = ATTRIBUTION_SECONDS if job.num_nodes == 1 else LOST_SECONDS
+    ranks = Ranks(_make_executor(resolved, job), job.world_size, peers, seconds)
     settings = {
         "config": config.resolved(model=str(resolved.checkpoint.path)).to_wire(),
         "catalog_digest": catalog.digest(),
         "num_threads": resolved.num_threads,
         "replica": resolved.replica,
+        "attribution_seconds": seconds,
     }
     try:
         ranks.start(settings, on_failure)

@@ -34,10 +34,9 @@ from tokenspeed_core.executor.messages import (
     Sample,
     to_worker,
 )
+from tokenspeed_core.executor.model_files import digest_models
 
 DEPTH = 2  # steps in flight on rank 0, at most
-# When a rank dies, the collectives of the other ranks fail too. The rank that died is reported first.
-ATTRIBUTION_SECONDS = 1.0
 Socket = zmq.Socket[bytes]
 
 
@@ -99,7 +98,8 @@ def main() -> int:
         return 0
     except TokenSpeedError as error:
         if isinstance(error, StepFailed):
-            time.sleep(ATTRIBUTION_SECONDS)
+            # When a rank dies, the collectives of the other ranks fail too. The rank that died is reported first.
+            time.sleep(settings["attribution_seconds"])
         rank_zero.report(RankFailed(rank_zero.rank, str(error)))
         return 1
     finally:
@@ -128,7 +128,7 @@ def _run(settings: Mapping[str, Any], rank_zero: RankZero) -> None:
         replica=replica,
     )
     resolved = replace(resolved, grammars=None)  # rank 0 sends the masks
-    rank_zero.report(Joined(rank_zero.rank))
+    rank_zero.report(Joined(rank_zero.rank, digest_models(resolved, catalog)))
     message = rank_zero.receive()
     assert isinstance(message, Rendezvous), message
     handles = distributed.init(resolved.parallel, message.address, device)
