@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -281,6 +282,33 @@ def test_failed_collective_is_attributed_to_the_rank_that_ended(world: World) ->
     distributed.sample(0, None)
     with pytest.raises(StepFailed, match=rf"(?s)rank 1 of {NUM_RANKS} .*SIGKILL.*out of memory"):
         distributed.collect(0)
+
+
+FAILING_WORKER = """
+import os
+from tokenspeed_core.errors import ConfigError
+from tokenspeed_core.worker import process
+
+def fail(settings, rank_zero):
+    raise ConfigError("too few experts")
+
+process._run = fail
+os._exit(process.main())
+"""
+
+
+def test_error_of_a_rank_arrives_before_its_exit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "failing_worker.py").write_text(FAILING_WORKER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(worker_process, "WORKER_MODULE", "failing_worker")
+    made = Ranks(LocalExecutor(ExecutorJob(1, 2, "cpu")), 2)
+    try:
+        made.start({}, lambda reason: None)
+        assert made.wait_for_failure(SECONDS) == "rank 1 of 2 failed: too few experts"
+    finally:
+        made.close()
 
 
 DYING_WORKER = f"""

@@ -50,9 +50,9 @@ class RankZero:
     def __init__(self, settings: Mapping[str, Any], parent_fd: int) -> None:
         """Connect. The subscription tells rank 0 that this rank listens."""
         self.rank = int(settings["rank"])
-        context: zmq.Context[Socket] = zmq.Context.instance()
-        self._plans: Socket = context.socket(zmq.SUB)
-        self._reports: Socket = context.socket(zmq.PUSH)
+        self._context: zmq.Context[Socket] = zmq.Context()
+        self._plans: Socket = self._context.socket(zmq.SUB)
+        self._reports: Socket = self._context.socket(zmq.PUSH)
         for socket in (self._plans, self._reports):
             socket.set_hwm(0)
         self._plans.connect(settings["plans"])
@@ -81,9 +81,10 @@ class RankZero:
         return message.value
 
     def close(self) -> None:
-        """Send the remaining reports, and close."""
+        """Send the remaining reports, for at most 2 seconds, and close."""
         self._plans.close(linger=0)
         self._reports.close(linger=2000)
+        self._context.term()  # waits for the reports, which the end of the process would drop
 
 
 def main() -> int:
