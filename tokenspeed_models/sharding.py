@@ -84,10 +84,16 @@ class ShardingSpec:
 def bind_output(
     specs: Iterable[ShardingSpec], bind: Bind, *, is_added: bool = False
 ) -> Iterator[ShardingSpec]:
-    """Yield the specs of a block; `bind` receives the collective that the last module's output needs."""
-    *others, last = specs
-    yield from others
-    yield replace(last, bind=bind, is_added=is_added)
+    """Yield the specs of a block; `bind` receives the collective that the last module's output needs.
+
+    Raises ValueError for a block without specs.
+    """
+    found = list(specs)
+    if not found:
+        name = getattr(specs, "__qualname__", "sharding")
+        raise ValueError(f"{name} yields no ShardingSpec. Yield one for the output of the block.")
+    yield from found[:-1]
+    yield replace(found[-1], bind=bind, is_added=is_added)
 
 
 def fuse_input(

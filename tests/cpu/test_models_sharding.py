@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -30,6 +30,7 @@ from tokenspeed_models.sharding import (
     Replicated,
     Sharded,
     ShardingSpec,
+    bind_output,
     compile_sharding,
 )
 from tokenspeed_models.testing import DenseBuild
@@ -402,3 +403,12 @@ def test_start_refuses_heads_that_cannot_be_divided(
     with pytest.raises(CheckpointError, match="2 KV heads") as refused:
         plan_only(tiny(tensor_parallel_size=3), catalog)
     assert "\n" not in str(refused.value)
+
+
+def test_block_without_specs_is_named() -> None:
+    class OddBlock:
+        def sharding(self) -> Iterator[ShardingSpec]:
+            yield from ()
+
+    with pytest.raises(ValueError, match=r"OddBlock\.sharding yields no ShardingSpec"):
+        list(bind_output(OddBlock().sharding(), lambda collective: None))
