@@ -5,10 +5,11 @@ from __future__ import annotations
 import socket
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from lockstep_engine import Served, serve
@@ -22,10 +23,14 @@ from tokenspeed_core.api import PlatformInfo
 from tokenspeed_core.api.step import StepFailed, StepPlan, StepSize
 from tokenspeed_core.config.schema import read_keywords
 from tokenspeed_core.engine.factory import discover, resolve
-from tokenspeed_core.errors import ConfigError, SelectionError
+from tokenspeed_core.engine.runners import build_runner
+from tokenspeed_core.errors import CapacityError, ConfigError, SelectionError
 from tokenspeed_core.executor import lockstep
 from tokenspeed_core.executor.lockstep import LockstepRunner, Peers, connect_peers, empty_plan
 from tokenspeed_core.kernels.plan import KernelPlan
+from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.resolved import Resolved
+from tokenspeed_core.worker import distributed
 from tokenspeed_core.worker.assemble import plan_for
 
 SETTINGS: dict[str, Any] = {
@@ -389,3 +394,19 @@ def test_draft_models_are_refused() -> None:
     config = config.resolved(data_parallel_size=2, enable_expert_parallel=True)
     with pytest.raises(ConfigError, match=r"mtp.*draft model"):
         resolve(config, discover(config))
+
+
+def test_failed_start_leaves_no_folder(
+    tiny: Callable[..., Resolved],
+    catalog: Catalog,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(distributed, "init", Mock(side_effect=CapacityError("no memory")))
+    first, second = (Peers(fds) for fds in connect_peers(2))
+    with pytest.raises(CapacityError, match="no memory"):
+        build_runner(tiny(), catalog, lambda *step: None, None, first)
+    assert list(tmp_path.iterdir()) == []
+    for each in (first, second):
+        each.close()

@@ -71,15 +71,18 @@ def _build_with_others(
     if ranks is not None:
         ranks.broadcast(Rendezvous(address))
         ranks.use(abort=distributed.abort, leave=distributed.close)
-    handles = distributed.init(resolved.parallel, address, device)
-    agree = int if ranks is None else partial(_agree, ranks)  # one process keeps its value
-    runner = build(resolved, catalog, progress, handles=handles, agree=agree)
-    log.info("%s", sizes.describe(has_experts=bool(runner.kernel_plan.find("moe"))))
-    if ranks is not None:
-        ranks.remove_folder()
-    if peers is not None:
-        peers.exchange(StepSize())  # all processes of all engines have connected
-        remove_folder(Path(address.removeprefix(_FILE)).parent)
+    try:
+        handles = distributed.init(resolved.parallel, address, device)
+        agree = int if ranks is None else partial(_agree, ranks)  # one process keeps its value
+        runner = build(resolved, catalog, progress, handles=handles, agree=agree)
+        log.info("%s", sizes.describe(has_experts=bool(runner.kernel_plan.find("moe"))))
+        if ranks is not None:
+            ranks.remove_folder()
+        if peers is not None:
+            peers.exchange(StepSize())  # all processes of all engines have connected
+    finally:
+        if peers is not None:
+            remove_folder(Path(address.removeprefix(_FILE)).parent)
     return runner
 
 
