@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from pathlib import Path
 
 import pytest
+from tokenspeed_server.replicas.engines import EngineReplicas
+from tokenspeed_server.service import Options, Service
 from tokenspeed_server.statistics import EngineMonitors
 
 from tokenspeed_core.engine.messages import Heartbeat
@@ -84,3 +88,39 @@ def test_statistics_line_comes_only_while_requests_run(caplog: pytest.LogCapture
     assert all(line["running"] == 2 for line in lines)
     assert all(line["output_tokens_per_s"] == pytest.approx(400) for line in lines)
     assert lines[0]["preemptions"] == 10
+
+
+def test_engine_that_died_has_no_numbers(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "tokenspeed.statistics")
+    clock = Clock()
+    monitor = EngineMonitors(2, clock)
+    monitor.log_every(10)
+    for second in range(30):
+        clock.now = float(second)
+        monitor.add(0, heartbeat(100 * second, num_running=1))
+        if second == 15:
+            monitor.forget(1)
+            assert monitor.last[1] is None
+            found = monitor.as_json()
+            assert found["requests"] == {"running": 1, "waiting": 0}
+            assert found["replicas"][1] is None
+        if second != 15:  # the successor begins with step 0
+            monitor.add(1, heartbeat(100 * (second % 16), num_running=3))
+    lines = [record.fields for record in caplog.records]  # type: ignore[attr-defined]
+    assert len(lines) == 2
+    assert all(line["output_tokens_per_s"] == pytest.approx(800) for line in lines)
+
+
+def test_death_of_a_replica_clears_its_numbers(tmp_path: Path) -> None:
+    async def run() -> None:
+        replicas = EngineReplicas([f"ipc://{tmp_path}/{name}" for name in ("first", "second")])
+        monitor = Service(Options(model_name="tiny"), replicas).observability.monitor
+        for client in replicas.clients:
+            client.receive(heartbeat(100, num_running=1))
+        assert all(monitor.last)
+        replicas.clients[1].die("killed")
+        await asyncio.sleep(0)
+        assert [bool(sample) for sample in monitor.last] == [True, False]
+        replicas.close()
+
+    asyncio.run(run())

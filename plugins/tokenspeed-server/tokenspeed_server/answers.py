@@ -177,7 +177,7 @@ class Stats(BaseModel):
     kv_cache: dict[str, Any] | None = None
     totals: dict[str, int] | None = None
     window: dict[str, float | None] | None = None
-    replicas: list[dict[str, Any]] | None = None
+    replicas: list[dict[str, Any] | None] | None = None
 
 
 ANSWERS: tuple[type[BaseModel], ...] = (

@@ -36,7 +36,8 @@ async def stats(request: Request) -> JSONResponse:
     - `window`: `seconds`, `steps`, `prompt_tokens_per_s`, `output_tokens_per_s`, `step_seconds`,
       `host_seconds`, `prefix_hit_rate`, `preemptions`. The means are null without a step or a lookup.
 
-    With `--data-parallel-size`, numbers are sums, and `replicas` has those of each engine.
+    With `--data-parallel-size`, numbers are sums, and `replicas` has those of each engine, or null for
+    an engine that is not running.
 
     Until the engine's first heartbeat, only `model` and `engine` are present.
     """

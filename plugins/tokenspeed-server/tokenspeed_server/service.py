@@ -80,6 +80,7 @@ class Service:
             if observability is None:
                 self.observability.monitor = EngineMonitors(len(connection.clients))
             connection.on_heartbeat = self.observability.note_heartbeat
+            connection.on_death = self.observability.monitor.forget
         self.is_draining = False
         self.num_active = 0
         self.ignored_fields = IgnoredFieldsLog()

@@ -90,6 +90,10 @@ class EngineMonitor:
         while len(self._samples) > 2 and self._samples[1].at <= now - WINDOW_SECONDS:
             self._samples.popleft()
 
+    def clear(self) -> None:
+        """Forget all heartbeats."""
+        self._samples.clear()
+
 
 class EngineMonitors:
     """The monitors of all engines, and the numbers of the engines together."""
@@ -113,8 +117,14 @@ class EngineMonitors:
         if self._statistics_log is not None and heartbeat.stats is not None:
             self._statistics_log.add(total([each for each in self.last if each is not None]))
 
+    def forget(self, engine: int) -> None:
+        """Drop the numbers of an engine that died. Those of its successor start at 0."""
+        self._monitors[engine].clear()
+        if self._statistics_log is not None:
+            self._statistics_log.begin_again()
+
     def as_json(self) -> dict[str, Any]:
-        """Return the state and the rates for a dashboard, or an empty object before the first heartbeat.
+        """Return the state and the rates for a dashboard, or an empty object without a live engine's heartbeat.
 
         The shape is documented at the route, `GET /v1/stats`.
         """
@@ -196,6 +206,10 @@ class StatisticsLog:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._since: Sample | None = None  # the start of the interval; None while idle
+
+    def begin_again(self) -> None:
+        """Begin a new interval with the next sample, because its sums are those of other engines."""
+        self._since = None
 
     def add(self, sample: Sample) -> None:
         """Take the newest sample, and log if the interval is over."""

@@ -48,6 +48,7 @@ class EngineReplicas:
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self.dead: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.on_heartbeat: Callable[[int, Heartbeat], None] = lambda replica, heartbeat: None
+        self.on_death: Callable[[int], None] = lambda replica: None
         self._memory = memory or ReplicaMemory(1, len(addresses))
         self._prefills: dict[int, tuple[int, int]] = {}  # sequence: replica, tokens to compute
         self._num_prefill = [0] * len(addresses)
@@ -207,6 +208,7 @@ class EngineReplicas:
         )
 
     def _note_death(self, replica: int, future: asyncio.Future[str]) -> None:
+        self.on_death(replica)
         is_last = all(client.state is State.DEAD for client in self.clients)
         if not self.dead.done() and (is_last or not self.ready.done()):
             reason, is_one = future.result(), len(self.clients) == 1
