@@ -104,6 +104,28 @@ def test_second_node_with_a_rank_cannot_join(monkeypatch: pytest.MonkeyPatch) ->
     executor.close(1)
 
 
+def test_node_ends_when_node_0_has_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    address = free_address()
+    started = threading.Event()
+    monkeypatch.setattr(LocalExecutor, "start", lambda *arguments: started.set())
+    settings = {"tensor_parallel_size": 2, "nnodes": 2, "dist_init_addr": address}
+    node = Config.from_keywords(**settings, node_rank=1)
+    executor = NodesExecutor(ExecutorJob(2, 1, "cpu"), Config.from_keywords(**settings))
+    executor.start({}, lambda end: None)
+    started.clear()
+
+    def restart() -> None:
+        assert started.wait(5), "node 1 did not join"
+        executor._identities.clear()  # a successor at this address knows no node
+
+    restarting = threading.Thread(target=restart)
+    restarting.start()
+    with pytest.raises(ConfigError, match="node 0 has started again"):
+        run_node(node, Catalog.discover())
+    restarting.join()
+    executor.close(1)
+
+
 def test_nodes_with_different_weights_are_found(tmp_path: Path) -> None:
     demo = Path(tokenspeed_demo.__file__).parent / "checkpoint"
     copied = shutil.copytree(demo, tmp_path / "other")

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
+from uuid import uuid4
 
 import zmq
 
@@ -100,6 +101,7 @@ class NodesExecutor:
         self._local = LocalExecutor(job)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # for nodes that connect again
         try:
             self._socket.bind(f"tcp://{self.host}:{port}")
         except zmq.ZMQError as error:
@@ -168,9 +170,12 @@ class NodesExecutor:
                 answer = NodeStart(self._settings) if refusal is None else NodeRefused(refusal)
                 self._socket.send_multipart([identity, pack(answer)])
             case NodeAlive(node):
-                if node in self._alive_at:
+                reply: NodeAlive | NodeRefused = message
+                if self._identities.get(node) != identity:
+                    reply = NodeRefused("node 0 has started again. Start this node again, too.")
+                elif node in self._alive_at:
                     self._alive_at[node] = time.monotonic()
-                self._socket.send_multipart([identity, pack(message)])
+                self._socket.send_multipart([identity, pack(reply)])
             case RankEnded():
                 end = WorkerExit(message.rank, message.reason, message.last_lines)
                 self._on_exit(end)
@@ -226,6 +231,7 @@ class _Node:
         self._ends: queue.SimpleQueue[WorkerExit] = queue.SimpleQueue()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, uuid4().hex.encode())
         host, _, port = str(self._config.dist_init_addr).rpartition(":")
         self._host = _address_of(host)
         self._socket.connect(f"tcp://{self._host}:{port}")
