@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tokenspeed_core.api import ParallelLayout
+from tokenspeed_core.api.step import StepFailed
 from tokenspeed_core.worker import distributed
 
 
@@ -47,6 +48,15 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
     monkeypatch.setattr(distributed, "dist", SimpleNamespace(**fake))
     monkeypatch.setattr(distributed, "_GROUPS", [])
     return groups
+
+
+def test_processes_that_cannot_connect_give_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
+    layout = ParallelLayout.of(0, attn=2)
+    with pytest.raises(StepFailed, match=r"cannot connect to each other: .*none0"):
+        distributed.init(layout, f"file://{tmp_path}/store", torch.device("cpu"))
 
 
 @pytest.mark.parametrize("rank", range(4))

@@ -44,7 +44,8 @@ def build_runner(
     try:
         runner = _build_with_others(resolved, catalog, progress, ranks, peers)
     except StepFailed as error:
-        raise EngineDeadError(str(error)) from error
+        lost = None if ranks is None else ranks.wait_for_lost_rank()
+        raise EngineDeadError(lost or str(error)) from error
     executed: SharingRunner = runner if ranks is None else DistributedRunner(runner, ranks)
     return runner, executed if peers is None else _in_lockstep(runner, executed, peers)
 

@@ -136,6 +136,10 @@ class Ranks:
             self._changed.wait_for(lambda: self.failure is not None, seconds)
         return self.failure
 
+    def wait_for_lost_rank(self) -> str | None:
+        """Return why a rank failed, after a collective did. Waits until a lost rank must have been noticed."""
+        return self.wait_for_failure(self.attribution_seconds + REPORT_SECONDS)
+
     def remove_folder(self) -> None:
         """Delete the folder of the sockets, once all are connected, so that a killed process leaves no files."""
         remove_folder(self._folder)

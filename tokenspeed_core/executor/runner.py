@@ -10,7 +10,7 @@ import zmq
 from tokenspeed_core.api.step import LateInputs, StepFailed, StepPlan, StepResult, StepSize
 from tokenspeed_core.executor.lockstep import SharingRunner
 from tokenspeed_core.executor.messages import ChooseStep, Close, Forward, Sample
-from tokenspeed_core.executor.ranks import REPORT_SECONDS, Ranks
+from tokenspeed_core.executor.ranks import Ranks
 
 
 class DistributedRunner:
@@ -75,6 +75,6 @@ class DistributedRunner:
 
     def _raise_lost_rank(self) -> None:
         """Raise StepFailed if a rank failed, without the traceback of the collective that waited for it."""
-        reason = self._ranks.wait_for_failure(self._ranks.attribution_seconds + REPORT_SECONDS)
+        reason = self._ranks.wait_for_lost_rank()
         if reason is not None:
             raise StepFailed(reason) from None

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tokenspeed_core.api.parallel import ParallelLayout
+from tokenspeed_core.api.step import StepFailed
 from tokenspeed_core.errors import ConfigError
 
 # A kernel that one rank compiles, or a weight that it reads, may keep the others waiting.
@@ -42,24 +43,28 @@ def init(layout: ParallelLayout, address: str, device: torch.device) -> Mapping[
     """Connect to the other ranks. Returns the handles of the groups with more than one member, by name.
 
     `address` is `file://PATH` on one machine, else `tcp://HOST:PORT`. Raises ConfigError if this process uses
-    torch.distributed already.
+    torch.distributed already, and StepFailed if the ranks cannot connect.
     """
     if dist.is_initialized():
         raise ConfigError(
             "torch.distributed is already initialized in this process. Close the other LLM, or use AsyncLLM, which runs the "
             "engine in another process."
         )
-    dist.init_process_group(
-        "gloo" if device.type == "cpu" else "nccl",
-        store=_store(layout, address),
-        rank=layout.rank,
-        world_size=layout.world_size,
-        timeout=_TIMEOUT,
-        device_id=None if device.type == "cpu" else device,
-    )
-    # torch.distributed requires that every process creates every group. Groups of the same processes share one.
-    everyone = [ranks for name in layout.groups for ranks in _partition(layout, name)]
-    made = {ranks: _group(ranks, layout.world_size) for ranks in dict.fromkeys(everyone)}
+    try:
+        dist.init_process_group(
+            "gloo" if device.type == "cpu" else "nccl",
+            store=_store(layout, address),
+            rank=layout.rank,
+            world_size=layout.world_size,
+            timeout=_TIMEOUT,
+            device_id=None if device.type == "cpu" else device,
+        )
+        # torch.distributed requires that every process creates every group. Groups of the same processes share one.
+        everyone = [ranks for name in layout.groups for ranks in _partition(layout, name)]
+        made = {ranks: _group(ranks, layout.world_size) for ranks in dict.fromkeys(everyone)}
+    except RuntimeError as error:
+        summary = str(error).partition("\n")[0]
+        raise StepFailed(f"the processes cannot connect to each other: {summary}") from error
     own = (group for ranks, group in made.items() if layout.rank in ranks)
     _GROUPS.extend(dict.fromkeys((dist.group.WORLD, *own)))
     return {name: made[group.ranks] for name, group in layout.groups.items() if group.size > 1}
