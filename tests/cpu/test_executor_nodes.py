@@ -31,6 +31,8 @@ from tokenspeed_core.plugins.catalog import Catalog
 
 pytestmark = pytest.mark.slow
 
+VERSIONS = Catalog.discover().versions()
+
 
 def free_address() -> str:
     with socket.socket() as probe:
@@ -89,14 +91,14 @@ def test_second_node_with_a_rank_cannot_join(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(LocalExecutor, "start", lambda *arguments: joined.set())
     settings = {"tensor_parallel_size": 2, "nnodes": 2, "dist_init_addr": address}
     node = Config.from_keywords(**settings, node_rank=1)
-    executor = NodesExecutor(ExecutorJob(2, 1, "cpu"), Config.from_keywords(**settings))
+    executor = NodesExecutor(ExecutorJob(2, 1, "cpu"), Config.from_keywords(**settings), VERSIONS)
     executor.start({}, lambda end: None)
     assert joined.is_set()
     joined.clear()
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.connect(f"tcp://{address}")
         stranger.send_multipart([b"not", b"a", b"message"])  # is ignored
-        stranger.send(pack(NodeJoin(1, json.dumps(_comparable(node)))))
+        stranger.send(pack(NodeJoin(1, json.dumps(_comparable(node)), VERSIONS)))
         assert stranger.poll(5000), "no answer"
         with pytest.raises(ConfigError, match=r"--node-rank 1: another node"):
             run_node(node, Catalog.discover())
@@ -110,7 +112,7 @@ def test_node_ends_when_node_0_has_started_again(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(LocalExecutor, "start", lambda *arguments: started.set())
     settings = {"tensor_parallel_size": 2, "nnodes": 2, "dist_init_addr": address}
     node = Config.from_keywords(**settings, node_rank=1)
-    executor = NodesExecutor(ExecutorJob(2, 1, "cpu"), Config.from_keywords(**settings))
+    executor = NodesExecutor(ExecutorJob(2, 1, "cpu"), Config.from_keywords(**settings), VERSIONS)
     executor.start({}, lambda end: None)
     started.clear()
 
@@ -147,6 +149,19 @@ def digest_of(folder: Path) -> dict[str, str]:
     return digest_models(resolve(config, catalog), catalog)
 
 
+@pytest.mark.parametrize("version", ["0.0.1", None])
+def test_node_with_other_plugins_cannot_join(
+    version: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = {name: each for name, each in VERSIONS.items() if name != "tokenspeed-kernels"}
+    if version is not None:
+        theirs["tokenspeed-kernels"] = version
+    monkeypatch.setattr(Catalog, "versions", lambda self: theirs)
+    found = version or "is not installed"
+    ours = VERSIONS["tokenspeed-kernels"]
+    assert_refused({}, {}, f"tokenspeed-kernels {found} on node 1 and {ours} on node 0")
+
+
 def test_nodes_may_have_the_draft_model_in_different_folders() -> None:
     def drafting(folder: str) -> dict[str, Any]:
         return {"speculative_algorithm": "draft_model", "speculative_draft_model_path": folder}
@@ -165,7 +180,7 @@ def assert_refused(ours_only: dict[str, Any], theirs_only: dict[str, Any], messa
     nodes = {"tensor_parallel_size": 2, "nnodes": 2, "dist_init_addr": address}
     ours = Config.from_keywords(**nodes, **ours_only)
     theirs = Config.from_keywords(**nodes, node_rank=1, **theirs_only)
-    executor = NodesExecutor(ExecutorJob(2, 1, "cpu"), ours)
+    executor = NodesExecutor(ExecutorJob(2, 1, "cpu"), ours, VERSIONS)
     executor.start({}, lambda end: None)
     try:
         with pytest.raises(ConfigError, match=message):

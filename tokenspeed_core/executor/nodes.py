@@ -13,7 +13,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 from uuid import uuid4
@@ -46,10 +46,11 @@ log = logging.getLogger("tokenspeed.executor")
 
 
 class NodeJoin(Message, frozen=True, tag="join"):
-    """A node asks for its ranks; `config` is its configuration as JSON."""
+    """A node asks for its ranks. `config` is its configuration as JSON, `versions` are those of `Catalog.versions`."""
 
     node: int
     config: str
+    versions: dict[str, str]
 
 
 class NodeAlive(Message, frozen=True, tag="alive"):
@@ -91,13 +92,14 @@ _to_node = Codec(NodeAlive, NodeStart, NodeRefused, NodeStop)
 class NodesExecutor:
     """The executor of node 0: its own ranks are subprocesses, and the other nodes join."""
 
-    def __init__(self, job: ExecutorJob, config: Config) -> None:
-        """Listen at `--dist-init-addr`. Raises CapacityError."""
+    def __init__(self, job: ExecutorJob, config: Config, versions: Mapping[str, str]) -> None:
+        """Listen at `--dist-init-addr`. `versions` are those of `Catalog.versions`. Raises CapacityError."""
         assert config.dist_init_addr is not None, "checked with the settings"
         host, _, port = config.dist_init_addr.rpartition(":")
         self.host: str | None = _address_of(host)
         self._job = job
         self._config = config
+        self._versions = versions
         self._local = LocalExecutor(job)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -161,8 +163,8 @@ class NodesExecutor:
 
     def _answer(self, identity: bytes, message: NodeJoin | NodeAlive | RankEnded) -> None:
         match message:
-            case NodeJoin(node, config):
-                refusal = self._refuse(node, identity, json.loads(config))
+            case NodeJoin(node):
+                refusal = self._refuse(identity, message)
                 if refusal is None and node not in self._identities:
                     log.info("node %d of %d joined", node, self._job.num_nodes)
                     self._identities[node] = identity
@@ -180,13 +182,20 @@ class NodesExecutor:
                 end = WorkerExit(message.rank, message.reason, message.last_lines)
                 self._on_exit(end)
 
-    def _refuse(self, node: int, identity: bytes, theirs: dict[str, Any]) -> str | None:
+    def _refuse(self, identity: bytes, message: NodeJoin) -> str | None:
         """Return why a node cannot join, or None."""
+        node = message.node
         if not 0 < node < self._job.num_nodes:
             return f"--node-rank {node}: node 0 has --nnodes {self._job.num_nodes}"
         if self._identities.get(node, identity) != identity:
             return f"--node-rank {node}: another node with this rank has joined. Give each node a different rank."
-        ours = _comparable(self._config)
+        for name in sorted({*self._versions, *message.versions}):
+            if self._versions.get(name) != message.versions.get(name):
+                return (
+                    f"{name} {message.versions.get(name, 'is not installed')} on node {node} and "
+                    f"{self._versions.get(name, 'is not installed')} on node 0. Install the same versions on all nodes."
+                )
+        ours, theirs = _comparable(self._config), json.loads(message.config)
         for name in sorted({*ours, *theirs}):
             if ours.get(name) != theirs.get(name):
                 return (
@@ -240,7 +249,7 @@ class _Node:
         """Join, start the ranks, and wait for the end of node 0 or of a rank."""
         number, address = self._config.node_rank, self._config.dist_init_addr
         log.info("node %d is connecting to node 0 at %s (%s)", number, address, self._host)
-        join = NodeJoin(number, json.dumps(_comparable(self._config)))
+        join = NodeJoin(number, json.dumps(_comparable(self._config)), catalog.versions())
         said_at, heard_at, has_started = 0.0, time.monotonic(), False
         while not self.is_stopped:
             now = time.monotonic()

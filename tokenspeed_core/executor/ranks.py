@@ -258,7 +258,7 @@ def start_ranks(
         return None
     job = ExecutorJob(sizes.num_nodes, sizes.num_per_node, config.device)
     seconds = ATTRIBUTION_SECONDS if job.num_nodes == 1 else LOST_SECONDS
-    ranks = Ranks(_make_executor(resolved, job), job.world_size, peers, seconds)
+    ranks = Ranks(_make_executor(resolved, job, catalog), job.world_size, peers, seconds)
     settings = {
         "config": config.resolved(model=str(resolved.checkpoint.path)).to_wire(),
         "catalog_digest": catalog.digest(),
@@ -283,9 +283,11 @@ def find_executor(config: Config, catalog: Catalog) -> tuple[Entry, ExecutorSpec
     return entry, catalog.need(entry, ExecutorSpec)
 
 
-def _make_executor(resolved: Resolved, job: ExecutorJob) -> Executor:
+def _make_executor(resolved: Resolved, job: ExecutorJob, catalog: Catalog) -> Executor:
     """Return the executor of a job. Raises PluginError, CapacityError."""
     if resolved.executor is None:
-        return LocalExecutor(job) if job.num_nodes == 1 else NodesExecutor(job, resolved.config)
+        if job.num_nodes == 1:
+            return LocalExecutor(job)
+        return NodesExecutor(job, resolved.config, catalog.versions())
     entry, spec = resolved.executor
     return make(entry, spec.load, lambda: spec.make(job), Executor)  # type: ignore[type-abstract]

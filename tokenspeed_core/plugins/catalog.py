@@ -182,6 +182,11 @@ class Catalog:
         )
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
+    def versions(self) -> dict[str, str]:
+        """Return the versions of the core and of the distributions with usable entries."""
+        usable = {e.distribution: e.version for e in self._entries if e.status is Status.OK}
+        return {**usable, "tokenspeed-core": __version__}
+
     def verify(self, digest: str) -> None:
         """Raise PluginError if another process uses different plugins."""
         if digest != self.digest():
