@@ -211,7 +211,10 @@ def check_outputs(folder: Path, answers: Path) -> None:
     plain.llm.shutdown()
     answers.write_text(json.dumps(expected))
     # Steps of this model are so short that the engine would not choose to draft.
-    with patch("tokenspeed_core.engine.drafting.AdaptiveDepth", lambda _, most: FixedDepth(most)):
+    with patch(
+        "tokenspeed_core.engine.drafting.AdaptiveDepth",
+        lambda num_seqs, most, *, is_model: FixedDepth(most),
+    ):
         drafted = User(folder, 48, drafting(answers, 0.7, MAX_DRAFTS))
     found, _ = drafted.ask(prompts)
     _, num_accepted, _ = drafted.accepted()

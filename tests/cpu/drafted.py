@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import pytest
 from tokenspeed_testing.drafts import FixedDepth
 
 from tokenspeed_core.api.drafters import Drafter, Drafts
@@ -91,6 +92,14 @@ class Guesser:
 
     def end(self, slot: int) -> None:
         del self.tokens[slot]
+
+
+def draft_in_every_step(patch: pytest.MonkeyPatch) -> None:
+    """Let the rows of new engines verify as many draft tokens as they may. Short runs would end in the first pause."""
+    patch.setattr(
+        "tokenspeed_core.engine.drafting.AdaptiveDepth",
+        lambda num_seqs, most, *, is_model: FixedDepth(most),
+    )
 
 
 def make_engine(

@@ -152,7 +152,7 @@ def serve(
         patch.undo()
         return None
     peers = Peers([-1 if each is None else each.detach() for each in connections[rank]])
-    patch.setattr(ranks, "_make_executor", lambda resolved, job: PoolExecutor(file))
+    patch.setattr(ranks, "_make_executor", lambda resolved, job, catalog: PoolExecutor(file))
     sharing = {"data_parallel_size": num_engines, "enable_expert_parallel": True, **more}
     config = read_keywords(None, settings).resolved(**sharing)
     catalog = discover(config)

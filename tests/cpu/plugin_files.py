@@ -25,22 +25,25 @@ def write_plugin(
 
 
 def write_acme_moe(site: Path) -> None:
-    """Write the plugin of a third-party family, ACME_MOE, which copies Qwen3-MoE."""
+    """Write the plugin of a third-party family, ACME_MOE, which copies Qwen3-MoE.
+
+    `plugins new moe acme` writes a module `acme_moe`, so its modules have other names.
+    """
     package = Path(tokenspeed_models.__file__).parent
     spec = f"""
         from tokenspeed_core.api import ModelSpec
 
         SPEC = ModelSpec(
             architecture="{ACME_MOE}",
-            describe="acme_moe_describe:describe_qwen3_moe",
-            load="acme_moe_model:{ACME_MOE}",
+            describe="acme_family_describe:describe_qwen3_moe",
+            load="acme_family_model:{ACME_MOE}",
         )
     """
     copies = {"describe": "describe.py", "model": "families/qwen3_moe.py"}
-    modules = {"acme_moe": dedent(spec)}
+    modules = {"acme_family": dedent(spec)}
     for name, file in copies.items():
         source = (package / file).read_text().replace("Qwen3MoeForCausalLM", ACME_MOE)
-        modules[f"acme_moe_{name}"] = source.replace(
-            "tokenspeed_models.describe", "acme_moe_describe"
+        modules[f"acme_family_{name}"] = source.replace(
+            "tokenspeed_models.describe", "acme_family_describe"
         )
-    write_plugin(site, "acme-moe", "models", {ACME_MOE: "acme_moe:SPEC [api1]"}, modules)
+    write_plugin(site, "acme-family", "models", {ACME_MOE: "acme_family:SPEC [api1]"}, modules)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from drafted import draft_in_every_step
 from tokenizers import Tokenizer
 from tokenspeed_demo.items import REQUIRED, held_out_set
 from tokenspeed_demo.render import TEMPLATE, Renderer
 from tokenspeed_demo.score import MAX_TOKENS
-from tokenspeed_testing.drafts import FixedDepth
 
 from tokenspeed_core import LLM, SamplingParams
 
@@ -33,9 +33,7 @@ def answers(
 
     Each row verifies as many draft tokens as it may.
     """
-    patch.setattr(
-        "tokenspeed_core.engine.drafting.AdaptiveDepth", lambda num_seqs, most: FixedDepth(most)
-    )
+    draft_in_every_step(patch)
     tokenizer, renderer = Tokenizer.from_file(str(TEMPLATE.parent / "tokenizer.json")), Renderer()
     prompts = [
         {"prompt_token_ids": tokenizer.encode(renderer.prompt(item), add_special_tokens=False).ids}

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from drafted import draft_in_every_step
 from tokenspeed_models_gemma import GEMMA3
 from tokenspeed_models_gemma.describe import describe_gemma3
-from tokenspeed_testing.drafts import FixedDepth
 from tokenspeed_testing.model import ModelConformance
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
@@ -148,9 +148,7 @@ def test_full_cache_preempts_and_keeps_tokens(reference: Reference) -> None:
 def test_draft_tokens_change_nothing(
     reference: Reference, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "tokenspeed_core.engine.drafting.AdaptiveDepth", lambda num_seqs, most: FixedDepth(most)
-    )
+    draft_in_every_step(monkeypatch)
     speculation = {"method": method, "num_speculative_tokens": 3}
     if method == "draft_model":
         speculation["model"] = reference.folder

@@ -215,14 +215,14 @@ def test_third_party_experts_give_the_logits_of_one_process(
     monkeypatch.syspath_prepend(str(acme_moe))
     catalog = Catalog.discover(Selection())
     (entry,) = (each for each in catalog.entries("models") if each.name == ACME_MOE)
-    assert entry.distribution == "acme-moe"
+    assert entry.distribution == "acme-family"
     family = (str(acme_moe), catalog.load(entry, ModelSpec).load, config_of("Qwen3Moe"))
     check_logits(pool.run(plugin_logits, PARALLEL[parallelism], *family), parallelism)
 
 
 def test_third_party_experts_name_no_collective(acme_moe: Path) -> None:
     words = re.compile("comm|shard|collective|reduce|gather|group|rank|parallel", re.IGNORECASE)
-    assert not words.findall((acme_moe / "acme_moe_model.py").read_text())
+    assert not words.findall((acme_moe / "acme_family_model.py").read_text())
 
 
 def draft_model(drafter: str) -> tuple[str, dict[str, Any], str, dict[str, Any]]:

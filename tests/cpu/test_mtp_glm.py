@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafted import FixedDepth
+from drafted import draft_in_every_step
 from quantized_build import TOKENS, load
 from safetensors.torch import load_file, save_file
 from tiny_families import save_reference
@@ -162,9 +162,7 @@ def test_drafts_equal_the_layers_of_transformers(family: str, tmp_path: Path) ->
 def test_draft_layer_changes_no_token(
     family: str, processes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "tokenspeed_core.engine.drafting.AdaptiveDepth", lambda num_seqs, most: FixedDepth(most)
-    )
+    draft_in_every_step(monkeypatch)
     save_with_draft_layer(family, tmp_path)
     prompts = [{"prompt_token_ids": TOKENS[:length]} for length in (5, 17, 23)]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafted import FixedDepth
+from drafted import draft_in_every_step
 from quantized_build import TOKENS, load, transformers_logits
 from safetensors.torch import load_file, save_file
 from tiny_families import save_reference
@@ -147,9 +147,7 @@ def test_model_and_drafts_equal_the_layers_of_transformers(tmp_path: Path) -> No
 def test_draft_layer_changes_no_token(
     processes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "tokenspeed_core.engine.drafting.AdaptiveDepth", lambda num_seqs, most: FixedDepth(most)
-    )
+    draft_in_every_step(monkeypatch)
     reference, _ = save_mimo(tmp_path)
     prompts = [TOKENS[:length] for length in (5, 17, 23)]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

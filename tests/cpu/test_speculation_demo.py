@@ -9,10 +9,10 @@ from functools import cache
 from typing import Any
 
 import pytest
+from drafted import draft_in_every_step
 from score_answers import DRAFTERS
 from tokenspeed_demo.items import held_out_set
 from tokenspeed_demo.render import Renderer
-from tokenspeed_testing.drafts import FixedDepth
 
 from tokenspeed_core import LLM, RequestOutput, SamplingParams
 from tokenspeed_core.engine.outputs import Logprob
@@ -104,13 +104,6 @@ def check(found: list[RequestOutput], expected: list[RequestOutput]) -> None:
             assert (ours is None) == (others is None)
             for entry, other in zip(ours or (), others or (), strict=True):
                 assert values(entry) == pytest.approx(values(other), abs=NEAR), params
-
-
-def draft_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let steps verify all draft tokens. The engine would pause drafting in most of these steps."""
-    monkeypatch.setattr(
-        "tokenspeed_core.engine.drafting.AdaptiveDepth", lambda num_seqs, most: FixedDepth(most)
-    )
 
 
 @pytest.mark.parametrize("drafter", list(DRAFTERS))

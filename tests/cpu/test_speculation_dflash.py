@@ -20,12 +20,19 @@ from draft_grammars import (
     num_matches,
 )
 from draft_requests import check
-from drafted import Reply, check_starts, finish, make_engine, random_requests, soak
+from drafted import (
+    Reply,
+    check_starts,
+    draft_in_every_step,
+    finish,
+    make_engine,
+    random_requests,
+    soak,
+)
 from host_graphs import capture_decodes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_families import save_reference
-from tokenspeed_testing.drafts import FixedDepth
 from tokenspeed_testing.requests import request
 
 from tokenspeed_core import LLM, SamplingParams
@@ -305,9 +312,7 @@ def test_settings_of_a_user(
     models: Models, processes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By default, a drafter makes whole blocks. Greedy answers take fewer steps, also if processes share the model."""
-    monkeypatch.setattr(
-        "tokenspeed_core.engine.drafting.AdaptiveDepth", lambda num_seqs, most: FixedDepth(most)
-    )
+    draft_in_every_step(monkeypatch)
     drafter = {
         "speculative_algorithm": "DFLASH",
         "speculative_draft_model_path": str(models.draft_folder),

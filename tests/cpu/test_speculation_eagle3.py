@@ -11,7 +11,15 @@ import pytest
 import torch
 from draft_grammars import BACKENDS, grammar_backend, grammar_requests, grammars_of, num_matches
 from draft_requests import check
-from drafted import Reply, check_starts, finish, make_engine, random_requests, soak
+from drafted import (
+    Reply,
+    check_starts,
+    draft_in_every_step,
+    finish,
+    make_engine,
+    random_requests,
+    soak,
+)
 from host_graphs import capture_decodes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -20,7 +28,6 @@ from tokenizers import Tokenizer
 from tokenspeed_demo import EAGLE3
 from tokenspeed_demo.items import held_out_set
 from tokenspeed_demo.render import TEMPLATE, Renderer
-from tokenspeed_testing.drafts import FixedDepth
 from tokenspeed_testing.requests import request
 
 from tokenspeed_core import LLM, SamplingParams
@@ -156,9 +163,7 @@ def test_captured_head_changes_no_output(
 
 def test_settings_of_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
     """The flags of other engines select the head, and greedy answers take fewer steps."""
-    monkeypatch.setattr(
-        "tokenspeed_core.engine.drafting.AdaptiveDepth", lambda num_seqs, most: FixedDepth(most)
-    )
+    draft_in_every_step(monkeypatch)
     given_flags: dict[str, Any] = {
         "speculative_algorithm": "EAGLE3",
         "speculative_draft_model_path": EAGLE3.name,

@@ -22,7 +22,15 @@ from draft_grammars import (
 )
 from draft_requests import check
 from draft_statistics import accept_by_force, chi_square, expected_counts
-from drafted import Reply, check_starts, finish, make_engine, random_requests, soak
+from drafted import (
+    Reply,
+    check_starts,
+    draft_in_every_step,
+    finish,
+    make_engine,
+    random_requests,
+    soak,
+)
 from host_graphs import capture_decodes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -497,9 +505,7 @@ def test_wrong_draft_models_are_refused(tmp_path: Path) -> None:
 def test_draft_model_may_have_a_shorter_context(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "tokenspeed_core.engine.drafting.AdaptiveDepth", lambda num_seqs, most: FixedDepth(most)
-    )
+    draft_in_every_step(monkeypatch)
     folder = copytree(CHECKPOINT.path, tmp_path / "draft")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 32}))
