@@ -15,7 +15,9 @@ from typing import Any
 import psutil
 import pytest
 import tokenspeed_demo
+import torch
 import zmq
+from safetensors.torch import load_file
 from serving import COMMAND, DEMO, environment, has_ended, served, wait_until
 
 from tokenspeed_core import LLM
@@ -142,8 +144,23 @@ def test_nodes_with_different_weights_are_found(tmp_path: Path) -> None:
     assert find_differences(first, other) == "model.safetensors"
 
 
-def digest_of(folder: Path) -> dict[str, str]:
-    settings = {"tensor_parallel_size": 2, "nnodes": 2, "dist_init_addr": "a:1"}
+def test_weights_of_a_draft_model_are_compared_in_its_format(tmp_path: Path) -> None:
+    head = Path(tokenspeed_demo.__file__).parent / "checkpoint_eagle3"
+    shutil.copy(head / "config.json", tmp_path)
+    torch.save(load_file(head / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    flags = {"speculative_algorithm": "eagle3", "speculative_draft_model_path": str(tmp_path)}
+    found = digest_of(head.parent / "checkpoint", **flags, speculative_draft_load_format="pt")
+    assert "model.safetensors" in found
+    assert "pytorch_model.bin of the draft model" in found
+
+
+def test_files_of_an_mtp_layer_are_compared_once() -> None:
+    model = Path(tokenspeed_demo.__file__).parent / "checkpoint_deepseek"
+    assert digest_of(model, speculative_algorithm="mtp") == digest_of(model)
+
+
+def digest_of(folder: Path, **flags: Any) -> dict[str, str]:
+    settings = {"tensor_parallel_size": 2, "nnodes": 2, "dist_init_addr": "a:1", **flags}
     config = Config.from_keywords(model=str(folder), skip_tokenizer_init=True, **settings)
     catalog = discover(config)
     return digest_models(resolve(config, catalog), catalog)

@@ -16,7 +16,7 @@ def resolve_draft(
     name: str, config: Config, catalog: Catalog, *, with_weights: bool = True
 ) -> DraftCheckpoint:
     """Find the checkpoint of a draft model, downloading it if it is a hub id. Raises as `resolve_checkpoint` does."""
-    wanted = config.speculative_draft_load_format or config.load_format
+    wanted = config.draft_load_format
     if wanted != "auto":  # an unknown name fails now, not when the weights are loaded
         choose_format((), wanted, catalog, name)
     # --revision is the target's.

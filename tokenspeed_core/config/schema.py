@@ -361,6 +361,11 @@ class Config(ParallelSettings, SpeculationSettings):
         return merged
 
     @property
+    def draft_load_format(self) -> str:
+        """The format of the draft model's weights."""
+        return self.speculative_draft_load_format or self.load_format
+
+    @property
     def backend_options(self) -> Mapping[str, Any]:
         """The options of backends, those with a flag of their own included."""
         if self.deepep_mode == "auto":

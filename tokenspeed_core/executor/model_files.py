@@ -7,7 +7,12 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from tokenspeed_core.checkpoint.resolve import choose_format, weight_files
+from tokenspeed_core.checkpoint.resolve import (
+    DRAFT_FORMAT_FLAG,
+    FORMAT_FLAG,
+    choose_format,
+    weight_files,
+)
 from tokenspeed_core.errors import CheckpointError
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.resolved import Resolved
@@ -19,17 +24,16 @@ _MAX_NAMES = 3  # in a message
 def digest_models(resolved: Resolved, catalog: Catalog) -> dict[str, str]:
     """Return a digest of each configuration and weight file of the model and the draft model; empty for one node.
 
-    Raises CheckpointError for a file that cannot be read.
+    Raises CheckpointError for a file that cannot be read, and for weights of an unknown format.
     """
-    if resolved.config.nnodes == 1:
+    config, folder, draft = resolved.config, resolved.checkpoint.path, resolved.draft_model
+    if config.nnodes == 1:
         return {}
-    load_format = resolved.config.load_format
-    digests = {
-        file.name: _digest(file) for file in _files(resolved.checkpoint.path, load_format, catalog)
-    }
-    if resolved.draft_model is not None:
-        for file in _files(resolved.draft_model.weights, load_format, catalog):
-            digests[f"{file.name} of the draft model"] = _digest(file)
+    files = _files(folder, config.load_format, catalog, FORMAT_FLAG)
+    digests = {file.name: _digest(file) for file in files}
+    if draft is not None and draft.weights != folder:
+        files = _files(draft.weights, config.draft_load_format, catalog, DRAFT_FORMAT_FLAG)
+        digests |= {f"{file.name} of the draft model": _digest(file) for file in files}
     return digests
 
 
@@ -43,9 +47,9 @@ def find_differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
     return ", ".join(names[:_MAX_NAMES]) + more
 
 
-def _files(folder: Path, load_format: str, catalog: Catalog) -> Iterator[Path]:
+def _files(folder: Path, load_format: str, catalog: Catalog, flag: str) -> Iterator[Path]:
     names = sorted(each.name for each in folder.iterdir())
-    weights = weight_files(names, choose_format(names, load_format, catalog, folder))
+    weights = weight_files(names, choose_format(names, load_format, catalog, folder, flag))
     for name in sorted({"config.json", *weights} & set(names)):
         yield folder / name
 

@@ -75,7 +75,7 @@ def build(
         _load_weights(assembly.model, path, config.load_format, catalog, progress)
         info = resolved.draft_model
         if assembly.draft_model is not None and info is not None:
-            wanted = config.speculative_draft_load_format or config.load_format
+            wanted = config.draft_load_format
             flag = FORMAT_FLAG if info.weights == path else DRAFT_FORMAT_FLAG
             _load_weights(assembly.draft_model, info.weights, wanted, catalog, progress, flag)
     balancer = _balancer(assembly, handles)  # allocates memory, which the KV cache must not use
