@@ -21,14 +21,21 @@ from safetensors.torch import load_file
 from serving import COMMAND, DEMO, environment, has_ended, served, wait_until
 
 from tokenspeed_core import LLM
-from tokenspeed_core.api.executors import ExecutorJob
+from tokenspeed_core.api.executors import ExecutorJob, WorkerExit
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.factory import discover, resolve
-from tokenspeed_core.engine.wire import pack
-from tokenspeed_core.errors import ConfigError
+from tokenspeed_core.engine.wire import Message, pack
+from tokenspeed_core.errors import ConfigError, EngineDeadError
 from tokenspeed_core.executor.local import LocalExecutor
 from tokenspeed_core.executor.model_files import digest_models, find_differences
-from tokenspeed_core.executor.nodes import NodeJoin, NodesExecutor, _comparable, run_node
+from tokenspeed_core.executor.nodes import (
+    NodeAlive,
+    NodeJoin,
+    NodesExecutor,
+    RankEnded,
+    _comparable,
+    run_node,
+)
 from tokenspeed_core.plugins.catalog import Catalog
 
 pytestmark = pytest.mark.slow
@@ -124,9 +131,36 @@ def test_node_ends_when_node_0_has_started_again(monkeypatch: pytest.MonkeyPatch
 
     restarting = threading.Thread(target=restart)
     restarting.start()
-    with pytest.raises(ConfigError, match="node 0 has started again"):
+    with pytest.raises(EngineDeadError, match="node 0 has started again"):
         run_node(node, Catalog.discover())
     restarting.join()
+    executor.close(1)
+
+
+def test_ranks_of_a_predecessors_node_do_not_end_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    address = free_address()
+    monkeypatch.setattr(LocalExecutor, "start", lambda *arguments: None)
+    settings = {"tensor_parallel_size": 2, "nnodes": 2, "dist_init_addr": address}
+    node = Config.from_keywords(**settings, node_rank=1)
+    executor = NodesExecutor(ExecutorJob(2, 1, "cpu"), Config.from_keywords(**settings), VERSIONS)
+    ends: list[WorkerExit] = []
+    executor.start({}, ends.append)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as client:
+        client.connect(f"tcp://{address}")
+
+        def send(*messages: Message) -> None:
+            for message in messages:
+                client.send(pack(message))
+            assert client.poll(5000), "no answer"
+            client.recv()
+
+        send(RankEnded(1, "exited with status 1", ()), NodeAlive(1))
+        assert not ends
+        send(NodeJoin(1, json.dumps(_comparable(node)), VERSIONS))
+        send(RankEnded(1, "exited with status 2", ()), NodeAlive(1))
+    assert [end.reason for end in ends] == ["exited with status 2"]
     executor.close(1)
 
 

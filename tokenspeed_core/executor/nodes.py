@@ -74,7 +74,7 @@ class NodeStart(Message, frozen=True, tag="start"):
 
 
 class NodeRefused(Message, frozen=True, tag="refused"):
-    """The node cannot join; `message` says why."""
+    """The node cannot join, or does not belong to this node 0; `message` says why."""
 
     message: str
 
@@ -178,9 +178,11 @@ class NodesExecutor:
                 elif node in self._alive_at:
                     self._alive_at[node] = time.monotonic()
                 self._socket.send_multipart([identity, pack(reply)])
-            case RankEnded():
+            case RankEnded() if identity in self._identities.values():
                 end = WorkerExit(message.rank, message.reason, message.last_lines)
                 self._on_exit(end)
+            case RankEnded():
+                pass  # from a node that has joined the predecessor of this node 0
 
     def _refuse(self, identity: bytes, message: NodeJoin) -> str | None:
         """Return why a node cannot join, or None."""
@@ -210,7 +212,8 @@ def run_node(config: Config, catalog: Catalog) -> int:
 
     `config` is resolved, and its model is a path.
 
-    Raises ConfigError if node 0 has other settings, and EngineDeadError if a rank fails or node 0 is lost.
+    Raises ConfigError if node 0 refuses this node, and EngineDeadError if a rank fails or node 0 is lost or has started
+    again.
     """
     sizes = config.parallel_sizes()
     job = ExecutorJob(sizes.num_nodes, sizes.num_per_node, config.device)
@@ -274,7 +277,7 @@ class _Node:
                         )
                     return
                 case NodeRefused(message):
-                    raise ConfigError(message)
+                    raise EngineDeadError(message) if has_started else ConfigError(message)
                 case NodeStart(settings) if not has_started:
                     has_started = True
                     log.info("node %d is starting its ranks", number)
