@@ -31,6 +31,7 @@ from tokenspeed_core.plugins.catalog import Catalog
 
 ALIVE_SECONDS = 1.0  # between heartbeats
 LOST_SECONDS = 3.0  # without a heartbeat
+NOTICE_SECONDS = LOST_SECONDS + 0.5  # until node 0 has noticed that a node is lost
 TICK_MS = 100
 CLOSE_SECONDS = 5.0
 _MAY_DIFFER = {

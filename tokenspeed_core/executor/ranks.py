@@ -24,7 +24,7 @@ from tokenspeed_core.executor.local import LocalExecutor
 from tokenspeed_core.executor.lockstep import Peers
 from tokenspeed_core.executor.messages import Joined, Offer, RankFailed, to_rank_zero
 from tokenspeed_core.executor.model_files import find_differences
-from tokenspeed_core.executor.nodes import LOST_SECONDS, NodesExecutor
+from tokenspeed_core.executor.nodes import NOTICE_SECONDS, NodesExecutor
 from tokenspeed_core.plugins.catalog import Catalog, make
 from tokenspeed_core.plugins.entry import Entry
 from tokenspeed_core.resolved import Resolved
@@ -257,7 +257,7 @@ def start_ranks(
     if sizes.world_size == 1:
         return None
     job = ExecutorJob(sizes.num_nodes, sizes.num_per_node, config.device)
-    seconds = ATTRIBUTION_SECONDS if job.num_nodes == 1 else LOST_SECONDS
+    seconds = ATTRIBUTION_SECONDS if job.num_nodes == 1 else NOTICE_SECONDS
     ranks = Ranks(_make_executor(resolved, job, catalog), job.world_size, peers, seconds)
     settings = {
         "config": config.resolved(model=str(resolved.checkpoint.path)).to_wire(),
