@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -282,6 +283,15 @@ def test_failed_collective_is_attributed_to_the_rank_that_ended(world: World) ->
     distributed.sample(0, None)
     with pytest.raises(StepFailed, match=rf"(?s)rank 1 of {NUM_RANKS} .*SIGKILL.*out of memory"):
         distributed.collect(0)
+
+
+def test_report_of_a_rank_wins_over_its_exit(world: World) -> None:
+    end = WorkerExit(2, "exited with status 1", ())
+    noticing = threading.Thread(target=world.executor.on_exit, args=(end,))
+    noticing.start()
+    world.report(RankFailed(2, "no memory"))
+    noticing.join()
+    assert world.failures == [f"rank 2 of {NUM_RANKS} failed: no memory"]
 
 
 FAILING_WORKER = """

@@ -33,6 +33,7 @@ CLOSE_SECONDS = 5.0  # for the ranks to exit
 # A lost rank ends the collectives of the others before its end is noticed. They wait before they report an error.
 ATTRIBUTION_SECONDS = 1.0
 REPORT_SECONDS = 1.0  # until rank 0 has read the reports
+LAST_REPORT_SECONDS = 0.25  # for the report of a rank that has ended
 log = logging.getLogger("tokenspeed.executor")
 
 
@@ -216,6 +217,9 @@ class Ranks:
                     )
 
     def _note_exit(self, end: WorkerExit) -> None:
+        # Its report has more to say, but another thread reads it.
+        if not self._is_closing:
+            self.wait_for_failure(LAST_REPORT_SECONDS)
         lines = "".join(f"\n  {line}" for line in end.last_lines)
         said = f". Its last log lines:{lines}" if lines else ""
         self._fail(f"rank {end.rank} of {self.world_size} {end.reason}{said}")
