@@ -247,8 +247,9 @@ def choose_format(
 ) -> LoadFormat:
     """Return a load format by name, or for "auto" the first one that matches the files.
 
-    safetensors comes first, then the order is alphabetical. `source` is the folder or the repository of the files, and
-    `flag` the one that names the format, for messages. Raises PluginError for an unknown name and CheckpointError if no installed format matches.
+    safetensors comes first, then the order is alphabetical. Messages name `source`, the folder or the repository of the
+    files, and `flag`, which sets the format. Raises PluginError for an unknown name and CheckpointError if no installed
+    format matches.
     """
     if load_format != "auto":
         return catalog.need(catalog.get("load_formats", load_format), LoadFormat)

@@ -148,10 +148,8 @@ class AdaptiveDepth:
         self._is_waiting = False
         # Steps before the drafter proposes early again: in all, and left. Each rejected proposal about doubles them.
         self._num_skipped = self._num_to_skip = 0
-        self._is_drafting = (
-            False  # a drafter of the host was called for the step that finishes next
-        )
-        self._was_drafting = False  # the drafter was called for the step before that
+        self._is_drafting = False  # the step that finishes next waited for a drafter on the host
+        self._was_drafting = False  # the step before that did, or had draft tokens
         self._prompts = PromptCost()
         self._owed = 0.0  # seconds that a draft model added to steps with prompts, not yet charged
         self._num_followed = 0  # steps with prompts after which a draft model ran

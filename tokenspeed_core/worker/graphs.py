@@ -75,11 +75,15 @@ class StepGraphs:
         self._counts: I32 | None = None  # each engine's tokens in a step that several execute
         self._plan_rows = np.arange(len(self._buffers.ids), dtype=np.int32)
         self._views: dict[int, tuple[torch.Tensor, ...]] = {}
-        self._kinds: set[tuple[int, ...]] = set()  # of buckets of which one ran before its capture
+        self._kinds: set[tuple[int, ...]] = set()  # kinds of which a bucket has run
         self._recorder: GraphRecorder | None = None
 
     def capture(self, progress: Callable[[int, int], None]) -> None:
-        """Capture all buckets, the largest first, since it sizes the memory that they share."""
+        """Capture all buckets, the largest first, since it sizes the memory that they share.
+
+        The warm-up steps must have run. Some kernels allocate counters in their first call for few rows, and only a graph
+        that records this call would set them to zero.
+        """
         self._recorder = record = GraphRecorder()
         drafts = self._draft_graphs(record)
         ordered = sorted(
