@@ -187,13 +187,13 @@ def test_full_queue_is_retried() -> None:
     assert not statuses
 
 
-def batch(tmp_path: Path, **engine: Any) -> tuple[Batch, Path, Path]:
-    """Return a batch on a fake engine process, with its input and output."""
+def batch(tmp_path: Path, num_engines: int = 1, **engine: Any) -> tuple[Batch, Path, Path]:
+    """Return a batch on fake engine processes, with its input and output."""
     fake = {"vocab_size": 400, "log": str(tmp_path / "log"), **engine}
     program = Program([sys.executable, str(FAKE_ENGINE)], {"config": fake})
     config = ServerConfig()
     options = Options("fake", logs_exchanges=False)
-    made = Batch([program], options, Hooks.load(discover(config)), concurrency=2)
+    made = Batch([program] * num_engines, options, Hooks.load(discover(config)), concurrency=2)
     return made, tmp_path / "in.jsonl", tmp_path / "out.jsonl"
 
 
@@ -235,12 +235,16 @@ def test_interrupt_keeps_finished_answers(tmp_path: Path) -> None:
     assert "b" not in ids
 
 
-def test_dead_engine_ends_the_batch(tmp_path: Path) -> None:
-    made, source, target = batch(tmp_path)
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_dead_engine_ends_the_batch(
+    tmp_path: Path, num_engines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, source, target = batch(tmp_path, num_engines)
     source.write_bytes(line("a") + line("dies", prompt=[391]) + line("b", max_tokens=400))
     with pytest.raises(EngineDeadError):
         run_batch(made, source, target)
     assert "dies" not in [each["custom_id"] for each in results(target)]
+    assert "server exits" not in caplog.text
 
 
 @pytest.mark.parametrize(

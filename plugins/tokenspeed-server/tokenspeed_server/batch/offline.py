@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -89,8 +90,13 @@ class Batch:
         stopped = stop_on_signals()  # the end of the engine stops the run too
         processes = Supervisor(self._programs, ())
         client = EngineReplicas(processes.addresses, memory=processes.memory)
+
+        def end(_: asyncio.Future[str]) -> None:
+            processes.ask_to_stop(signal.SIGINT)  # the other engines end too
+            stop(stopped)
+
         for each in client.clients:
-            each.dead.add_done_callback(lambda _: stop(stopped))
+            each.dead.add_done_callback(end)
         service = Service(self._options, client)
         watch: asyncio.Task[None] | None = None
         try:
