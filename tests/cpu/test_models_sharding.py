@@ -215,10 +215,14 @@ def test_norms_over_all_heads_add_up_two_sums() -> None:
     ("sizes", "changes", "named"),
     [
         ({"attn": 3}, {}, "4 attention heads"),
-        ({"attn": 4}, {"num_attention_heads": 12, "num_key_value_heads": 3}, "k_proj: 3 heads"),
-        ({"dense": 5}, {}, "gate_proj: 24 features"),
+        (
+            {"attn": 4},
+            {"num_attention_heads": 12, "num_key_value_heads": 3},
+            r"model\.layers\.0\.self_attn\.k_proj: 3 heads",
+        ),
+        ({"dense": 5}, {}, r"model\.layers\.0\.mlp\.gate_proj: 24 features"),
         ({"experts": 4}, {}, "6 experts"),
-        ({"moe": 5}, {}, "12 features"),
+        ({"moe": 5}, {}, r"model\.layers\.0\.mlp\.experts: 12 features"),
     ],
 )
 def test_sizes_that_cannot_be_divided_are_refused(

@@ -12,6 +12,7 @@ from tokenspeed_models.describe import window_group
 from tokenspeed_models.layers.linear import Linear, Projection, stacked
 from tokenspeed_models.layers.norm import NormedLinear, RMSNorm
 from tokenspeed_models.layers.qk_norm import AllHeadNorm, HeadNorm
+from tokenspeed_models.layers.scheme import full_name
 from tokenspeed_models.layers.summed import send_in_parts
 from tokenspeed_models.sharding import Partial, Replicated, Sharded, ShardingSpec
 from tokenspeed_models.weights import Shard, WeightSlot
@@ -62,7 +63,7 @@ class Attention:
         heads, kv_heads = Shard(0, "attn", num_heads), Shard(0, "attn", num_kv_heads)
         self._heads_shard, self._hidden_size = heads, hidden_size
         local_heads = local_num_heads(build, num_heads)
-        local_kv_heads = kv_heads.local_size("k_proj", num_kv_heads, build.group)
+        local_kv_heads = kv_heads.local_size(full_name(build, "k_proj"), num_kv_heads, build.group)
         self.qkv = Linear(
             build,
             input_size or hidden_size,

@@ -12,7 +12,7 @@ from tokenspeed_models.layers.local_experts import local_experts
 from tokenspeed_models.layers.ops import dtype_name
 from tokenspeed_models.layers.packed_weight import PackedWeight
 from tokenspeed_models.layers.quantized_weight import QuantizedWeight
-from tokenspeed_models.layers.scheme import shared_scheme
+from tokenspeed_models.layers.scheme import full_name, shared_scheme
 from tokenspeed_models.weights import Shard, StackedShard, WeightSlot
 
 
@@ -50,7 +50,8 @@ class Experts:
         self.local = local_experts(build, num_experts)
         self._columns = Shard(0, "moe")
         self._stacked = StackedShard((2 * ((intermediate_size, self._columns),)), 1)
-        intermediate_size = self._columns.local_size("experts", intermediate_size, build.group)
+        name = full_name(build, "experts")
+        intermediate_size = self._columns.local_size(name, intermediate_size, build.group)
         self.intermediate_size = intermediate_size
         scheme = shared_scheme(build, self._layer_names())
         op = "moe_experts" if scheme is None else scheme.fused.get("moe_experts")

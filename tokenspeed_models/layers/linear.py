@@ -13,7 +13,7 @@ from tokenspeed_core.api import BuildContext
 from tokenspeed_models.layers.ops import dtype_name
 from tokenspeed_models.layers.packed_weight import PackedWeight
 from tokenspeed_models.layers.quantized_weight import QuantizedWeight
-from tokenspeed_models.layers.scheme import shared_scheme
+from tokenspeed_models.layers.scheme import full_name, shared_scheme
 from tokenspeed_models.weights import Groups, Shard, StackedShard, WeightSlot
 
 Activation = torch.Tensor | tuple[torch.Tensor, ...]
@@ -180,7 +180,7 @@ def _local_size(build: BuildContext, size: int, projection: Projection, axis: in
     shard = projection.shard
     if shard is None or shard.axis != axis:
         return size
-    return shard.local_size(projection.name, size, build.group)
+    return shard.local_size(full_name(build, projection.name), size, build.group)
 
 
 def _check_blocks_are_whole(
@@ -188,12 +188,12 @@ def _check_blocks_are_whole(
 ) -> None:
     """Raise ValueError if a block of values that share a scale or are packed together is divided between processes."""
     for projection, size in zip(linear.projections, linear.sizes, strict=True):
+        name = full_name(build, projection.name)
         parts: list[tuple[int, Shard]] = []
         match projection.shard:
             case StackedShard(stack):
                 parts = [
-                    (shard.local_size(projection.name, rows, build.group), shard)
-                    for rows, shard in stack
+                    (shard.local_size(name, rows, build.group), shard) for rows, shard in stack
                 ]
             case Shard() as shard:
                 parts = [(size if shard.axis == 0 else linear.in_size, shard)]
@@ -201,7 +201,7 @@ def _check_blocks_are_whole(
             block = block_rows if shard.axis == 0 else block_features
             if part % block and build.group(shard.group).size > 1:
                 raise ValueError(
-                    f"quantization {method}: {projection.name} has {part} features on each of "
+                    f"quantization {method}: {name} has {part} features on each of "
                     f"{build.group(shard.group)}, and blocks of {block} cannot be divided. Use fewer processes."
                 )
 

@@ -40,8 +40,14 @@ class ModuleBuild:
 
     def scheme(self, layer: str) -> QuantizationScheme | None:
         """Return how a linear layer of the module is quantized, None if it is not."""
-        name = published_name(f"{self._name}.{layer}.", self._renames)
-        return self._build.scheme(name.removesuffix("."))
+        return self._build.scheme(self._published(layer))
+
+    def full_name(self, layer: str) -> str:
+        """Return the name of a linear layer of the module in the checkpoint, for errors."""
+        return full_name(self._build, self._published(layer))
+
+    def _published(self, layer: str) -> str:
+        return published_name(f"{self._name}.{layer}.", self._renames).removesuffix(".")
 
     def each_layer(self, num_layers: int) -> Iterator[int]:
         """Yield the layer indices."""
@@ -85,6 +91,15 @@ class UnquantizedBuild(ModuleBuild):
 
     def scheme(self, layer: str) -> None:
         """Return None."""
+
+    def full_name(self, layer: str) -> str:
+        """Return the name of a linear layer in the checkpoint."""
+        return full_name(self._build, layer)
+
+
+def full_name(build: BuildContext, layer: str) -> str:
+    """Return the name of a linear layer in the checkpoint; `layer` is relative to the module that `build` is for."""
+    return build.full_name(layer) if isinstance(build, ModuleBuild) else layer
 
 
 def shared_scheme(build: BuildContext, layers: Iterable[str]) -> QuantizationScheme | None:
