@@ -248,6 +248,9 @@ def test_unknown_op_layer_and_platform_are_refused(
     assert "0 to 4" in refused(capsys, "attention", "--layer", "99")
     assert "sample" in refused(capsys, "sample", "--layer", "0")
     assert "did you mean attention" in refused(capsys, "atention")
+    unused = refused(capsys, "exchange_tokens", "--tp", "2", "--device", "cpu")
+    assert "all_reduce" in unused
+    assert "did you mean" not in unused  # a known op, without --all2all-backend
     assert "plugins list" in refused(capsys, "grammars")
     for platform in ("h100", "sm900", "sm9", "sm00"):
         assert platform in refused(capsys, "attention", "--platform", platform)

@@ -132,6 +132,8 @@ def _describe_missing(catalog: Catalog, plan: KernelPlan, op: str, layer: int | 
             "--enable-expert-parallel"
         )
     ops = sorted({planned.op for planned in plan.ops})
+    if contract is not None:
+        return f"why {op}: this model does not use {op} with these options; its ops are {', '.join(ops)}"
     near = get_close_matches(op, {*ops, *(planned.family for planned in plan.ops)}, n=1)
     there = f"{f'did you mean {near[0]}? ' if near else ''}its ops are {', '.join(ops)}"
     if kind_of(op) is not None and not op.startswith("kernels"):
