@@ -191,6 +191,7 @@ def test_stalled_engine_is_unhealthy_within_ten_seconds(tmp_path: Path) -> None:
         )  # three for a busy machine
         assert time.monotonic() - start > 3, "a slow step is not a dead engine"
         assert "has not stepped" in client.get("/health").json()["reason"]
+        wait_until(lambda: "the engine stalled: " in server.said(), 5, "a log line")
         server.process.kill()
         thread.join()
 

@@ -7,6 +7,7 @@ import re
 import signal
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,9 @@ from test_metrics import sample
 from test_workers import all_ended, ask_from_all, connections, in_background, workers
 from tokenspeed_server.replicas.memory import GRANULARITY, ReplicaMemory, prefix_digests
 from tokenspeed_server.replicas.router import SEQUENCE_COST, ReplicaLoad, choose
+from tokenspeed_server.replicas.stalls import StallLog
+
+from tokenspeed_core.commands.serving import State
 
 TOKENS = np.arange(10 * GRANULARITY, dtype=np.int32)
 ENDLESS: dict[str, Any] = {"prompt": [70, 71], "max_tokens": 400, "stream": True}
@@ -81,6 +85,25 @@ def test_table_of_a_small_cache_forgets_old_prefixes() -> None:
     for number in range(40):
         memory.add(0, prefix_digests(TOKENS, f"other {number}", ""))
     assert memory.find(first) == [0]
+
+
+def test_stall_is_logged_once_with_its_end(caplog: pytest.LogCaptureFixture) -> None:
+    engine = SimpleNamespace(state=State.READY, why_unhealthy=lambda: reasons[-1])
+    other = SimpleNamespace(state=State.STARTING, why_unhealthy=lambda: "the engine is starting")
+    engines: Any = SimpleNamespace(
+        clients=[other, engine], name_of=lambda number: f"engine {number}"
+    )
+    stalls, reasons = StallLog(engines), [None]
+    caplog.set_level("INFO")
+    for reason in (None, "no heartbeat for 9 s", "no heartbeat for 10 s", None, None):
+        reasons.append(reason)
+        stalls.check()
+    assert caplog.messages == ["engine 1 stalled: no heartbeat for 9 s", "engine 1 continues"]
+    reasons.append("no heartbeat for 9 s")
+    stalls.check()
+    engine.state = State.DEAD
+    stalls.check()
+    assert len(caplog.messages) == 3  # its death is logged elsewhere
 
 
 def engine_of(server: Running) -> Counter[int]:

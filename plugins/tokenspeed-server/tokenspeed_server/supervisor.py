@@ -18,6 +18,7 @@ from tokenspeed_core.commands.serving import (
 )
 from tokenspeed_server.replicas.engines import EngineReplicas
 from tokenspeed_server.replicas.memory import ReplicaMemory
+from tokenspeed_server.replicas.stalls import StallLog
 
 SIGNAL_SECONDS = 0.1
 log = logging.getLogger(__name__)
@@ -117,10 +118,14 @@ class Supervisor(Supervised):
     async def watch_engines(self, engines: EngineReplicas) -> None:
         """Tell the clients when their engines' processes end, and start them again if that is allowed.
 
-        Raises EngineDeadError if one ended for good, and others still run.
+        Logs when an engine stalls. Raises EngineDeadError if one ended for good, and others still run.
         """
+        stalls = asyncio.create_task(StallLog(engines).run())
         numbers = range(len(self._engines))
-        await asyncio.gather(*(self._watch_engine(number, engines) for number in numbers))
+        try:
+            await asyncio.gather(*(self._watch_engine(number, engines) for number in numbers))
+        finally:
+            stalls.cancel()
 
     async def _watch_engine(self, number: int, engines: EngineReplicas) -> None:
         while True:
