@@ -15,11 +15,11 @@ from test_lockstep import UNEVEN, alone, prompt, together, tokens
 from test_quantization_parallel import FORMS, scheme_of
 
 from tokenspeed_core import LLM, SamplingParams
-from tokenspeed_core.api import ExpertBalance
+from tokenspeed_core.api import ExpertBalance, MovableExperts
 from tokenspeed_core.config.schema import read_keywords
 from tokenspeed_core.errors import ConfigError
 from tokenspeed_core.executor.expert_placement import NUM_TURNS, place_table, turn_table
-from tokenspeed_core.worker.expert_balancer import ExpertBalancer
+from tokenspeed_core.worker.expert_balancer import READ_LAG, ExpertBalancer
 from tokenspeed_models.layers.experts import Experts
 
 
@@ -174,6 +174,27 @@ def test_padding_tokens_use_no_expert(is_balanced: bool) -> None:
         assert each.loads.tolist() == [0, 1, 0, 0, 1, 1, 1, 0]
     build.token_counts.padding = None
     assert layer.local.choose(ids).tolist() == [[4, 1], [1, 3], [4, 1], [0, 2]]
+
+
+def test_log_shows_the_loads_of_layers_that_are_balanced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    balance = ExpertBalance(0, NUM_TURNS)
+    for _ in range(3):
+        weights, table = (torch.zeros(2, 4),), torch.zeros(4, NUM_TURNS, dtype=torch.int32)
+        balance.layers.append(MovableExperts(2, torch.zeros(4, dtype=torch.int64), weights, table))
+    handles = {"world": None, "experts": None}
+    balancer = ExpertBalancer(balance, Sizes(experts=2).layout(0), handles, INTERVAL)
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda loads, group: None)
+    caplog.set_level("INFO")
+    for layer, loads in zip(
+        balance.layers, ([2, 2, 2, 2], [4, 4, 0, 0], [2, 2, 2, 2]), strict=True
+    ):
+        layer.loads.copy_(torch.tensor(loads))
+    for _ in range(INTERVAL + READ_LAG):
+        balancer.begin_step()
+    assert "1 of 3 layers" in caplog.text
+    assert "from 2.00 to 1.00" in caplog.text
 
 
 def test_model_without_movable_experts_is_refused() -> None:

@@ -108,14 +108,16 @@ class ExpertBalancer:
         ):
             loads = self._host[index, : len(layer.loads)].numpy()
             planned = rebalance(loads, placement)
-            if planned is not placement:
-                self._planned.append((index, planned))
+            if planned is placement:
+                continue
+            self._planned.append((index, planned))
             mean = max(1.0, loads.sum() / len(placement))
             before.append(rank_loads(loads, placement).max() / mean)
             after.append(rank_loads(loads, planned).max() / mean)
         if self._planned and self._logs:
             log.info(
-                "rebalancing the experts of %d of %d layers: the highest load of a process falls from %.2f to %.2f times the mean",
+                "rebalancing the experts of %d of %d layers: in these layers, the highest load of a process falls from %.2f to "
+                "%.2f times the mean",
                 len(self._planned),
                 len(self._layers),
                 np.mean(before),
