@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from shutil import copy
 from typing import Any
 
 import pytest
@@ -55,6 +56,20 @@ def test_dry_run_reports_drafter_and_its_model() -> None:
     assert line.startswith("drafter eagle3 of tokenspeed-models ")
     assert "at most 3 draft tokens per row, 1,377,280 parameters" in line
     assert "checkpoint_eagle3" in line
+
+
+def test_dry_run_refuses_a_drafter_without_weights(tmp_path: Path) -> None:
+    copy(CHECKPOINT.parent / "checkpoint_eagle3" / "config.json", tmp_path)
+    settings = {
+        "device": "cpu",
+        "speculative_algorithm": "eagle3",
+        "speculative_draft_model_path": str(tmp_path),
+    }
+    with pytest.raises(CheckpointError, match=f"{tmp_path}: no weight files"):
+        dry_run(ServerConfig(**settings))
+    assert "drafter eagle3" in dry_run(
+        ServerConfig(**settings, speculative_draft_load_format="dummy")
+    )
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from tokenspeed_core.api.drafters import DraftCheckpoint
 from tokenspeed_core.api.models import ANY_ARCHITECTURE, ModelSpec
-from tokenspeed_core.checkpoint.resolve import DRAFT_FORMAT_FLAG, choose_format, describe, locate
+from tokenspeed_core.checkpoint.resolve import (
+    DRAFT_FORMAT_FLAG,
+    choose_format,
+    describe,
+    local_folder,
+    locate,
+    names_in,
+)
 from tokenspeed_core.config import Config
 from tokenspeed_core.errors import CheckpointError
 from tokenspeed_core.files import read_json
@@ -33,6 +40,20 @@ def resolve_draft(
         spec = catalog.need(entry, ModelSpec)
         info = describe(entry, spec, json, path)
     return DraftCheckpoint(path, json, spec, info)
+
+
+def check_draft_weights(config: Config, catalog: Catalog) -> None:
+    """Raise CheckpointError if the directory of a draft model has no weight files.
+
+    For a model of the hub, `resolve_draft` looks for them among the names of its files.
+    """
+    wanted = config.speculation()
+    if wanted is None or wanted.draft_model is None:
+        return
+    path = local_folder(wanted.draft_model, catalog)
+    if path is not None:
+        load_format = wanted.load_format or config.load_format
+        choose_format(names_in(path), load_format, catalog, path, DRAFT_FORMAT_FLAG)
 
 
 def _family(named: object, catalog: Catalog) -> Entry | None:

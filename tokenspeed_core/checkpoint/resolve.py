@@ -132,10 +132,10 @@ def locate(
     `format_flag` is the flag that messages name for the format of its weights.
     Raises ConfigError if `hub_settings` are given and the name is not a hub id.
     """
-    folder = _local(name, catalog)
+    folder = local_folder(name, catalog)
     if folder is not None:
         _refuse(hub_settings, config, f"{name} is not downloaded")
-        return folder, _names(folder)
+        return folder, names_in(folder)
     if name == DEFAULT:
         raise CheckpointError(
             "no model is given and the demo is not installed; give a directory or a hub id, or run "
@@ -159,10 +159,10 @@ def locate(
     except CheckpointError as error:
         form = "" if "/" in name else "; most repo ids have the form OWNER/NAME"
         raise CheckpointError(f"{error}{suggest(name, bundled) or form}") from error
-    return folder, tuple(listed) or _names(folder)
+    return folder, tuple(listed) or names_in(folder)
 
 
-def _local(name: str, catalog: Catalog) -> Path | None:
+def local_folder(name: str, catalog: Catalog) -> Path | None:
     """Return the directory for a name, or None if the name may be a hub id. Raises CheckpointError, PluginError."""
     # Path.expanduser raises for an unknown user.
     folder = Path(os.path.expanduser(name))
@@ -184,7 +184,7 @@ def _hub_settings(config: Config, catalog: Catalog) -> tuple[str, ...]:
         return ()
     drafter = config.speculation()
     draft = None if drafter is None else drafter.draft_model
-    is_downloaded = draft is not None and _local(draft, catalog) is None
+    is_downloaded = draft is not None and local_folder(draft, catalog) is None
     return ("revision",) if is_downloaded else ("revision", "download_dir")
 
 
@@ -301,7 +301,8 @@ def wanted_files(
     ]
 
 
-def _names(folder: Path) -> tuple[str, ...]:
+def names_in(folder: Path) -> tuple[str, ...]:
+    """Return the names of a directory's files, none if it does not exist."""
     return tuple(sorted(each.name for each in folder.iterdir())) if folder.is_dir() else ()
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tokenspeed_core.api.kernels import PlatformInfo
 from tokenspeed_core.api.models import LoadFormat
 from tokenspeed_core.api.quantization import QuantizationScheme
+from tokenspeed_core.checkpoint.draft import check_draft_weights
 from tokenspeed_core.checkpoint.resolve import choose_format
 from tokenspeed_core.config import Config
 from tokenspeed_core.config.parallel_settings import LOCAL
@@ -46,6 +47,7 @@ def plan_start(config: Config) -> StartPlan:
         check_num_devices(config.device, sizes.num_per_node, sizes.num_engines)
     checkpoint = resolved.checkpoint
     weights = choose_format(checkpoint.files, config.load_format, catalog, checkpoint.path)
+    check_draft_weights(resolved.config, catalog)
     plan, memory, schemes = plan_only(resolved, catalog)
     is_cpu = resolve_device(resolved.config.device).type == "cpu"
     unused = unused_settings(resolved, is_cpu=is_cpu)
