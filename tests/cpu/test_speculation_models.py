@@ -471,6 +471,40 @@ def test_paused_draft_model_does_not_run(
     assert any(size.is_followed for size in used) == is_captured
 
 
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (torch.Tensor.half, "torch.float16"),
+        (lambda logits: logits.repeat(1, 2), "3072], expected"),
+        (lambda logits: None, "NoneType"),
+    ],
+)
+def test_failing_draft_model_is_named(
+    runner: LocalRunner,
+    change: Callable[[torch.Tensor], Any],
+    problem: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model: Any = runner._assembly.draft_model
+    logits = model.logits
+    monkeypatch.setattr(model, "logits", lambda hidden: change(logits(hidden)))
+    finish(make_engine(runner, max_drafts=3), requests()[:1])
+    (message,) = [each for each in caplog.messages if "failed" in each]
+    assert problem in message
+    assert "drafters mtp of tokenspeed-drafters" in message
+    assert "--speculative-config" in message
+
+
+def test_draft_model_is_not_named_if_the_model_fails(
+    runner: LocalRunner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(runner._model, "forward", None)
+    finish(make_engine(runner, max_drafts=3), requests()[:1])
+    assert "forward failed" in caplog.text
+    assert "drafters mtp" not in caplog.text
+
+
 def test_wrong_draft_models_are_refused(tmp_path: Path) -> None:
     def load(**settings: Any) -> None:
         LLM(dtype="float32", device="cpu", **settings)

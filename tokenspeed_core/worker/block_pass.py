@@ -131,6 +131,7 @@ class BlockPass:
         """
         context, num_tokens = self._context, hidden.shape[1]
         logits = self._model.logits(hidden.flatten(0, 1))
+        context.check(logits)
         slots = self._slots[:, :num_tokens]
         places = self._offsets[first : first + num_tokens]
         if draws:

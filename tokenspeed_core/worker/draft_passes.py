@@ -27,6 +27,17 @@ class DraftContext:
     kernels: RunnerKernels
     block_size: int
     max_model_len: int
+    vocab_size: int
+
+    def check(self, logits: torch.Tensor) -> None:
+        """Raise ValueError unless logits [R, V] have the target's vocabulary and a dtype with kernels."""
+        dtypes = self.kernels.greedy
+        if logits.shape[1] != self.vocab_size or logits.dtype not in dtypes:
+            expected = " or ".join(map(str, dtypes))
+            raise ValueError(
+                f"the draft model's logits are {logits.dtype} {list(logits.shape)}, expected {expected} "
+                f"[rows, {self.vocab_size}]"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +170,7 @@ class DraftPasses:
         """
         context = self._context
         logits = self._model.logits(hidden)
+        context.check(logits)
         if draws:
             chosen = draw(context.state, context.kernels.sample, logits, self._slots, positions)
         else:

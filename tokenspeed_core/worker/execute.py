@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from traceback import walk_tb
 
 import numpy as np
 import torch
@@ -249,8 +250,17 @@ class LocalRunner:
         message = f"step {step_id}: {what} failed: {type(error).__name__}: {error}"
         if kernel:
             message = f"{message}. {kernel}"
+        message += self._attribute_to_draft_model(error)
         is_memory = isinstance(error, torch.OutOfMemoryError)
         return OutOfMemory(message) if is_memory else StepFailed(message)
+
+    def _attribute_to_draft_model(self, error: BaseException) -> str:
+        """Return which drafter's model raised an exception, "" if none did."""
+        choice, wanted = self.resolved.drafter, self.resolved.config.speculation()
+        raised_in = {frame.f_code for frame, _ in walk_tb(error.__traceback__)}
+        if choice is None or wanted is None or LocalRunner._follow.__code__ not in raised_in:
+            return ""
+        return f". Raised while the draft model of {choice.entry} ran; remove {wanted.flag} to run without it"
 
     def _new_sampler(self) -> Sampler:
         vocab_size, kernels = self.resolved.limits.vocab_size, self._assembly.kernels
@@ -280,6 +290,7 @@ class LocalRunner:
             kernels=assembly.kernels,
             block_size=self.block_size,
             max_model_len=self.resolved.limits.max_model_len,
+            vocab_size=self.resolved.limits.vocab_size,
         )
         return DraftRunner(info, assembly.draft_model, context, self._flags, self._transfer)
 
