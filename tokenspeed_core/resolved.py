@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -61,6 +62,14 @@ class Resolved:
     def draft_groups(self) -> Mapping[str, str]:
         """The cache group that holds each group of the draft model."""
         return self._joined()[1]
+
+    @property
+    def num_draft_layers(self) -> Mapping[str, int]:
+        """The number of the draft model's layers in each cache group."""
+        found: Counter[str] = Counter()
+        for group in () if self.draft_model is None else self.draft_model.cache_groups:
+            found[self.draft_groups[group.name]] += group.num_layers
+        return found
 
     def _joined(self) -> tuple[tuple[CacheGroupSpec, ...], Mapping[str, str]]:
         draft = () if self.draft_model is None else self.draft_model.cache_groups

@@ -78,12 +78,31 @@ def test_window_in_a_full_group_is_accepted(tiny: Make) -> None:
 def test_number_of_layers_must_equal_the_groups(tiny: Make) -> None:
     build = make_build(tiny(), FULL)
     attend(build, 0)
-    with pytest.raises(CheckpointError, match="'full' declares 2 layers, but 1"):
-        build.check_groups()
+    with pytest.raises(CheckpointError, match=r"'full' declares 2 layers, but 1"):
+        build.check_groups({})
     attend(build, 1)
-    build.check_groups()
+    build.check_groups({})
     with pytest.raises(CheckpointError, match=r"layer 2 .*'full'"):
         attend(build, 2)
+
+
+def test_wrong_number_of_draft_layers_names_the_drafter(tiny: Make) -> None:
+    build = make_build(tiny(), replace(FULL, num_layers=4))
+    draft = build.for_draft_model(
+        "drafters acme of acme 1.0", 2, {"all": "full"}, is_quantized=False
+    )
+    attend(build, 0)
+    with pytest.raises(CheckpointError, match=r"Qwen3ForCausalLM.* declares 2 layers, but 1"):
+        build.check_groups({"full": 2})
+    attend(build, 1)
+    build.check_groups({"full": 2})
+    attend(draft, 0, group="all")
+    with pytest.raises(CheckpointError, match=r"drafters acme .*but 3 use it.*DraftModelInfo"):
+        draft.check_groups({})
+    attend(draft, 1, group="all")
+    draft.check_groups({})
+    with pytest.raises(CheckpointError, match=r"drafters acme .*5 or more layers.*DraftModelInfo"):
+        attend(draft, 2, group="all")
 
 
 def test_layer_of_another_kind_than_its_group_is_refused(tiny: Make) -> None:

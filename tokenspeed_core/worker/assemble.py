@@ -122,6 +122,7 @@ def assemble(
         raise CheckpointError(f"{checkpoint.path}: {error}") from error
     entry, load = catalog.get("models", checkpoint.spec.architecture), checkpoint.spec.load
     model: Model = _construct(entry, load, checkpoint.path, checkpoint.config, build)
+    build.check_groups(resolved.num_draft_layers)
     draft = _draft_model(resolved, build, model)
     method = resolved.quantization
     if method is not None and not any(build.schemes.values()):
@@ -137,7 +138,6 @@ def assemble(
             f"--mla-chunk-multiplier has no effect: {checkpoint.info.architecture} has no latent attention (MLA). "
             "Remove it."
         )
-    build.check_groups()
     block_size = solve_block_size(build, config.block_size, selector)
     build.select_attention(block_size)
     assembly = Assembly(
@@ -213,6 +213,7 @@ def _draft_model(
             "remove one of them."
         )
     context = build.for_draft_model(
+        str(choice.entry),
         resolved.checkpoint.info.num_layers,
         resolved.draft_groups,
         is_quantized=info.weights == resolved.checkpoint.path and not choice.is_unquantized,
@@ -220,6 +221,7 @@ def _draft_model(
     draft: DraftModel | BlockDraftModel = _construct(
         choice.entry, info.load, info.weights, info.config, context, target
     )
+    context.check_groups({})
     return draft
 
 

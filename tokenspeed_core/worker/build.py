@@ -91,7 +91,8 @@ class ModelBuild:
         self.layers: list[AttentionLayer] = []
         self.latent_layers: list[LatentLayer] = []
         info = resolved.checkpoint.info
-        self._architecture, self._is_bidirectional = info.architecture, info.is_bidirectional
+        self._owner, self._declaration = info.architecture, "`describe`"  # for messages
+        self._is_bidirectional = info.is_bidirectional
         processes = resolved.parallel.group("attn")
         self._group_specs = {
             group.name: local_cache_group(group, processes) for group in resolved.cache_groups
@@ -113,14 +114,16 @@ class ModelBuild:
         self._bound: list[tuple[Any, Choice]] = []
 
     def for_draft_model(
-        self, first_layer: int, group_names: Mapping[str, str], *, is_quantized: bool
+        self, name: str, first_layer: int, group_names: Mapping[str, str], *, is_quantized: bool
     ) -> ModelBuild:
         """Return the context of a draft model. Its layers are numbered after those of the target model.
 
+        Errors name the drafter: `name`.
         `group_names` maps the draft model's cache groups to those of the engine. The target's quantization applies if
         `is_quantized`. The requests of the draft model are recorded here too.
         """
         context = copy(self)
+        context._owner, context._declaration = name, "`DraftModelInfo`"
         context._is_draft = True
         context._first_layer, context._group_names = first_layer, group_names
         context.expert_balance = None  # few experts: only those of the target move
@@ -250,12 +253,12 @@ class ModelBuild:
         layer, group = self._first_layer + layer, self._group_names.get(group, group)
         if is_bidirectional and not self._is_bidirectional:
             raise CheckpointError(
-                f"{self._architecture} layer {layer} is bidirectional, but the model is described as causal. Set "
+                f"{self._owner} layer {layer} is bidirectional, but the model is described as causal. Set "
                 "ModelInfo.is_bidirectional in `describe`. A bidirectional drafter needs a bidirectional model."
             )
         if is_bidirectional and is_chunked:
             raise CheckpointError(
-                f"{self._architecture} layer {layer} is both chunked and bidirectional, which no kernel supports."
+                f"{self._owner} layer {layer} is both chunked and bidirectional, which no kernel supports."
             )
         parts = keys_and_values(num_kv_heads, head_size, value_head_size)
         index = self._next_index(layer, group, parts, window)
@@ -286,7 +289,7 @@ class ModelBuild:
         layer, group = self._first_layer + layer, self._group_names.get(group, group)
         if self._is_bidirectional:
             raise CheckpointError(
-                f"{self._architecture} layer {layer}: latent attention cannot be bidirectional. Its kernels are causal."
+                f"{self._owner} layer {layer}: latent attention cannot be bidirectional. Its kernels are causal."
             )
         width = sizes.latent_size + sizes.rope_size
         index = self._next_index(layer, group, (CachePart("latent", (width,)),))
@@ -311,7 +314,7 @@ class ModelBuild:
         """Return the index of a new layer in its cache group. Raises CheckpointError unless the layer matches it."""
         if group not in self.groups:
             raise CheckpointError(
-                f"{self._architecture} layer {layer}: unknown cache group {group!r}; `describe` declares "
+                f"{self._owner} layer {layer}: unknown cache group {group!r}; {self._declaration} declares "
                 f"{', '.join(self.groups) or 'none'}"
             )
         spec, index = self._group_specs[group], self._num_layers(group)
@@ -325,18 +328,22 @@ class ModelBuild:
 
     def _mismatch(self, layer: int, group: str, wanted: str, kept: object) -> CheckpointError:
         return CheckpointError(
-            f"{self._architecture} layer {layer} does not match its cache group {group!r}: "
-            f"the layer has {wanted}, the group keeps {kept}. Correct `describe` or the model class."
+            f"{self._owner} layer {layer} does not match its cache group {group!r}: "
+            f"the layer has {wanted}, the group keeps {kept}. Correct {self._declaration} or the model class."
         )
 
-    def check_groups(self) -> None:
-        """Raise CheckpointError if a cache group has memory for more layers than use it."""
+    def check_groups(self, num_later: Mapping[str, int]) -> None:
+        """Raise CheckpointError if a cache group has memory for more layers than use it.
+
+        `num_later` are the layers that will be added to a group.
+        """
         for name, spec in self._group_specs.items():
             num_layers = self._num_layers(name)
-            if num_layers != spec.num_layers:
+            num_declared = spec.num_layers - num_later.get(name, 0)
+            if num_layers != num_declared:
                 raise CheckpointError(
-                    f"{self._architecture}: cache group {name!r} declares {spec.num_layers} layers, but "
-                    f"{num_layers} use it. Correct `describe` or the model class."
+                    f"{self._owner}: cache group {name!r} declares {num_declared} layers, but "
+                    f"{num_layers} use it. Correct {self._declaration} or the model class."
                 )
 
     def select_attention(self, block_size: int) -> None:
