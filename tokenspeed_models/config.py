@@ -6,9 +6,9 @@ Errors are ValueErrors that name the key, its value and the accepted values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from tokenspeed_models.moe_config import MoeConfig
 from tokenspeed_models.rope_config import RopeConfig, read_rope
@@ -191,6 +191,11 @@ def read_dtype(config: Mapping[str, Any]) -> str:
     return ConfigReader(config).choice(key, DTYPES, default)
 
 
+def is_list_of(value: Any, known: Iterable[str]) -> TypeGuard[list[str]]:
+    """Return whether a value of a configuration is a list of known texts. It may hold anything, such as lists."""
+    return isinstance(value, list) and all(each in tuple(known) for each in value)
+
+
 def read_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     """Return each layer's window from `layer_types`, or `use_sliding_window` and `max_window_layers`."""
     keys = ConfigReader(config)
@@ -217,7 +222,7 @@ def read_alternating_windows(
     if kinds is None and full_every is not None:
         return tuple(window if (layer + 1) % full_every else None for layer in range(num_layers))
     known = {"sliding_attention": window, "full_attention": None}
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= set(known):
+    if not is_list_of(kinds, known) or len(kinds) != num_layers:
         raise ValueError(
             f"config.json: layer_types is {kinds!r}, expected {' or '.join(known)} for each of the "
             f"{num_layers} layers"

@@ -143,6 +143,8 @@ def test_unknown_architecture_lists_installed_families(catalog: Catalog, checkpo
     other = refusal("demo", catalog, hf_overrides={"architectures": ["FooForCausalLM"]})
     assert "did you mean" not in other
     assert "no architectures" in refusal("demo", catalog, hf_overrides={"architectures": None})
+    nested = refusal("demo", catalog, hf_overrides={"architectures": [["Tiny"]]})
+    assert "[['Tiny']], expected a list" in nested
 
 
 def test_disabled_plugin_is_named_with_its_variable(

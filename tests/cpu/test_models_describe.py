@@ -149,6 +149,11 @@ def test_mistral_window_is_on_unless_null() -> None:
             {"use_sliding_window": True, "layer_types": ["chunked_attention"] * 4},
             "layer_types is",
         ),
+        (
+            describe_qwen3,
+            {"use_sliding_window": True, "layer_types": [["full_attention"]] * 4},
+            "layer_types is",
+        ),
         (describe_qwen3_moe, {"num_experts": 4}, "num_experts_per_tok is missing"),
         (
             describe_qwen3_moe,

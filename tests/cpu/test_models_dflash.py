@@ -118,6 +118,7 @@ WRONG_CONFIGS: tuple[tuple[Json, str], ...] = (
     ({"dflash_config.target_layer_ids": [-1, 2]}, "layers -1, 2"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
     ({"layer_types": "full"}, "layer_types"),
+    ({"layer_types": [["full_attention"]]}, "layer_types"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ({"is_causal": True}, "is_causal"),
     ({"dflash_config.causal": True}, r"dflash_config\.causal"),

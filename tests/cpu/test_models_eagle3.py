@@ -267,6 +267,7 @@ def test_plan_counts_parameters(tmp_path: Path, target_config: Json) -> None:
 
 WRONG_CONFIGS: tuple[tuple[Json, str], ...] = (
     ({"architectures": ["LlamaForCausalLM"]}, "architectures"),
+    ({"architectures": [["LlamaForCausalLMEagle3"]]}, "architectures"),
     ({"hidden_size": 32}, "hidden size 32"),
     ({"target_hidden_size": 128}, "target_hidden_size"),
     ({"vocab_size": 128}, "vocabulary of 128"),

@@ -140,6 +140,7 @@ def test_stacked_experts_are_quantized_on_load(tmp_path: Path) -> None:
         ({"num_experts_per_tok": 2}, "num_experts_per_tok is 2"),
         ({"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries"),
         ({"layer_types": ["sliding_attention"] * 48}, "layer_types is"),
+        ({"layer_types": [["full_attention"]] * 48}, "layer_types is"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     ],
 )

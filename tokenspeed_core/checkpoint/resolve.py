@@ -221,6 +221,10 @@ def find_family(config: Mapping[str, Any], catalog: Catalog, path: Path) -> Entr
             f"{path}/config.json has no architectures; give one with "
             '--hf-overrides \'{"architectures": ["…"]}\''
         )
+    if not all(isinstance(each, str) for each in named):
+        raise CheckpointError(
+            f"{path}/config.json: architectures is {named!r:.300}, expected a list of names"
+        )
     available = catalog.names("models")
     # `is_installed` raises for a plugin that failed to load, so available architectures come first.
     for architecture in sorted(named, key=lambda each: each not in available):

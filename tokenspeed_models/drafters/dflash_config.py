@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenspeed_core.api import DraftModelInfo, DraftRequest, FullAttention, HiddenStates
-from tokenspeed_models.config import ConfigReader, DecoderConfig
+from tokenspeed_models.config import ConfigReader, DecoderConfig, is_list_of
 from tokenspeed_models.describe import count_parameters, read_qwen3
 from tokenspeed_models.drafters.target import hidden_size
 
@@ -142,7 +142,7 @@ def _check_supported(config: Mapping[str, Any], nested: Mapping[str, Any]) -> No
                     f"config.json: {place}{key} is set, which is not supported for DFlash drafters"
                 )
     kinds = config.get("layer_types")
-    if kinds is not None and (not isinstance(kinds, list) or set(kinds) != {"full_attention"}):
+    if kinds is not None and not (kinds and is_list_of(kinds, ("full_attention",))):
         raise ValueError(
             "config.json: layer_types has other layers than full_attention, which is not supported for DFlash drafters"
         )

@@ -170,7 +170,7 @@ def read_eagle3(
 
 def _check_architecture(config: Mapping[str, Any]) -> None:
     named = config.get("architectures")
-    if not isinstance(named, list) or not set(named) & set(ARCHITECTURES):
+    if not isinstance(named, list) or not any(each in ARCHITECTURES for each in named):
         raise ValueError(
             f"config.json: architectures is {named}, which is not an EAGLE-3 head. Supported: {', '.join(ARCHITECTURES)}."
         )

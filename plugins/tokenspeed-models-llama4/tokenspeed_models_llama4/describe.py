@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from tokenspeed_core.api import ModelInfo
-from tokenspeed_models.config import ConfigReader, DecoderConfig, read_decoder
+from tokenspeed_models.config import ConfigReader, DecoderConfig, is_list_of, read_decoder
 from tokenspeed_models.describe import model_info
 from tokenspeed_models.moe_config import MoeConfig, RoutingConfig
 from tokenspeed_models.rope_config import LongRopeScaling, RopeConfig, YarnScaling, read_rope
@@ -104,7 +104,7 @@ def _read_chunks(config: Json, has_rope: tuple[bool, ...]) -> tuple[int | None, 
     known = {"chunked_attention": True, "full_attention": False}
     default = ["chunked_attention" if each else "full_attention" for each in has_rope]
     kinds = config.get("layer_types", default)
-    if not isinstance(kinds, list) or len(kinds) != len(has_rope) or not set(kinds) <= set(known):
+    if not is_list_of(kinds, known) or len(kinds) != len(has_rope):
         raise ValueError(
             f"config.json: layer_types is {kinds!r}, expected {' or '.join(known)} for each of the {len(has_rope)} "
             "layers"
