@@ -40,5 +40,7 @@ def read_text(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise CheckpointError(f"{file.parent} is not a checkpoint: no {file.name}") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
         raise CheckpointError(f"cannot read {file}: {error}") from error

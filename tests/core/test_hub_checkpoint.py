@@ -134,6 +134,8 @@ def test_unreadable_config_is_refused(catalog: Catalog, checkpoint: Path) -> Non
     assert "must contain a JSON object, found a list" in refusal("demo", catalog)
     (checkpoint / "config.json").unlink()
     assert "no config.json" in refusal("demo", catalog)
+    (checkpoint / "config.json").symlink_to("config.json")
+    assert refusal("demo", catalog).count(str(checkpoint)) == 1
 
 
 def test_unknown_architecture_lists_installed_families(catalog: Catalog, checkpoint: Path) -> None:

@@ -138,7 +138,7 @@ def test_missing_scale_file_is_refused() -> None:
     config = Config.from_keywords(
         kv_cache_dtype="fp8_e4m3", quantization_param_path="/nowhere.json"
     )
-    with pytest.raises(ConfigError, match="/nowhere"):
+    with pytest.raises(ConfigError, match=r"/nowhere.json: No such file or directory$"):
         resolve(config, discover(config))
 
 

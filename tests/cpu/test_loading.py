@@ -8,13 +8,18 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from tokenspeed_core.api import WeightReader
+from tokenspeed_core.errors import CheckpointError
+from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.worker.local import _load_weights as load_weights
 from tokenspeed_models.families.llama import LlamaForCausalLM
 from tokenspeed_models.families.qwen3_moe import Qwen3MoeForCausalLM
 from tokenspeed_models.loading.dummy import read_dummy
@@ -205,6 +210,24 @@ def test_missing_shard_is_named(tmp_path: Path, indexed: bool) -> None:
     files[1].unlink()
     with pytest.raises(ValueError, match=r"model-00002-of-00003\.safetensors"):
         next(iter(read_safetensors(str(tmp_path), llama(), quiet)))
+
+
+def test_error_names_the_folder_once(tmp_path: Path, catalog: Catalog) -> None:
+    model: Any = SimpleNamespace(load_weights=list)
+
+    def load() -> str:
+        with pytest.raises(CheckpointError) as refused:
+            load_weights(model, tmp_path, "safetensors", catalog, lambda what, done, total: None)
+        assert str(refused.value).count(str(tmp_path)) == 1
+        return str(refused.value)
+
+    (tmp_path / "model.safetensors").symlink_to("missing")
+    assert "broken link" in load()
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "lacks model-00001-of-00002.safetensors" in load()
+    model.load_weights = Mock(side_effect=ValueError("missing: lm_head.weight"))
+    assert "missing: lm_head.weight" in load()
 
 
 def test_truncated_shard_is_named(tmp_path: Path) -> None:

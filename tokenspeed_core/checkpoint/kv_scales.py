@@ -61,7 +61,9 @@ def read_scale_file(path: str, num_layers: int) -> tuple[KVScale, ...]:
         if not all(map(_is_valid, scales)):
             raise ValueError("a scale is not positive and finite")
         return scales
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise ConfigError(f"--quantization-param-path {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"--quantization-param-path {path}: {type(error).__name__}: {error}. Expected "
             f'{{"kv_cache": {{"scaling_factor": {{"0": {{"0": NUMBER, ...}}}}}}}} '

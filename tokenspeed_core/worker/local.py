@@ -203,7 +203,9 @@ def _load_weights(
             reader(str(path), model, lambda done, total: progress("weights", done, total))
         )
     except ValueError as error:
-        raise CheckpointError(f"{path}: {error}") from error
+        message = str(error)
+        named = message if str(path) in message else f"{path}: {message}"
+        raise CheckpointError(named) from error
 
 
 def _start_on_device(

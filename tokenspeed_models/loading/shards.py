@@ -38,6 +38,8 @@ def find_shards(path: str, kind: FileKind) -> tuple[Path, ...]:
     if shards:
         return _numbered(folder, shards)
     if len(found) == 1:
+        if not found[0].is_file():
+            raise ValueError(f"{found[0]} is a broken link. Copy or download the checkpoint again.")
         return tuple(found)
     if found:
         names = ", ".join(file.name for file in found)
