@@ -142,6 +142,22 @@ def test_one_prompt_costs_at_most_a_few_plain_steps(depth: AdaptiveDepth) -> Non
     assert depth.account.balance == pytest.approx(balance - 16.0)
 
 
+def test_costly_prompts_are_followed_one_at_a_time(depth: AdaptiveDepth) -> None:
+    prompts(depth, 1, 1.0, is_followed=True)
+    prompts(depth, 1, 3.0, is_followed=True)  # the model added four plain steps
+    steps(depth, 1000)
+    assert not depth.is_paused
+    depth.account.balance = 3.0
+    assert depth.follows_prompts(40)
+    assert not depth.follows_prompts(40), "the first one has not finished"
+    prompts(depth, 1, 1.0, is_followed=True)
+    assert not depth.follows_prompts(40), "it has not been charged"
+    steps(depth, 3)
+    depth.account.balance = 5.0
+    assert depth.follows_prompts(40)
+    assert depth.follows_prompts(40), "the budget is larger than the cost"
+
+
 def test_long_prompts_are_not_charged_the_share_of_short_ones(depth: AdaptiveDepth) -> None:
     for _ in range(3):
         is_followed = depth.follows_prompts(8192)

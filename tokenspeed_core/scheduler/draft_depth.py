@@ -46,6 +46,9 @@ _MAX_ESTIMATE = 0.99
 _LONG_PROMPT = 512  # prompt tokens; from here on a draft model adds little to a step's time
 _MAX_FOLLOWED = 16  # steps with prompts after which a draft model runs before its time is charged
 _MAX_PROMPT_COST = 16.0  # largest cost of a draft model in a step with prompts, in plain steps
+# From the plan of a step with prompts until the cost of its draft model is charged: it may be planned while one step is
+# in flight, delays the step after it, and is charged with the next decodes.
+_STEPS_TO_CHARGE = 4
 _FORGET = 0.95  # factor of a row's observations in each of its steps with draft tokens
 _FADE = 0.98  # the same whenever none of its draft tokens are chosen, so that it is tried again
 _MAX_TRIED_BY_ALL = 100.0  # newest draft tokens of all rows that count for their acceptance
@@ -152,6 +155,8 @@ class AdaptiveDepth:
         self._was_drafting = False  # the step before that did, or had draft tokens
         self._prompts = PromptCost()
         self._owed = 0.0  # seconds that a draft model added to steps with prompts, not yet charged
+        # Steps until a draft model follows another prompt, because the cost of the last one is not charged yet.
+        self._num_to_prompt = 0
         self._num_followed = 0  # steps with prompts after which a draft model ran
         self._last_pass = 0  # tokens of the draft model's pass after the last step, if any
         self._plain = 0.0  # seconds of the plain steps that were measured last
@@ -176,7 +181,12 @@ class AdaptiveDepth:
         account = self.account
         if not self._plain or (account.is_first_pause and account.pause):
             return num_tokens >= _LONG_PROMPT and self._num_followed < _MAX_FOLLOWED
-        return not account.pause
+        if account.pause or self._num_to_prompt:
+            return False
+        cost = self._prompts.newest
+        if cost is None or cost > account.balance * self._plain:
+            self._num_to_prompt = _STEPS_TO_CHARGE
+        return True
 
     def max_drafts(self, num_rows: int) -> int:
         """Return the maximum number of draft tokens of a row; 0 while drafts cost more than they save."""
@@ -328,6 +338,7 @@ class AdaptiveDepth:
             self._spent = 0.0
         else:
             self._finish_decodes(step, last_pass)
+        self._num_to_prompt = max(0, self._num_to_prompt - 1)
         pays = self._was_drafting or self._last_pass or self._spent_before or self._owed
         self._num_unmeasured = 0 if pays else max(0, self.account.pause - _NUM_MEASURED - 1)
 
@@ -381,7 +392,8 @@ class AdaptiveDepth:
         if is_called:
             saved += 1 + step.num_accepted / step.num_rows - seconds / plain
         elif is_alone:
-            saved -= max(0.0, min(seconds / plain, MAX_OUTLIER) - 1)
+            limit = 1 + _MAX_PROMPT_COST if last_pass else MAX_OUTLIER
+            saved -= max(0.0, min(seconds / plain, limit) - 1)
         if saved:
             account.record(saved, seconds / plain)
 

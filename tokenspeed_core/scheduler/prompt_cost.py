@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from tokenspeed_core.scheduler.step_cost import MAX_OUTLIER, next_mean, size_class
+from tokenspeed_core.scheduler.step_cost import next_mean, size_class
 
 _SHORT_CONTEXT = 2048  # tokens; shorter contexts hardly change a step's time
+_MAX_OUTLIER = 20.0  # a longer step counts as this multiple of the mean without the model
 _KEPT = 0.95  # weight of earlier differences, for each new one
 
 
@@ -63,6 +64,7 @@ class PromptCost:
         self._plain: defaultdict[tuple[int, int], _Mean] = defaultdict(_Mean)
         self._num_with_model: defaultdict[tuple[int, int], int] = defaultdict(int)
         self._added = _Line()
+        self.newest: float | None = None  # the last estimate, in seconds; None: there was none
 
     def observe(
         self, num_tokens: int, seconds: float, *, num_followed: int, mean_context: int = 0
@@ -78,9 +80,9 @@ class PromptCost:
             plain.observe(seconds)
             return 0.0
         self._num_with_model[kind] += 1
-        if self._num_with_model[kind] == 1:
-            return 0.0  # it is often slow, and does not count
-        if plain.num_steps > 1:
-            added = min(seconds, MAX_OUTLIER * plain.seconds) - plain.seconds
+        is_first = self._num_with_model[kind] == 1  # it is often slow, and is not fitted
+        if plain.num_steps > 1 and not is_first:
+            added = min(seconds, _MAX_OUTLIER * plain.seconds) - plain.seconds
             self._added.observe(num_followed, added)
+            self.newest = self._added.at(num_followed)
         return self._added.at(num_followed)
