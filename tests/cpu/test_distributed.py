@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import distributed_c10d
 
 from tokenspeed_core.api import ParallelLayout
 from tokenspeed_core.api.step import StepFailed
@@ -57,6 +58,7 @@ def test_processes_that_cannot_connect_give_the_reason(
     layout = ParallelLayout.of(0, attn=2)
     with pytest.raises(StepFailed, match=r"cannot connect to each other: .*none0"):
         distributed.init(layout, f"file://{tmp_path}/store", torch.device("cpu"))
+    assert distributed_c10d.get_pg_count() == 0, "the next groups would have other names"
 
 
 @pytest.mark.parametrize("rank", range(4))

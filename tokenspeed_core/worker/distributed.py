@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from tokenspeed_core.api.parallel import ParallelLayout
 from tokenspeed_core.api.step import StepFailed
@@ -63,6 +64,10 @@ def init(layout: ParallelLayout, address: str, device: torch.device) -> Mapping[
         everyone = [ranks for name in layout.groups for ranks in _partition(layout, name)]
         made = {ranks: _group(ranks, layout.world_size) for ranks in dict.fromkeys(everyone)}
     except RuntimeError as error:
+        close()
+        # Groups are named by a count, which includes the failed one. With other names than in other processes, the groups
+        # of a next engine in this process would wait for each other forever.
+        distributed_c10d._world.group_count = 0
         summary = str(error).partition("\n")[0]
         raise StepFailed(f"the processes cannot connect to each other: {summary}") from error
     own = (group for ranks, group in made.items() if layout.rank in ranks)
