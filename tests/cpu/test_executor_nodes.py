@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,23 @@ from tokenspeed_core.plugins.catalog import Catalog
 pytestmark = pytest.mark.slow
 
 VERSIONS = Catalog.discover().versions()
+NOTHING: Mapping[str, Any] = {}
 
 
 def free_address() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def two_nodes(
+    address: str, ours_only: Mapping[str, Any] = NOTHING, theirs_only: Mapping[str, Any] = NOTHING
+) -> tuple[NodesExecutor, Config]:
+    """Return the executor of node 0, and the configuration of node 1. Each node has one process."""
+    shared = {"tensor_parallel_size": 2, "nnodes": 2, "dist_init_addr": address}
+    ours = Config.from_keywords(**shared, **ours_only)
+    theirs = Config.from_keywords(**shared, node_rank=1, **theirs_only)
+    return NodesExecutor(ExecutorJob(2, 1, "cpu"), ours, VERSIONS), theirs
 
 
 @pytest.mark.parametrize(
@@ -98,9 +110,7 @@ def test_second_node_with_a_rank_cannot_join(monkeypatch: pytest.MonkeyPatch) ->
     address = free_address()
     joined = threading.Event()
     monkeypatch.setattr(LocalExecutor, "start", lambda *arguments: joined.set())
-    settings = {"tensor_parallel_size": 2, "nnodes": 2, "dist_init_addr": address}
-    node = Config.from_keywords(**settings, node_rank=1)
-    executor = NodesExecutor(ExecutorJob(2, 1, "cpu"), Config.from_keywords(**settings), VERSIONS)
+    executor, node = two_nodes(address)
     executor.start({}, lambda end: None)
     assert joined.is_set()
     joined.clear()
@@ -119,9 +129,7 @@ def test_node_ends_when_node_0_has_started_again(monkeypatch: pytest.MonkeyPatch
     address = free_address()
     started = threading.Event()
     monkeypatch.setattr(LocalExecutor, "start", lambda *arguments: started.set())
-    settings = {"tensor_parallel_size": 2, "nnodes": 2, "dist_init_addr": address}
-    node = Config.from_keywords(**settings, node_rank=1)
-    executor = NodesExecutor(ExecutorJob(2, 1, "cpu"), Config.from_keywords(**settings), VERSIONS)
+    executor, node = two_nodes(address)
     executor.start({}, lambda end: None)
     started.clear()
 
@@ -142,9 +150,7 @@ def test_ranks_of_a_predecessors_node_do_not_end_the_engine(
 ) -> None:
     address = free_address()
     monkeypatch.setattr(LocalExecutor, "start", lambda *arguments: None)
-    settings = {"tensor_parallel_size": 2, "nnodes": 2, "dist_init_addr": address}
-    node = Config.from_keywords(**settings, node_rank=1)
-    executor = NodesExecutor(ExecutorJob(2, 1, "cpu"), Config.from_keywords(**settings), VERSIONS)
+    executor, node = two_nodes(address)
     ends: list[WorkerExit] = []
     executor.start({}, ends.append)
     with zmq.Context() as context, context.socket(zmq.DEALER) as client:
@@ -227,11 +233,7 @@ def test_nodes_may_have_the_draft_model_in_different_folders() -> None:
 
 def assert_refused(ours_only: dict[str, Any], theirs_only: dict[str, Any], message: str) -> None:
     """Let a node with other settings join, and check why it is refused."""
-    address = free_address()
-    nodes = {"tensor_parallel_size": 2, "nnodes": 2, "dist_init_addr": address}
-    ours = Config.from_keywords(**nodes, **ours_only)
-    theirs = Config.from_keywords(**nodes, node_rank=1, **theirs_only)
-    executor = NodesExecutor(ExecutorJob(2, 1, "cpu"), ours, VERSIONS)
+    executor, theirs = two_nodes(free_address(), ours_only, theirs_only)
     executor.start({}, lambda end: None)
     try:
         with pytest.raises(ConfigError, match=message):
