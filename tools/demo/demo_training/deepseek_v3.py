@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from .model import MLP, attend
+from .unrolled import Cache, attend_unrolled
 
 # Change of an expert's routing bias per step, if the expert is used too much or too little.
 BIAS_STEP = 1e-3
@@ -87,8 +88,15 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = nn.Linear(config.kv_lora_rank, expanded, bias=False)
         self.o_proj = nn.Linear(heads * config.v_head_dim, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: BlockMask | Tensor) -> Tensor:
-        """x [S, T, hidden]; masks are as in `attend`."""
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: BlockMask | Tensor,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """x [S, T, hidden]; masks are as in `attend`, and with a cache as in `attend_unrolled`."""
         c = self.config
         shape = (*x.shape[:2], c.num_attention_heads, -1)
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).view(shape).transpose(1, 2)
@@ -101,7 +109,12 @@ class LatentAttention(nn.Module):
         k_rope = rotate_pairs(k_rope[:, None], cos, sin).expand(-1, c.num_attention_heads, -1, -1)
         q = torch.cat((q_nope, rotate_pairs(q_rope, cos, sin).to(v.dtype)), dim=-1)
         k = torch.cat((k_nope, k_rope.to(v.dtype)), dim=-1)
-        out = attend(q.to(v.dtype), k.to(v.dtype), v.contiguous(), mask)
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        if cache is None:
+            out = attend(q, k, v.contiguous(), mask)
+        else:
+            assert isinstance(mask, Tensor)
+            out = attend_unrolled(q, k, v, mask, cache)
         return self.o_proj(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
@@ -168,8 +181,15 @@ class Layer(nn.Module):
         dense = MLP(config.hidden_size, config.intermediate_size)
         self.mlp = Experts(config) if is_sparse else dense
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: BlockMask | Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: BlockMask | Tensor,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask, cache)
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 
 
@@ -185,11 +205,20 @@ class DraftLayer(Layer):
         self.shared_head.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def draft(
-        self, hidden: Tensor, following: Tensor, cos: Tensor, sin: Tensor, mask: BlockMask | Tensor
+        self,
+        hidden: Tensor,
+        following: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: BlockMask | Tensor,
+        cache: Cache | None = None,
     ) -> Tensor:
-        """Return normed hidden states. `hidden` are those of the model, `following` the next tokens' embeddings."""
+        """Return normed hidden states [S, T, hidden].
+
+        `hidden` are those of the model or of the step before, `following` the embeddings of the next tokens.
+        """
         x = self.eh_proj(torch.cat((self.enorm(following), self.hnorm(hidden)), dim=-1))
-        return self.shared_head.norm(self(x, cos, sin, mask))  # type: ignore[no-any-return, operator]
+        return self.shared_head.norm(self(x, cos, sin, mask, cache))  # type: ignore[no-any-return, operator]
 
 
 class Body(nn.Module):
@@ -227,16 +256,30 @@ class DeepseekV3(nn.Module):
         self, tokens: Tensor, positions: Tensor, mask: BlockMask | Tensor
     ) -> tuple[Tensor, ...]:
         """Logits [S, T, vocab] of tokens and positions [S, T]: of the next token, and of the one after it."""
-        angles = positions[:, None, :, None].float() * self._inverse  # type: ignore[operator]
-        rotation = (angles.cos(), angles.sin(), mask)
-        embedded = self.model.embed_tokens(tokens)
-        *layers, last = self.model.layers
-        x = embedded
-        for layer in layers:
-            x = layer(x, *rotation)
-        hidden = self.model.norm(x)
-        drafted = last.draft(hidden, embedded.roll(-1, dims=1), *rotation)  # type: ignore[operator]
+        hidden = self.hidden_states(tokens, positions, mask)
+        following = self.model.embed_tokens(tokens.roll(-1, dims=1))
+        drafted = self.draft_layer.draft(hidden, following, *self.rotary(positions), mask)
         return self.lm_head(hidden), self.lm_head(drafted)
+
+    def hidden_states(self, tokens: Tensor, positions: Tensor, mask: BlockMask | Tensor) -> Tensor:
+        """The normed output [S, T, hidden] of the last layer before the draft layer."""
+        rotation = self.rotary(positions)
+        x = self.model.embed_tokens(tokens)
+        for layer in self.model.layers[:-1]:
+            x = layer(x, *rotation, mask)
+        return self.model.norm(x)  # type: ignore[no-any-return]
+
+    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [S, 1, T, qk_rope_head_dim / 2] of positions [S, T]."""
+        angles = positions[:, None, :, None].float() * self._inverse  # type: ignore[operator]
+        return angles.cos(), angles.sin()
+
+    @property
+    def draft_layer(self) -> DraftLayer:
+        """The layer for multi-token prediction."""
+        last = self.model.layers[-1]
+        assert isinstance(last, DraftLayer)
+        return last
 
     def after_step(self) -> None:
         """Balance the experts."""
@@ -255,7 +298,27 @@ class DeepseekV3(nn.Module):
                 continue
             for expert, part in enumerate(value.split(size, 1 if "down_proj" in name else 0)):
                 found[f"{before}.experts.{expert}.{after}"] = part.contiguous()
-        last = f"model.layers.{self.config.num_hidden_layers}"
+        last = self.draft_prefix
         found[f"{last}.embed_tokens.weight"] = self.model.embed_tokens.weight.clone()
         found[f"{last}.shared_head.head.weight"] = self.lm_head.weight.clone()
         return found
+
+    @property
+    def draft_prefix(self) -> str:
+        """The published name of the draft layer."""
+        return f"model.layers.{self.config.num_hidden_layers}"
+
+    def load_checkpoint(self, weights: dict[str, Tensor]) -> None:
+        """Copy the weights that `checkpoint` returned."""
+        joined: dict[str, Tensor] = {}
+        for name in self.state_dict():
+            before, is_expert, after = name.partition(".experts.")
+            if is_expert:
+                parts = [
+                    weights[f"{before}.experts.{expert}.{after}"]
+                    for expert in range(self.config.n_routed_experts)
+                ]
+                joined[name] = torch.cat(parts, dim=1 if "down_proj" in name else 0)
+            else:
+                joined[name] = weights[name]
+        self.load_state_dict(joined)

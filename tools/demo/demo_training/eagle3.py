@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .model import MLP, ModelConfig, Qwen3, rotate
+from .unrolled import Cache, attend_unrolled, unrolled_mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,33 +68,14 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(2 * config.hidden_size, kv_size, bias=False)
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, cache: list[tuple[Tensor, Tensor]]
-    ) -> Tensor:
-        """Attend from x [S, T, 2 * hidden], and append its keys and values to the cache of the steps before.
-
-        `mask`, bool [S, 1, T, T], is True where a query of this step sees a row of the first step. In step n it also
-        sees the rows of the steps 1 to n that lead to it: in step s, n - s rows before its own.
-        """
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, cache: Cache) -> Tensor:
+        """x [S, T, 2 * hidden]; mask and cache are as in `attend_unrolled`."""
         heads = (*x.shape[:2], -1, self.head_dim)
         v = self.v_proj(x).view(heads).transpose(1, 2)
         q = rotate(self.q_proj(x).view(heads).transpose(1, 2), cos, sin).to(v.dtype)
         k = rotate(self.k_proj(x).view(heads).transpose(1, 2), cos, sin).to(v.dtype)
         k, v = (each.repeat_interleave(self.num_groups, dim=1) for each in (k, v))
-        cache.append((k, v))
-        (first_k, first_v), *later = cache
-        num_rows, step = q.shape[2], len(later)
-        q = q * self.head_dim**-0.5
-        scores = [(q @ first_k.transpose(2, 3)).masked_fill(~mask, -torch.inf)]
-        later = [
-            (k.roll(step - place, dims=2), v.roll(step - place, dims=2))
-            for place, (k, v) in enumerate(later, start=1)
-        ]
-        scores += [(q * k).sum(-1, keepdim=True) for k, _ in later]
-        weights = torch.cat(scores, dim=-1).softmax(-1, dtype=torch.float32).to(v.dtype)
-        out = weights[..., :num_rows] @ first_v
-        for place, (_, v) in enumerate(later):
-            out = out + weights[..., num_rows + place, None] * v
+        out = attend_unrolled(q, k, v, mask, cache)
         return self.o_proj(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
@@ -112,7 +94,7 @@ class Layer(nn.Module):
         x: Tensor,
         rotary: tuple[Tensor, Tensor],
         mask: Tensor,
-        cache: list[tuple[Tensor, Tensor]],
+        cache: Cache,
     ) -> Tensor:
         both = torch.cat((self.input_layernorm(embeds), self.hidden_norm(x)), dim=-1)
         x = x + self.self_attn(both, *rotary, mask, cache)
@@ -175,14 +157,11 @@ class Eagle3(nn.Module):
         next tokens. Rows of different `documents` [S, T] do not see each other. The first n rows of a document have no
         meaning in step n.
         """
-        same = documents[:, None, :, None] == documents[:, None, None, :]
-        place = torch.arange(documents.shape[1], device=documents.device)
-        distance = place[:, None] - place
         x = self.fc(features)
-        cache: list[tuple[Tensor, Tensor]] = []
+        cache: Cache = []
         logits = []
         for step in range(num_steps):
-            x = self.midlayer(embeds, x, rotary, same & (distance >= step), cache)
+            x = self.midlayer(embeds, x, rotary, unrolled_mask(documents, step), cache)
             logits.append(self.lm_head(self.norm(x)))
             x = x.roll(1, dims=1)
         return logits

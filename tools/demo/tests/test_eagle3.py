@@ -12,22 +12,20 @@ torch = pytest.importorskip("torch", reason="training needs torch")
 np = pytest.importorskip("numpy", reason="training needs numpy")
 
 from demo_training.data import BatchMaker, Encoder, Shape, batches  # noqa: E402
+from demo_training.distillation import Acceptance, train  # noqa: E402
 from demo_training.eagle3 import Eagle3, Eagle3Config, target_config  # noqa: E402
 from demo_training.model import ModelConfig, Qwen3  # noqa: E402
 from demo_training.train import TrainingConfig  # noqa: E402
 from demo_training.train_eagle3 import (  # noqa: E402
-    Acceptance,
-    Distillation,
+    Eagle3Distillation,
     frequent_tokens,
     load_target,
     save_checkpoint,
-    train,
 )
 from tokenizers import Tokenizer  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 FOLDER = Path(CHECKPOINT.path)
-CPU = torch.device("cpu")
 TARGET = ModelConfig(
     vocab_size=64,
     hidden_size=32,
@@ -156,11 +154,11 @@ def test_a_few_steps_lower_the_loss(tmp_path: Path) -> None:
     torch.manual_seed(1)
     head = Eagle3(target_config(config, **sizes), token_ids)
     head.start_from(target)
-    distillation = Distillation(target, head, CPU)
+    distillation = Eagle3Distillation(target, head)
     shape = Shape(1, 128)
     settings = TrainingConfig(steps=12, shape=shape, warmup=0.1, log_interval=11)
     data = batches(BatchMaker(1, FOLDER / "tokenizer.json", shape), settings.steps, 0)
-    log = train(distillation, head, data, settings, num_steps=2)
+    log = train(distillation, data, settings, num_steps=2)
     losses = [float(line.split()[3]) for line in log]
     assert losses[-1] < losses[0] - 0.5
 
