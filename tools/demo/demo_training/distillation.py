@@ -91,7 +91,7 @@ class Distillation(ABC):
 
     @abstractmethod
     def run_target(self, tokens: Tensor, positions: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the layer reads, [S, T, features], and the logits of the next token, [S, T, vocab]."""
+        """Return the features that the layer reads, [S, T, features], and the logits of the next token, [S, T, vocab]."""
 
     @abstractmethod
     def draft(self, inputs: Inputs, num_steps: int) -> list[Tensor]:
@@ -99,7 +99,7 @@ class Distillation(ABC):
 
     @abstractmethod
     def after_step(self) -> None:
-        """Update what is not trained by gradients, after each step."""
+        """Update the weights that have no gradients, after each step."""
 
     @torch.no_grad()
     def load(self, batch: Batch) -> Inputs:
@@ -169,7 +169,7 @@ class Acceptance:
 
     @property
     def rates(self) -> list[float]:
-        """The share of accepted drafts at each position, of those whose predecessors were accepted."""
+        """The share of accepted drafts at each position, given that all drafts before it were accepted."""
         if self.num_drafted is None or self.num_accepted is None:
             return []
         return [

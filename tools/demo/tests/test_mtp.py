@@ -58,8 +58,8 @@ def draft_with_transformers(
 ) -> list[Tensor]:
     """Draft after the rows of `hidden`: run transformers' model of one layer on them, then on each own output.
 
-    Returns the hidden states of the last row of `hidden`, and of each row after it. `home` gets that model, whose only
-    layer and norm are those of the draft layer.
+    Returns the hidden states of the last row of `hidden`, and of each row after it. That model is written to `home`. Its
+    only layer and its norm are those of the draft layer.
     """
     weights = load_file(folder / "model.safetensors")
     prefix = f"model.layers.{TINY.num_hidden_layers}."
