@@ -13,7 +13,7 @@ import torch
 
 from tokenspeed_core.worker import graphs
 from tokenspeed_core.worker.attention import AttentionGroup, Batch
-from tokenspeed_core.worker.buckets import bucket_sizes, draft_sizes
+from tokenspeed_core.worker.buckets import bucket_sizes, draft_sizes, followed_sizes
 from tokenspeed_core.worker.execute import LocalRunner
 from tokenspeed_core.worker.graph_recorder import GraphRecorder
 from tokenspeed_core.worker.staged import BucketSize
@@ -83,7 +83,9 @@ def capture_decodes(
     patch.setattr(runner, "_graphs", None)  # restored with the patch
     decodes = [BucketSize(each, 0, 0) for each in num_rows]
     chunks = [size for size in mixed if size.num_chunks]
-    return capture(runner, (*decodes, *chunks, *drafts), patch)
+    has_draft_model = runner.resolved.draft_model is not None
+    followed = followed_sizes(chunks, 1) if has_draft_model else ()
+    return capture(runner, (*decodes, *chunks, *drafts, *followed), patch)
 
 
 def capture(

@@ -23,14 +23,14 @@ from tokenspeed_core.worker import local, transfer
 from tokenspeed_core.worker.buckets import (
     BucketFinder,
     bucket_sizes,
-    captured_sizes,
     decode_sizes,
     draft_sizes,
+    followed_sizes,
 )
 from tokenspeed_core.worker.captured_inputs import captured_group_inputs
 from tokenspeed_core.worker.local import LocalRunner, build, plan_only
 from tokenspeed_core.worker.staged import BucketSize
-from tokenspeed_core.worker.warmup import largest_step, warmup_steps
+from tokenspeed_core.worker.warmup import largest_step, warmup_steps, with_next_drafts
 
 Make = Callable[..., Resolved]
 
@@ -319,15 +319,29 @@ def test_few_buckets_hold_draft_tokens() -> None:
     ]
 
 
-def test_captured_sizes_include_those_that_a_draft_model_follows() -> None:
+@pytest.mark.parametrize(
+    ("num_parameters", "largest"), [(5_000_000, 4096), (1_700_000_000, 2560), (8_000_000_000, 512)]
+)
+def test_draft_model_follows_captured_steps_that_are_slow_to_launch(
+    num_parameters: int, largest: int
+) -> None:
     decodes = decode_sizes(64, None, None)
     sizes = bucket_sizes(decodes, 8192, 64) + draft_sizes(decodes, 8, 2048)
-    assert captured_sizes(sizes, has_draft_model=False) == sizes
-    captured = captured_sizes(sizes, has_draft_model=True)
-    assert captured[: len(sizes)] == sizes
-    more = captured[len(sizes) :]
-    assert {size.num_chunk_tokens for size in more} == {32, 64, 128, 256, 512}
-    assert all(size.is_followed for size in more)
+    followed = followed_sizes(sizes, num_parameters)
+    tokens = {size.num_chunk_tokens for size in followed}
+    assert {32, 64, 128, 256, 512} <= tokens
+    assert max(tokens) == largest
+    assert all(size.is_followed and replace(size, is_followed=False) in sizes for size in followed)
+
+
+def test_finder_keeps_followed_steps_apart() -> None:
+    sizes = bucket_sizes((1, 16, 64), 8192, 64)
+    finder = BucketFinder([*sizes, *followed_sizes(sizes, 10**9)])
+    plan = largest_step(bounded(max_num_seqs=64, chunk_size=1000), 1).plan
+    usual = finder.find(plan)
+    followed = finder.find(with_next_drafts(plan, 2))
+    assert usual is not None
+    assert followed == replace(usual, is_followed=True)
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,11 @@ _SMALLEST_CHUNK, _CHUNK_STEP = 32, 64
 # A bucket has one chunk row for this many tokens. Unused rows cost kernel time too.
 _TOKENS_PER_CHUNK = 16
 _FEW_CHUNKS = 16
-# Chunk tokens of the buckets that have a graph of the draft model.
+# Chunk tokens of the buckets that have a variant for a draft model, whatever the size of the models.
 _FOLLOWED_CHUNKS = (32, 64, 128, 256, 512)
+# Operations that a device computes while the host launches a step that a draft model follows, kernel by kernel: an H200
+# computes about 600 TFLOP/s, and a launch was measured to take 12 to 20 ms.
+_LAUNCH_FLOPS = 9e12
 # Decodes of the largest bucket with draft tokens. Larger steps verify drafts eagerly.
 _MAX_DRAFTING = 64
 # Draft tokens per row of these buckets, besides the maximum. Few tokens take about as long as one.
@@ -115,37 +118,34 @@ def draft_sizes(
     return tuple(sizes)
 
 
-def followed_sizes(sizes: Sequence[BucketSize]) -> tuple[BucketSize, ...]:
-    """Return the sizes with graphs of the draft model: all with draft tokens, and variants of a few with chunks.
+def followed_sizes(sizes: Sequence[BucketSize], num_parameters: int) -> tuple[BucketSize, ...]:
+    """Return variants of sizes with chunks, after which a draft model runs.
 
-    Steps with chunks have a second graph for the draft model, since keeping hidden states costs time. Their tokens are
-    powers of two: in steps with more of them, computing takes longer than launching.
+    They have separate graphs, since keeping hidden states costs time. Their tokens are powers of two up to 512, and all
+    larger numbers for which models with `num_parameters` in all take less time to compute than to launch.
     """
-    with_drafts = tuple(size for size in sizes if size.num_draft_tokens)
-    return with_drafts + tuple(
+    max_tokens = _LAUNCH_FLOPS / (2 * num_parameters)
+    return tuple(
         replace(size, is_followed=True)
         for size in sizes
-        if size.num_chunk_tokens in _FOLLOWED_CHUNKS and not size.no_shared_prefix
+        if size.num_chunk_tokens in _FOLLOWED_CHUNKS
+        or _FEW_TOKENS < size.num_chunk_tokens <= max_tokens
+        if not size.no_shared_prefix
     )
 
 
-def captured_sizes(sizes: Sequence[BucketSize], *, has_draft_model: bool) -> tuple[BucketSize, ...]:
-    """Return the sizes and their variants with graphs of the draft model, each once."""
-    followed = followed_sizes(sizes) if has_draft_model else ()
-    return tuple(dict.fromkeys((*sizes, *followed)))
-
-
 class BucketFinder:
-    """Finds the bucket of a step among those without variants."""
+    """Finds the bucket of a step among those without `no_shared_prefix`."""
 
-    def __init__(self, sizes: Sequence[BucketSize], followed: Sequence[BucketSize] = ()) -> None:
-        """Sort the sizes by kind of step. A draft model can run after the steps in `followed`."""
+    def __init__(self, sizes: Sequence[BucketSize]) -> None:
+        """Sort the sizes by kind of step."""
         self._decodes = sorted(
             size.num_decodes for size in sizes if size.num_tokens == size.num_decodes
         )
         self._drafts = _by_tokens(size for size in sizes if size.num_draft_tokens)
-        self._mixed = _by_tokens(size for size in sizes if size.num_chunks)
-        self._followed = _by_tokens(size for size in followed if size.num_chunks)
+        mixed = _by_tokens(size for size in sizes if size.num_chunks)
+        self._mixed = [size for size in mixed if not size.is_followed]
+        self._followed = [size for size in mixed if size.is_followed]
 
     def find(self, plan: StepPlan) -> BucketSize | None:
         """Return the bucket with the fewest tokens, then decodes, that holds a step.

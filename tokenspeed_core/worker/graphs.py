@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from tokenspeed_core.api.step import I32, I64, NextDrafts, StepPlan, StepSize
-from tokenspeed_core.worker.buckets import BucketFinder, captured_sizes, followed_sizes
+from tokenspeed_core.worker.buckets import BucketFinder
 from tokenspeed_core.worker.captured_inputs import (
     SharedBuffers,
     captured_group_inputs,
@@ -52,18 +52,15 @@ class StepGraphs:
         )
         usual = [size for size in sizes if not size.no_shared_prefix]
         has_draft_model = context.drafter is not None
-        followed = followed_sizes(usual) if has_draft_model else ()
-        self._finder = BucketFinder(usual, followed)
+        self._finder = BucketFinder(usual)
         self._layouts = {
             size: StagedLayout(
                 size,
                 self._num_words(size),
-                has_draft_model=size in followed,
+                has_draft_model=has_draft_model and (size.is_followed or size.num_draft_tokens > 0),
                 num_engines=context.num_engines,
             )
-            for size in captured_sizes(
-                usual if self._needs_prepare else sizes, has_draft_model=has_draft_model
-            )
+            for size in (usual if self._needs_prepare else sizes)
         }
         longest = max(layout.num_int64 for layout in self._layouts.values())
         self._buffers = SharedBuffers(context.state, sizes, longest)

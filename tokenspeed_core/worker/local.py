@@ -23,7 +23,7 @@ from tokenspeed_core.resolved import Resolved
 from tokenspeed_core.targets import load_target
 from tokenspeed_core.worker.adjust import counts_bytes
 from tokenspeed_core.worker.assemble import Assembly, assemble
-from tokenspeed_core.worker.buckets import bucket_sizes, captured_sizes, decode_sizes, draft_sizes
+from tokenspeed_core.worker.buckets import bucket_sizes, decode_sizes, draft_sizes, followed_sizes
 from tokenspeed_core.worker.execute import LocalRunner
 from tokenspeed_core.worker.expert_balancer import ExpertBalancer
 from tokenspeed_core.worker.memory import GIB, DeviceBudget, pages_of_device, pages_of_host
@@ -224,6 +224,8 @@ def _start_on_device(
     if decodes:
         sizes = bucket_sizes(decodes, limits.max_num_tokens, limits.max_num_seqs)
         sizes += draft_sizes(decodes, limits.max_drafts, limits.max_draft_tokens)
+        if assembly.resolved.draft_model is not None:
+            sizes += followed_sizes(sizes, assembly.resolved.num_parameters)
     num_groups = len(assembly.build.groups)
     with _room_for(
         "The largest step", f"Lower {limits.step_flag} or --max-num-seqs, or free device memory"
@@ -267,8 +269,7 @@ def _measure(
     runner.forget()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    captured = captured_sizes(sizes, has_draft_model=resolved.draft_model is not None)
-    graphs = len(captured) * _GRAPH_BYTES + (peak if sizes else 0)
+    graphs = len(sizes) * _GRAPH_BYTES + (peak if sizes else 0)
     return DeviceBudget(
         total=total,
         utilization=config.gpu_memory_utilization,
