@@ -2,8 +2,8 @@
 
 The scheduler, the drafter and the worker of `host_step.py --worker` run on the CPU. Their CPU time moves a virtual clock,
 so that other programs disturb the result less. The device is simulated: a step takes `--device-us`, and `--draft-us` more
-for each draft token, while the host works on. Each launch takes the host `--launch-us` more. One user sends the items of
-the demo's tasks one after another, and each engine keeps its state between tasks.
+for each draft token, while the host works on. Each launch takes the host `--launch-us` more. The items of the demo's tasks
+are sent in batches, one item for each of `--users`, and each engine keeps its state between tasks.
 
 The engine `chosen` decides when to draft. `all` verifies all proposed tokens, `paused` has a drafter and never calls it,
 and `none` has no drafter. `speedup` is relative to the first engine; a second `none` shows the error. `pauses` are the
@@ -11,6 +11,7 @@ causes of pauses. Example:
 
     OMP_NUM_THREADS=1 python benchmarks/draft_choice.py
     OMP_NUM_THREADS=1 python benchmarks/draft_choice.py --tasks copy --device-us 150 --engines none,chosen
+    OMP_NUM_THREADS=1 python benchmarks/draft_choice.py --users 32 --items 960 --drafts 8 --engines none,none,chosen
 """
 
 from __future__ import annotations
@@ -63,11 +64,12 @@ class Clock:
 
 
 class SimulatedDevice:
-    """Runs steps on a virtual clock and returns the tokens of a known answer. A worker does the host's part."""
+    """Runs steps on a virtual clock and returns the tokens of known answers. A worker does the host's part."""
 
     def __init__(self, clock: Clock, worker: Runner, arguments: argparse.Namespace) -> None:
         """Start idle."""
-        self.tokens = np.zeros(0, np.int32)  # of the running sequence, prompt included
+        self.tokens: dict[int, I32] = {}  # of each sequence, prompt included
+        self.sequence_ids = np.zeros(0, np.int64)  # of each slot
         self._clock = clock
         self._worker = worker
         self._seconds = 1e-6 * arguments.device_us
@@ -108,21 +110,27 @@ class SimulatedDevice:
         self._worker.close()
 
     def _result(self, plan: StepPlan) -> StepResult:
-        """Accept the draft tokens that equal the answer."""
-        # All earlier steps of a step with drafts were collected, so its position is exact.
-        end = int(plan.num_computed_tokens[0] + plan.num_query_tokens[0]) - plan.num_draft_tokens
-        num_new = int(plan.wants_logits[0])
-        if plan.draft_token_ids is not None:
-            expected = self.tokens[end : end + plan.num_draft_tokens]
-            right = plan.draft_token_ids[: len(expected)] == expected
-            num_new += int(np.argmin(np.append(right, False)))
-        # A plain step may follow the last token of an answer before the host knows that it is the last.
-        tokens = np.resize(
-            np.append(self.tokens[end : end + num_new], np.zeros(num_new, np.int32)), num_new
-        )
-        return StepResult(
-            plan.step_id, np.array([num_new], np.int32), tokens.astype(np.int32), None
-        )
+        """Accept the draft tokens that equal the answers."""
+        counts: list[int] = []
+        parts: list[I32] = []
+        num_drafts = 0
+        for row, num_query in enumerate(plan.num_query_tokens.tolist()):
+            answer = self.tokens[self.sequence_ids.item(plan.slots.item(row))]
+            # All earlier steps of a step with drafts were collected, so its positions are exact.
+            end = plan.num_computed_tokens.item(row) + num_query
+            num_new = int(plan.wants_logits[row])
+            if plan.draft_token_ids is not None and row < plan.num_decodes:
+                end -= num_query - 1
+                drafts = plan.draft_token_ids[num_drafts : num_drafts + num_query - 1]
+                num_drafts += num_query - 1
+                expected = answer[end : end + len(drafts)]
+                right = drafts[: len(expected)] == expected
+                num_new += int(np.argmin(np.append(right, False)))
+            # A plain step may follow the last token of an answer before the host knows that it is the last.
+            counts.append(num_new)
+            parts.append(np.append(answer[end : end + num_new], np.zeros(num_new, np.int32)))
+            parts[-1] = parts[-1][:num_new].astype(np.int32)
+        return StepResult(plan.step_id, np.array(counts, np.int32), np.concatenate(parts), None)
 
 
 class RecordingDepth(AdaptiveDepth):
@@ -146,7 +154,7 @@ class RecordingDepth(AdaptiveDepth):
             self.pauses.append(
                 f"pause of {self.account.pause} steps, budget {before:.2f} to {self.budget:.2f}: "
                 f"{step.num_tokens - step.num_rows} draft tokens, {step.num_accepted} accepted, "
-                f"{1e6 * step.seconds:.0f} us, plain {1e6 * self.cost.of(1).plain:.0f} us; "
+                f"{1e6 * step.seconds:.0f} us, plain {1e6 * self.cost.of(step.num_rows).plain:.0f} us; "
                 f"{1e6 * spent:.0f} us to begin, end and propose early; called {is_called}, "
                 f"called before {was_called}, proposed early {is_early}"
             )
@@ -195,7 +203,7 @@ DEPTHS = {"none": None, "paused": PausedDepth, "all": AllDrafts, "chosen": Recor
 
 
 class Replay:
-    """An engine for one user. It answers with known tokens."""
+    """An engine that answers with known tokens."""
 
     def __init__(
         self, name: str, arguments: argparse.Namespace, max_len: int, worker: Runner
@@ -204,18 +212,19 @@ class Replay:
         self.name = name
         kind = DEPTHS[name]
         max_drafts = arguments.drafts if kind else 0
-        kv = KVManager(
-            (FullAttention("full", 1, 1, 1),), BLOCK_SIZE, 2 * (max_len // BLOCK_SIZE + 2)
-        )
+        num_users = arguments.users
+        num_blocks = num_tokens(num_users, max_len) // BLOCK_SIZE
+        kv = KVManager((FullAttention("full", 1, 1, 1),), BLOCK_SIZE, num_blocks)
         limits = SchedulerLimits(
-            1, max_len, 1 << 20, 1 << 20, 1 << 20, VOCAB_SIZE, max_drafts=max_drafts
+            num_users, max_len, 1 << 20, 1 << 20, 1 << 20, VOCAB_SIZE, max_drafts=max_drafts
         )
         self.clock = Clock()
         self.device = SimulatedDevice(self.clock, worker, arguments)
         scheduler = Scheduler(limits, kv, POLICIES["fcfs"])
+        self.device.sequence_ids = scheduler.columns.sequence_id
         self.depth: RecordingDepth | None = None
         if kind:
-            self.depth = kind(1, max_drafts)
+            self.depth = kind(num_users, max_drafts)
             drafter = make_drafter(arguments.drafter, limits)
             scheduler.use_drafts(
                 HostDrafts(
@@ -232,34 +241,42 @@ class Replay:
         self.num_requests = 0
 
     def run(self, answers: Sequence[Answer]) -> float:
-        """Return the virtual seconds of some answers."""
-        seconds = 0.0
+        """Return the virtual seconds of some answers, which are requested together."""
         with (
             patch.object(prefill_budget, "perf_counter", self.clock),
             patch.object(drafts_module, "perf_counter", self.clock),
         ):
+            found: dict[int, list[int]] = {}
+            expected: dict[int, list[int]] = {}
             for each in answers:
-                self.device.tokens = np.asarray([*each.prompt, *each.answer], np.int32)
                 self.num_requests += 1
+                number = self.num_requests
+                found[number], expected[number] = [], each.answer
+                self.device.tokens[number] = np.asarray([*each.prompt, *each.answer], np.int32)
                 stop = np.asarray(each.answer[-1:], np.int32)
-                found: list[int] = []
                 self.engine.submit(
-                    request(
-                        self.num_requests,
-                        each.prompt,
-                        max_tokens=len(each.answer),
-                        stop_token_ids=stop,
-                    )
+                    request(number, each.prompt, max_tokens=len(each.answer), stop_token_ids=stop)
                 )
-                started_at = self.clock()
-                while self.engine.has_work:
-                    for outputs in self.engine.step():
-                        pack(outputs)
-                        found += outputs.token_ids.tolist()
-                seconds += self.clock() - started_at
-                assert found == each.answer, "draft tokens change no answer"
-                self.engine.reset_prefix_cache()
+            started_at = self.clock()
+            while self.engine.has_work:
+                for outputs in self.engine.step():
+                    pack(outputs)
+                    start = 0
+                    for number, count in zip(
+                        outputs.sequence_ids.tolist(), outputs.num_tokens.tolist(), strict=True
+                    ):
+                        found[number] += outputs.token_ids[start : start + count].tolist()
+                        start += count
+            seconds = self.clock() - started_at
+            assert found == expected, "draft tokens change no answer"
+            self.engine.reset_prefix_cache()
+            self.device.tokens.clear()
         return seconds
+
+
+def num_tokens(num_users: int, max_len: int) -> int:
+    """Return the tokens of a KV cache with room for all users."""
+    return (num_users + 1) * (max_len // BLOCK_SIZE + 2) * BLOCK_SIZE
 
 
 def summary(steps: Sequence[FinishedStep]) -> dict[str, Any]:
@@ -284,16 +301,20 @@ def summary(steps: Sequence[FinishedStep]) -> dict[str, Any]:
 
 def replays_of(arguments: argparse.Namespace, max_len: int) -> list[Replay]:
     """Return the engines to compare."""
-    num_tokens = 2 * (max_len // BLOCK_SIZE + 2) * BLOCK_SIZE
+    num_users = arguments.users
     replays = []
     for name in arguments.engines.split(","):
         max_drafts = arguments.drafts * (name != "none")
-        worker = captured_worker(1, max_len, num_tokens, max_drafts, VOCAB_SIZE)
+        worker = captured_worker(
+            num_users, max_len, num_tokens(num_users, max_len), max_drafts, VOCAB_SIZE
+        )
         replays.append(Replay(name, arguments, max_len, worker))
     return replays
 
 
-def measure(replays: Sequence[Replay], task: str, answers: Sequence[Answer]) -> None:
+def measure(
+    replays: Sequence[Replay], task: str, answers: Sequence[Answer], num_users: int
+) -> None:
     """Replay a task with all engines in alternation, and print a JSON line for each."""
     num_before = [each.engine.num_steps for each in replays]
     seconds = [0.0] * len(replays)
@@ -301,9 +322,11 @@ def measure(replays: Sequence[Replay], task: str, answers: Sequence[Answer]) -> 
         if each.depth is not None:
             each.depth.steps.clear()
             each.depth.pauses.clear()
-    for start in range(0, len(answers), GROUP):
+    group = max(GROUP // num_users, 1) * num_users
+    for start in range(0, len(answers), group):
         for i, each in enumerate(replays):
-            seconds[i] += each.run(answers[start : start + GROUP])
+            for first in range(start, min(start + group, len(answers)), num_users):
+                seconds[i] += each.run(answers[first : first + num_users])
     num_new = sum(len(each.answer) for each in answers)
     for each, before, spent in zip(replays, num_before, seconds, strict=True):
         row: dict[str, Any] = {
@@ -327,6 +350,7 @@ def main() -> None:
         "--tasks", default="edit,copy,tool_call,sum_three_digits", help="tasks to replay"
     )
     parser.add_argument("--items", type=int, default=96, help="items of a task")
+    parser.add_argument("--users", type=int, default=1, help="items that are sent together")
     parser.add_argument(
         "--engines",
         default="none,none,all,chosen",
@@ -347,7 +371,7 @@ def main() -> None:
     replays = replays_of(arguments, BLOCK_SIZE + longest)
     print(json.dumps({"machine": machine(), **vars(arguments)}))
     for task, of_task in answers.items():
-        measure(replays, task, of_task)
+        measure(replays, task, of_task, arguments.users)
 
 
 if __name__ == "__main__":

@@ -172,6 +172,22 @@ def test_few_sequences_begin_before_a_step(monkeypatch: pytest.MonkeyPatch) -> N
     assert calls.proposed[-1] == NUM_SEQUENCES
 
 
+def test_time_to_begin_includes_the_time_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, depth, calls = paused_world(monkeypatch)
+    clock = iter(range(1000))
+    monkeypatch.setattr(drafts_module, "perf_counter", lambda: float(next(clock)))
+    drafts = world.scheduler.drafts
+    assert isinstance(drafts, drafts_module.HostDrafts)
+    drafts._end_seconds = 3.0
+    depth.is_paused, depth.seconds = False, 6.0
+    world.step()
+    assert calls.names[:3] == ["begin", "begin", "propose"], "a second each, and three to end"
+    world.step()
+    assert calls.names.count("begin") == 2, "there is no time to end a third one"
+    world.run()
+    assert drafts._end_seconds < 3.0, "each took a second"
+
+
 def test_both_proposals_before_a_step_share_the_time_to_begin(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -19,6 +19,8 @@ from tokenspeed_core.scheduler.sequence_table import SequenceTable
 
 log = logging.getLogger("tokenspeed.engine")
 
+_NUM_ENDS = 8  # ended sequences of whose times a mean is kept
+
 
 @dataclass(frozen=True, slots=True)
 class NextDraftCount:
@@ -279,6 +281,7 @@ class HostDrafts(DraftSource):
         # The sequence that the drafter follows in each slot, and how many of its tokens it has seen.
         self._sequence_id = np.full(limits.max_num_seqs, VACANT, np.int64)
         self._num_seen = np.zeros(limits.max_num_seqs, np.int32)
+        self._end_seconds = 0.0  # of the drafter to end a sequence, a running mean
         nothing = np.zeros(0, np.int32)
         self._proposed = Proposed(nothing.astype(np.int64), nothing, nothing)
 
@@ -362,7 +365,9 @@ class HostDrafts(DraftSource):
         except Exception:  # plugin code may raise anything
             self._switch_off()
         self._sequence_id[slot] = VACANT
-        self._depth.spend(perf_counter() - started_at)
+        seconds = perf_counter() - started_at
+        self._end_seconds += (seconds - self._end_seconds) / _NUM_ENDS
+        self._depth.spend(seconds)
 
     def _propose(self, slots: I64, most: I32) -> tuple[I64, I64 | None, Drafts] | None:
         """Let the drafter propose at most `most[i]` tokens for each decode row; None if no row can draft.
@@ -388,13 +393,18 @@ class HostDrafts(DraftSource):
         return drafting, places, drafts
 
     def _begin(self, slots: I64, num_rows: int) -> None:
-        """Begin new sequences of some slots that have a generated token, until the time limit."""
+        """Begin new sequences of some slots that have a generated token, until the time limit.
+
+        The limit includes the time to end them, and to end those that the drafter follows already.
+        """
         new = slots[(self._sequence_id[slots] == VACANT) & self._columns.may_draft[slots]]
         columns, started_at = self._columns, perf_counter()
+        num_ends = np.count_nonzero(self._sequence_id != VACANT)
         max_seconds, seconds = self._depth.max_seconds(num_rows), 0.0
         for slot in new.tolist():
-            if seconds >= max_seconds:
+            if seconds + num_ends * self._end_seconds >= max_seconds:
                 break
+            num_ends += 1
             sequence, known = self._sequences.at(slot).sequence, columns.known(slot)
             if len(known) == sequence.num_prompt:
                 continue  # its first token is in flight
