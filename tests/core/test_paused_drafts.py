@@ -183,7 +183,7 @@ def test_time_to_begin_includes_the_time_to_end(monkeypatch: pytest.MonkeyPatch)
     world.step()
     assert calls.names[:3] == ["begin", "begin", "propose"], "a second each, and three to end"
     world.step()
-    assert calls.names.count("begin") == 2, "there is no time to end a third one"
+    assert calls.names.count("begin") == 2, "the time does not suffice to end a third one"
     world.run()
     assert drafts._end_seconds < 3.0, "each took a second"
 

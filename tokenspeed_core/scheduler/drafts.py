@@ -19,7 +19,7 @@ from tokenspeed_core.scheduler.sequence_table import SequenceTable
 
 log = logging.getLogger("tokenspeed.engine")
 
-_NUM_ENDS = 8  # ended sequences of whose times a mean is kept
+_NUM_ENDS = 8  # the mean time to end a sequence covers about as many
 
 
 @dataclass(frozen=True, slots=True)
