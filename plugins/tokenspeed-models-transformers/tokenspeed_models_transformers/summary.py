@@ -5,6 +5,7 @@ As a program it reads a configuration from standard input and prints the summary
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from collections.abc import Mapping
@@ -123,6 +124,7 @@ def main() -> None:
     except ValueError as error:
         summary = {"error": str(error)}
     print(json.dumps(summary))
+    gc.freeze()  # or Python searches all objects of torch for garbage at the end
 
 
 if __name__ == "__main__":
