@@ -7,22 +7,22 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from tokenspeed_testing.kernel import KernelConformance
-
-from tokenspeed_core.api import Capability, KernelSpec
-from tokenspeed_core.config import Config
-from tokenspeed_core.engine.factory import resolve
-from tokenspeed_core.plugins.catalog import Catalog
-from tokenspeed_core.resolved import Resolved
-from tokenspeed_core.worker.local import LocalRunner, build
 
 sys.path.insert(0, str(Path(__file__).parent))  # helper modules
 
 from plugin_files import write_acme_moe
-from process_pool import ProcessPool
+
+# The process that starts the workers of pytest-xdist imports this file too. It runs no test, so it needs no torch.
+if TYPE_CHECKING:
+    from process_pool import ProcessPool
+    from tokenspeed_testing.kernel import KernelConformance
+
+    from tokenspeed_core.plugins.catalog import Catalog
+    from tokenspeed_core.resolved import Resolved
+    from tokenspeed_core.worker.local import LocalRunner
 
 TINY = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -47,6 +47,8 @@ TINY = {
 @pytest.fixture(scope="session")
 def pool() -> Iterator[ProcessPool]:
     """Four processes that compute together."""
+    from process_pool import ProcessPool
+
     processes = ProcessPool(4)
     yield processes
     processes.close()
@@ -63,6 +65,9 @@ def acme_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def suite(monkeypatch: pytest.MonkeyPatch) -> Callable[..., KernelConformance]:
     """Return a function that makes the conformance suite of a kernel factory; keywords are its capability."""
+    from tokenspeed_testing.kernel import KernelConformance
+
+    from tokenspeed_core.api import Capability, KernelSpec
 
     def make(op: str, factory: Any, **capability: Any) -> KernelConformance:
         module = ModuleType("kernel_under_test")
@@ -90,12 +95,17 @@ def many_processors(
 
 @pytest.fixture(scope="session")
 def catalog() -> Catalog:
+    from tokenspeed_core.plugins.catalog import Catalog
+
     return Catalog.discover()
 
 
 @pytest.fixture(scope="session")
 def tiny(catalog: Catalog, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Resolved]:
     """Return a function that resolves a two-layer Qwen3 with dummy weights; keywords are settings."""
+    from tokenspeed_core.config import Config
+    from tokenspeed_core.engine.factory import resolve
+
     folder = tmp_path_factory.mktemp("tiny")
     (folder / "config.json").write_text(json.dumps(TINY))
     defaults: dict[str, Any] = {
@@ -113,6 +123,7 @@ def tiny(catalog: Catalog, tmp_path_factory: pytest.TempPathFactory) -> Callable
 @pytest.fixture(scope="session")
 def make_runner(catalog: Catalog, tiny: Callable[..., Resolved]) -> Callable[..., LocalRunner]:
     """Return a function that builds a runner with weights so large that each token depends on all earlier ones."""
+    from tokenspeed_core.worker.local import build
 
     def make(**settings: Any) -> LocalRunner:
         runner = build(tiny(**settings), catalog, lambda what, done, total: None)

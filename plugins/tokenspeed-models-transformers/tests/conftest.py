@@ -5,8 +5,16 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from transformers.utils import logging
+import pytest
 
 sys.path.append(str(Path(__file__).parent))
-logging.disable_progress_bar()
-logging.set_verbosity_error()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quiet() -> None:
+    from transformers.utils import (
+        logging,
+    )  # which the process that starts the workers of pytest-xdist need not import
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
