@@ -286,7 +286,12 @@ def test_cheap_drafts_keep_their_gain(
 
 
 @pytest.mark.parametrize(
-    "costs", [SIX_TIMES, Costs(host=0.3, verify=0.6), Costs(host=0.8, propose=0.3, begin=0.5)]
+    "costs",
+    [
+        SIX_TIMES,
+        Costs(host=0.3, verify=0.6),
+        pytest.param(Costs(host=0.8, propose=0.3, begin=0.5), marks=pytest.mark.release),
+    ],
 )
 def test_later_requests_do_not_spend_earlier_savings(
     monkeypatch: pytest.MonkeyPatch, costs: Costs
@@ -323,7 +328,9 @@ def test_costly_draft_model_loses_less_than_two_percent(
     assert found >= 0.98
 
 
-@pytest.mark.parametrize(("num_users", "spread"), [(4, 1), (8, 2)])
+@pytest.mark.parametrize(
+    ("num_users", "spread"), [(4, 1), pytest.param(8, 2, marks=pytest.mark.release)]
+)
 def test_draft_model_without_measured_plain_steps_costs_little(
     monkeypatch: pytest.MonkeyPatch, num_users: int, spread: int
 ) -> None:
@@ -359,7 +366,7 @@ def test_cheap_draft_model_keeps_its_gain(
     assert found >= expected
 
 
-@pytest.mark.parametrize("num_users", [8, 32])
+@pytest.mark.parametrize("num_users", [8, pytest.param(32, marks=pytest.mark.release)])
 def test_draft_model_that_delays_prompts_costs_little(
     monkeypatch: pytest.MonkeyPatch, num_users: int
 ) -> None:
@@ -381,7 +388,14 @@ def test_admission_is_not_charged_to_a_draft_model(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("is_model", [False, True])
 @pytest.mark.parametrize("num_users", [1, 4])
-@pytest.mark.parametrize("num_tokens", [2, 4, pytest.param(20, marks=pytest.mark.release)])
+@pytest.mark.parametrize(
+    "num_tokens",
+    [
+        pytest.param(2, marks=pytest.mark.release),
+        4,
+        pytest.param(20, marks=pytest.mark.release),
+    ],
+)
 def test_tokens_after_a_stop_token_save_nothing(
     monkeypatch: pytest.MonkeyPatch, is_model: bool, num_users: int, num_tokens: int
 ) -> None:
