@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
 import pytest
+from draft_grammars import Unchecked
 from drafted import draft_in_every_step
 from score_answers import DRAFTERS
 from tokenspeed_demo.items import held_out_set
 from tokenspeed_demo.render import Renderer
 
 from tokenspeed_core import LLM, RequestOutput, SamplingParams
+from tokenspeed_core.engine.grammars import service
 from tokenspeed_core.engine.outputs import Logprob
 from tokenspeed_core.errors import ConfigError, PluginError
 
@@ -77,6 +79,14 @@ def answers(**settings: Any) -> tuple[list[RequestOutput], Any]:
         device="cpu", dtype="float32", max_num_seqs=6, max_total_tokens=4096, **settings
     ) as llm:
         return llm.generate(*zip(*ASKED, strict=True), use_tqdm=False), llm.stats()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def unchecked() -> Iterator[None]:
+    """Let no subprocess try the grammars: each engine would start one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(service, "Trial", lambda settings: Unchecked())
+        yield
 
 
 @pytest.fixture(scope="module")
