@@ -24,6 +24,17 @@ PATTERN = "(abab|cdcd|abcd){2,5}f"
 BACKENDS = [entry.name for entry in Catalog.discover().entries("grammars")]
 
 
+def soaks(grammars: str, num_requests: int) -> pytest.MarkDecorator:
+    """Return the cases of a test of random requests: a few with one backend, before releases many with each backend."""
+    return pytest.mark.parametrize(
+        ("grammars", "num_requests"),
+        [
+            (grammars, num_requests),
+            *(pytest.param(each, 5000, marks=pytest.mark.release) for each in BACKENDS),
+        ],
+    )
+
+
 class Unchecked:
     """Accepts all grammars without a subprocess that tries them."""
 

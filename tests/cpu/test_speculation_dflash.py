@@ -18,6 +18,7 @@ from draft_grammars import (
     grammar_requests,
     grammars_of,
     num_matches,
+    soaks,
 )
 from draft_requests import check
 from drafted import (
@@ -282,8 +283,7 @@ def test_logits_in_parts_give_the_same_drafts(
     assert parts.num_accepted == whole.num_accepted
 
 
-@pytest.mark.parametrize("grammars", BACKENDS)
-@pytest.mark.parametrize("num_requests", [30, pytest.param(5000, marks=pytest.mark.release)])
+@soaks(BACKENDS[0], 30)
 @pytest.mark.timeout(1800)
 def test_blocks_are_free_after_requests_with_aborts(
     runner: LocalRunner, catalog: Catalog, grammars: str, num_requests: int

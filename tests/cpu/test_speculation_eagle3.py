@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from draft_grammars import BACKENDS, grammar_backend, grammar_requests, grammars_of, num_matches
+from draft_grammars import (
+    BACKENDS,
+    grammar_backend,
+    grammar_requests,
+    grammars_of,
+    num_matches,
+    soaks,
+)
 from draft_requests import check
 from drafted import (
     Reply,
@@ -128,8 +135,7 @@ def test_draft_head_does_not_change_the_output(
     assert stats.num_accepted[0] > 0.6 * stats.num_draft_rows
 
 
-@pytest.mark.parametrize("grammars", BACKENDS)
-@pytest.mark.parametrize("num_requests", [20, pytest.param(5000, marks=pytest.mark.release)])
+@soaks(BACKENDS[-1], 20)
 @pytest.mark.timeout(1800)
 def test_blocks_are_free_after_requests_with_aborts(
     runner: LocalRunner, catalog: Catalog, grammars: str, num_requests: int

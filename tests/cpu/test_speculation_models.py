@@ -19,6 +19,7 @@ from draft_grammars import (
     grammar_requests,
     grammars_of,
     num_matches,
+    soaks,
 )
 from draft_requests import check
 from draft_statistics import accept_by_force, chi_square, expected_counts
@@ -163,13 +164,7 @@ def test_captured_draft_layer_changes_no_output(
     assert int(runner._state.seq_len[runner._state.layout.padding_slot]) == 0
 
 
-@pytest.mark.parametrize(
-    ("grammars", "num_requests"),
-    [
-        (BACKENDS[0], 20),  # the other draft models run short tests with every backend
-        *(pytest.param(each, 5000, marks=pytest.mark.release) for each in BACKENDS),
-    ],
-)
+@soaks(BACKENDS[0], 20)
 @pytest.mark.timeout(1800)
 def test_blocks_are_free_after_requests_with_aborts(
     runner: LocalRunner,
@@ -314,8 +309,7 @@ def test_sampled_tokens_follow_the_distribution_of_the_model(
     assert 20 < stats.num_accepted[1] < 0.9 * stats.num_draft_rows
 
 
-@pytest.mark.parametrize("grammars", BACKENDS)
-@pytest.mark.parametrize("num_requests", [30, pytest.param(5000, marks=pytest.mark.release)])
+@soaks(BACKENDS[-1], 30)
 @pytest.mark.timeout(1800)
 def test_blocks_of_own_drafts_are_free_after_requests_with_aborts(
     own_runner: LocalRunner, catalog: Catalog, grammars: str, num_requests: int
