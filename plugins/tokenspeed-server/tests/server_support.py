@@ -16,9 +16,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import httpx
 import tokenizers
 from stall_meter import StallMeter
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
@@ -37,6 +36,9 @@ from tokenspeed_core.engine.subprocesses import Program
 from tokenspeed_core.errors import CheckpointError, EngineDeadError
 from tokenspeed_core.text import ChatTemplate
 from tokenspeed_core.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import httpx  # only the tests' process imports it, not the server
 
 HERE = Path(__file__).parent
 EOS = "<|end|>"
@@ -96,6 +98,8 @@ class Running:
 
     def client(self, **kinds: Any) -> httpx.Client:
         """Return a client of the server."""
+        import httpx
+
         kinds["verify"] = False  # else each client reads the system's certificates, for 30 ms
         if self.uds is not None:
             kinds["transport"] = httpx.HTTPTransport(uds=self.uds, verify=False)
@@ -105,6 +109,8 @@ class Running:
 
     def async_client(self) -> httpx.AsyncClient:
         """Return an asynchronous client of a server without TLS."""
+        import httpx
+
         return httpx.AsyncClient(base_url=self.url, timeout=60, trust_env=False, verify=False)
 
     def is_ready(self) -> bool:
