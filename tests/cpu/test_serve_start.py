@@ -51,7 +51,7 @@ def make_damaged(folder: Path, damage: str) -> None:
     [
         ("wrong shape", "mlp.down_proj.weight"),
         pytest.param("no JSON", "config.json", marks=pytest.mark.release),
-        ("no tokenizer", "tokenizer.json"),
+        pytest.param("no tokenizer", "tokenizer.json", marks=pytest.mark.release),
     ],
 )
 def test_bad_checkpoint_is_reported_in_one_line(tmp_path: Path, damage: str, name: str) -> None:
@@ -192,7 +192,11 @@ def test_number_of_api_workers_depends_on_processors(
 
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.release), signal.SIGKILL],
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.release),
+        pytest.param(signal.SIGKILL, marks=pytest.mark.release),
+    ],
 )
 def test_interrupted_start_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
     starting = subprocess.Popen(

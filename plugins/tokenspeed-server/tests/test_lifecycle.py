@@ -142,13 +142,6 @@ def test_second_signal_ends_at_once(tmp_path: Path, streams: bool) -> None:
         assert "engine" not in answers[0].text
 
 
-def test_idle_server_logs_its_stop(tmp_path: Path) -> None:
-    with running(tmp_path) as server:
-        server.process.send_signal(signal.SIGINT)
-        assert ended(server) == 0
-        assert "stopping" in server.said()
-
-
 def test_signal_during_the_start_ends_the_server(tmp_path: Path) -> None:
     with running(tmp_path, engine={"start_seconds": 300}, waits=False) as server:
         wait_until(server.log.exists, 30, "the engine's process")
@@ -253,6 +246,10 @@ def test_disconnect_aborts_the_request(tmp_path: Path) -> None:
             asyncio.run(leave(server, path, body))
         for sequence in range(1, 9):
             server.wait_for(f"abort {sequence}", 60)
+        # The server is idle now, and logs its stop.
+        server.process.send_signal(signal.SIGINT)
+        assert ended(server) == 0
+        assert "stopping" in server.said()
 
 
 def test_many_disconnects_leave_no_sequence(tmp_path: Path) -> None:

@@ -87,9 +87,8 @@ def test_drain_ends_at_its_deadline(tmp_path: Path) -> None:
         assert server.process.wait(60) == 0
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGHUP, pytest.param(signal.SIGQUIT, marks=pytest.mark.release)]
-)
+@pytest.mark.release
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
 def test_other_signals_drain_too(tmp_path: Path, number: signal.Signals) -> None:
     body = {"prompt": [5, 6], "max_tokens": 20, "ignore_eos": True, "stream": True}
     with (

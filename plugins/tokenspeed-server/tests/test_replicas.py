@@ -174,7 +174,7 @@ def test_requests_of_the_other_replica_survive_a_death(tmp_path: Path, num_worke
         assert "of 2 died: its process was killed by SIGKILL" in server.complaints()
 
 
-@pytest.mark.slow
+@pytest.mark.release  # by default, one engine cannot start, and a replica cannot start again
 def test_replica_that_cannot_start_ends_the_server(tmp_path: Path) -> None:
     engine = {"fails": "no memory"}
     with running(tmp_path, engine=engine, num_engines=2, waits=False) as server:

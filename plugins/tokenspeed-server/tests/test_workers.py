@@ -268,7 +268,8 @@ def test_signal_drains_all_workers(tmp_path: Path, number: signal.Signals) -> No
         assert server.said().count("draining") == 1
 
 
-@pytest.mark.parametrize("worker", [pytest.param(0, marks=pytest.mark.release), 1])
+@pytest.mark.release
+@pytest.mark.parametrize("worker", [0, 1])
 def test_drain_is_announced_whichever_worker_is_busy(tmp_path: Path, worker: int) -> None:
     held = tmp_path / "held"
     with (
