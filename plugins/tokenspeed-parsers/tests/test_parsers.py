@@ -118,7 +118,7 @@ def symbols_in(text: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", SPECS)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(text=texts, data=st.data(), end=ends)
 def test_no_text_is_lost_and_cuts_do_not_matter(
     name: str, text: str, data: st.DataObject, end: str

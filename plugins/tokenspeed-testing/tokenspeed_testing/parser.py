@@ -22,7 +22,7 @@ from tokenspeed_core.api.parsers import (
     ReplyParser,
 )
 
-NUM_TEXTS = 160
+NUM_TEXTS = 100
 NUM_CHARS = 8_000  # of a text whose time is measured
 MAX_MARKER_CHARS = 64  # that a truncated reply may lose, since a marker may begin there
 MAX_SLOWDOWN = 4.0  # of a character in a text ten times as long
