@@ -40,4 +40,5 @@ def pytest_collection_finish() -> None:
     """Exclude the imported modules from garbage collection, which would take half a second each time."""
     gc.freeze()
     gc.enable()
+    gc.set_threshold(50_000)  # 700 by default; tests run about 5% faster
     at_exit.callback(gc.unfreeze)  # or nanobind reports them as leaks
