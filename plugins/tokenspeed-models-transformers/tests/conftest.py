@@ -12,9 +12,8 @@ sys.path.append(str(Path(__file__).parent))
 
 @pytest.fixture(scope="session", autouse=True)
 def quiet() -> None:
-    from transformers.utils import (
-        logging,
-    )  # which the process that starts the workers of pytest-xdist need not import
+    # The process that starts the workers of pytest-xdist need not import this.
+    from transformers.utils import logging
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
