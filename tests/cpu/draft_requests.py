@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from drafted import Reply
+from drafted import Reply, finish, make_engine
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
 from tokenspeed_testing.requests import request
 
 from tokenspeed_core.engine.messages import Submit
+from tokenspeed_core.worker.local import LocalRunner
 
 VOCAB = 97
 KINDS: tuple[dict[str, Any], ...] = (
@@ -58,3 +62,49 @@ def check(found: dict[int, Reply], expected: dict[int, Reply]) -> None:
         assert np.allclose(got.values, reply.values, atol=1e-3)
         assert got.prompt_logprobs == reply.prompt_logprobs
         assert np.allclose(got.prompt_values, reply.prompt_values, atol=1e-3)
+
+
+def few_examples(num_examples: int) -> settings:
+    """Return settings of hypothesis for the same few examples in each run. Each of them runs an engine."""
+    return settings(
+        max_examples=num_examples,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.function_scoped_fixture],
+    )
+
+
+def engine_settings(
+    max_drafts: int, chunk_sizes: Sequence[int], num_pages: int
+) -> st.SearchStrategy[dict[str, Any]]:
+    """Return a strategy for the settings of `make_engine`, and of `finish` that preempts."""
+    return st.fixed_dictionaries(
+        {
+            "max_drafts": st.integers(1, max_drafts),
+            "chunk_size": st.sampled_from(chunk_sizes),
+            "num_pages": st.sampled_from([num_pages, None]),
+            "depth": st.integers(1, 2),
+            "caching": st.booleans(),
+            "preempt_every": st.sampled_from([0, 7]),
+        }
+    )
+
+
+def check_with_settings(
+    runner: LocalRunner,
+    made: Sequence[Submit],
+    expected: dict[int, Reply],
+    chosen: Mapping[str, Any],
+    min_accepted: float,
+) -> None:
+    """Check replies with the draft model of a runner, and settings of `engine_settings`.
+
+    All blocks are free in the end. At least this share of the rows accepts the first draft token.
+    """
+    given = dict(chosen)
+    preempt_every = given.pop("preempt_every")
+    engine = make_engine(runner, max_prefill_tokens=256, **given)
+    check(finish(engine, made, preempt_every=preempt_every), expected)
+    pool, stats = engine.scheduler.kv.pool, engine.stats()
+    assert pool.num_available == pool.num_pages
+    assert stats.num_accepted[0] > min_accepted * stats.num_draft_rows

@@ -20,7 +20,7 @@ from draft_grammars import (
     num_matches,
     soaks,
 )
-from draft_requests import check
+from draft_requests import check, check_with_settings, engine_settings, few_examples
 from drafted import (
     Reply,
     check_starts,
@@ -31,8 +31,7 @@ from drafted import (
     soak,
 )
 from host_graphs import capture_decodes
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import given
 from tiny_families import save_reference
 from tokenspeed_testing.requests import request
 
@@ -213,43 +212,12 @@ def test_drafter_with_other_heads_has_its_own_cache_group(
     compare_blocks(other, runner, monkeypatch)
 
 
-@settings(
-    max_examples=3,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(
-    drafts=st.integers(1, NUM_DRAFTS),
-    chunk=st.sampled_from([-1, 13, 32]),
-    num_pages=st.sampled_from([30, None]),
-    depth=st.integers(1, 2),
-    caching=st.booleans(),
-    preempt_every=st.sampled_from([0, 7]),
-)
+@few_examples(3)
+@given(chosen=engine_settings(NUM_DRAFTS, [-1, 13, 32], 30))
 def test_drafter_changes_no_output(
-    runner: LocalRunner,
-    expected: dict[int, Reply],
-    drafts: int,
-    chunk: int,
-    num_pages: int | None,
-    depth: int,
-    caching: bool,
-    preempt_every: int,
+    runner: LocalRunner, expected: dict[int, Reply], chosen: dict[str, Any]
 ) -> None:
-    engine = make_engine(
-        runner,
-        max_drafts=drafts,
-        num_pages=num_pages,
-        depth=depth,
-        caching=caching,
-        chunk_size=chunk,
-        max_prefill_tokens=256,
-    )
-    check(finish(engine, requests(), preempt_every=preempt_every), expected)
-    pool, stats = engine.scheduler.kv.pool, engine.stats()
-    assert pool.num_available == pool.num_pages
-    assert stats.num_accepted[0] > 0.2 * stats.num_draft_rows
+    check_with_settings(runner, requests(), expected, chosen, min_accepted=0.2)
 
 
 def test_captured_drafter_changes_no_output(

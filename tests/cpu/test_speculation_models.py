@@ -21,7 +21,7 @@ from draft_grammars import (
     num_matches,
     soaks,
 )
-from draft_requests import check
+from draft_requests import check, check_with_settings, engine_settings, few_examples
 from draft_statistics import accept_by_force, chi_square, expected_counts
 from drafted import (
     Reply,
@@ -33,8 +33,7 @@ from drafted import (
     soak,
 )
 from host_graphs import capture_decodes
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import given
 from tokenizers import Tokenizer
 from tokenspeed_demo import CHECKPOINT, DEEPSEEK
 from tokenspeed_demo.items import held_out_set
@@ -112,43 +111,12 @@ def expected(runner: LocalRunner) -> dict[int, Reply]:
 
 
 @pytest.mark.slow
-@settings(
-    max_examples=3,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(
-    drafts=st.integers(1, 4),
-    chunk=st.sampled_from([-1, 48, 77]),
-    num_pages=st.sampled_from([44, None]),
-    depth=st.integers(1, 2),
-    caching=st.booleans(),
-    preempt_every=st.sampled_from([0, 7]),
-)
+@few_examples(3)
+@given(chosen=engine_settings(4, [-1, 48, 77], 44))
 def test_draft_layer_changes_no_output(
-    runner: LocalRunner,
-    expected: dict[int, Reply],
-    drafts: int,
-    chunk: int,
-    num_pages: int | None,
-    depth: int,
-    caching: bool,
-    preempt_every: int,
+    runner: LocalRunner, expected: dict[int, Reply], chosen: dict[str, Any]
 ) -> None:
-    engine = make_engine(
-        runner,
-        max_drafts=drafts,
-        num_pages=num_pages,
-        depth=depth,
-        caching=caching,
-        chunk_size=chunk,
-        max_prefill_tokens=256,
-    )
-    check(finish(engine, requests(), preempt_every=preempt_every), expected)
-    pool, stats = engine.scheduler.kv.pool, engine_stats(engine)
-    assert pool.num_available == pool.num_pages
-    assert stats.num_accepted[0] > 0.6 * stats.num_draft_rows
+    check_with_settings(runner, requests(), expected, chosen, min_accepted=0.6)
 
 
 def test_captured_draft_layer_changes_no_output(
