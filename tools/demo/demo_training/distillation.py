@@ -277,9 +277,19 @@ def add_arguments(parser: argparse.ArgumentParser, *, seed: int) -> None:
     )
 
 
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Return the arguments. Exits if no batch has rows of at most `--max-length` tokens."""
+    arguments = parser.parse_args()
+    shortest = min(shape.length for shape in SHAPES)
+    if arguments.max_length < shortest:
+        parser.error(f"--max-length is {arguments.max_length}, expected at least {shortest}")
+    return arguments
+
+
 def run(distillation: Distillation, arguments: argparse.Namespace) -> dict[str, Any]:
     """Train the layer, check it with held-out items, and return a record of both for training.json."""
     start = time.perf_counter()
+    device = torch.device(arguments.device)
     shapes = tuple(
         Shape(max(1, each.rows // arguments.scale), each.length)
         for each in SHAPES
@@ -303,7 +313,7 @@ def run(distillation: Distillation, arguments: argparse.Namespace) -> dict[str, 
         "num_parameters": num_parameters,
         "unrolled": arguments.unrolled,
         "shapes": [asdict(shape) for shape in shapes],
-        "device": torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
         "seconds": seconds,
         "log": log,

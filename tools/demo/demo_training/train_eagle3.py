@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from .data import Encoder
-from .distillation import Distillation, Inputs, add_arguments, run
+from .distillation import Distillation, Inputs, add_arguments, parse, run
 from .eagle3 import Eagle3, target_config
 from .model import ModelConfig, Qwen3
 from .tasks import TrainingItems
@@ -84,7 +84,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--vocabulary-items", type=int, default=2_000, help="conversations to count"
     )
-    return parser.parse_args()
+    arguments = parse(parser)
+    if arguments.out.resolve() == arguments.target.resolve():
+        parser.error(
+            "--out is the folder of --target; choose another one, or the head replaces the model"
+        )
+    return arguments
 
 
 def main() -> None:

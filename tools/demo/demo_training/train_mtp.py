@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from .deepseek_v3 import DeepseekV3, DeepseekV3Config, DraftLayer, Router
-from .distillation import Distillation, Inputs, add_arguments, run
+from .distillation import Distillation, Inputs, add_arguments, parse, run
 from .unrolled import Cache, unrolled_mask
 
 
@@ -73,7 +73,7 @@ def save_layer(model: DeepseekV3, target: Path, folder: Path) -> None:
     for name, old in weights.items():
         if name.startswith(f"{model.draft_prefix}."):
             weights[name] = trained[name].detach().to("cpu", old.dtype).contiguous()
-    if folder != target:
+    if folder.resolve() != target.resolve():
         shutil.copytree(target, folder, dirs_exist_ok=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
@@ -81,14 +81,14 @@ def save_layer(model: DeepseekV3, target: Path, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the draft layer of the DeepSeek-V3 demo.")
     add_arguments(parser, seed=3)
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     torch.manual_seed(arguments.seed)
     torch.set_float32_matmul_precision("high")
     model = load_model(arguments.target).to(arguments.device)
     record = run(MTPDistillation(model), arguments)
     save_layer(model, arguments.target, arguments.out)
     file = arguments.out / "training.json"
-    before = json.loads(file.read_text(encoding="utf-8"))
+    before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     content = json.dumps({**before, "draft_layer": record}, indent=1) + "\n"
     file.write_text(content, encoding="utf-8")
 

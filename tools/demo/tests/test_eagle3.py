@@ -20,6 +20,7 @@ from demo_training.train_eagle3 import (  # noqa: E402
     Eagle3Distillation,
     frequent_tokens,
     load_target,
+    parse_arguments,
     save_checkpoint,
 )
 from tokenizers import Tokenizer  # noqa: E402
@@ -184,3 +185,13 @@ def test_walk_counts_tokens_of_decoding_steps() -> None:
     # Rows 2 to 4 in one step, and row 5 in another one, which has room for one draft.
     assert (result.num_steps, result.num_tokens) == (2, 5)
     assert result.rates == [1.0, 1.0]
+
+
+def test_head_does_not_replace_its_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["train_eagle3", f"--target={tmp_path}", f"--out={tmp_path / 'x' / '..'}"]
+    monkeypatch.setattr("sys.argv", arguments)
+    with pytest.raises(SystemExit):
+        parse_arguments()
+    assert "--target" in capsys.readouterr().err

@@ -11,12 +11,13 @@ from tokenspeed_demo import CHECKPOINT
 torch = pytest.importorskip("torch", reason="training needs torch")
 transformers = pytest.importorskip("transformers")
 
+from demo_training import train_mtp  # noqa: E402
 from demo_training.data import BatchMaker, Shape, batches  # noqa: E402
 from demo_training.deepseek_v3 import DeepseekV3, DeepseekV3Config  # noqa: E402
 from demo_training.distillation import Inputs, train  # noqa: E402
 from demo_training.make import save_checkpoint  # noqa: E402
 from demo_training.train import TrainingConfig  # noqa: E402
-from demo_training.train_mtp import MTPDistillation, load_model, save_layer  # noqa: E402
+from demo_training.train_mtp import MTPDistillation, load_model, main, save_layer  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 from torch import Tensor  # noqa: E402
@@ -134,3 +135,29 @@ def test_training_changes_only_the_draft_layer(folder: Path, tmp_path: Path) -> 
     assert before.keys() == after.keys()
     assert all(before[name].dtype == after[name].dtype for name in before)
     assert (out / "config.json").read_text() == (folder / "config.json").read_text()
+
+
+def test_target_may_have_another_path(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    before = load_file(folder / "model.safetensors")
+    monkeypatch.setattr(train_mtp, "run", lambda distillation, arguments: {"seed": arguments.seed})
+    monkeypatch.setattr("sys.argv", ["train_mtp", f"--target={folder}", f"--out={link}"])
+    main()
+    after = load_file(folder / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    record = json.loads((folder / "training.json").read_text(encoding="utf-8"))
+    assert record == {"draft_layer": {"seed": 3}}, "the target had no record"
+
+
+def test_rows_may_not_be_shorter_than_those_of_all_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["train_mtp", f"--target={tmp_path}", f"--out={tmp_path}", "--max-length=100"]
+    monkeypatch.setattr("sys.argv", arguments)
+    with pytest.raises(SystemExit):
+        main()
+    assert "--max-length" in capsys.readouterr().err
