@@ -188,6 +188,26 @@ def test_time_to_begin_includes_the_time_to_end(monkeypatch: pytest.MonkeyPatch)
     assert drafts._end_seconds < 3.0, "each took a second"
 
 
+def test_sequence_without_a_known_token_has_no_time_to_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, depth, calls = paused_world(monkeypatch)
+    columns, drafts = world.scheduler.columns, world.scheduler.drafts
+    assert isinstance(drafts, drafts_module.HostDrafts)
+    clock = iter(range(1000))
+    monkeypatch.setattr(drafts_module, "perf_counter", lambda: float(next(clock)))
+    slot = columns.decoding().item(0)
+    world.engine.abort([columns.sequence_id.item(slot)])
+    world.submit(request(NUM_SEQUENCES, [1, 2, 3], max_tokens=20))
+    while columns.sequence_id[slot] != NUM_SEQUENCES or not columns.is_decoding[slot]:
+        world.step()
+    assert len(columns.known(slot)) == 3, "its first token is in flight"
+    drafts._end_seconds = 3.0
+    depth.is_paused, depth.seconds = False, 3.0
+    world.step()
+    assert calls.names[:2] == ["begin", "propose"], "the next sequence begins instead"
+
+
 def test_both_proposals_before_a_step_share_the_time_to_begin(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -404,7 +404,6 @@ class HostDrafts(DraftSource):
         for slot in new.tolist():
             if seconds + num_ends * self._end_seconds >= max_seconds:
                 break
-            num_ends += 1
             sequence, known = self._sequences.at(slot).sequence, columns.known(slot)
             if len(known) == sequence.num_prompt:
                 continue  # its first token is in flight
@@ -413,6 +412,7 @@ class HostDrafts(DraftSource):
             self._drafter.begin(slot, known.copy(), sequence.num_prompt, tenant)
             self._sequence_id[slot] = sequence.sequence_id
             self._num_seen[slot] = len(known)
+            num_ends += 1
             seconds = perf_counter() - started_at
         self._depth.spend(seconds)
 
