@@ -167,10 +167,6 @@ class AllDrafts(RecordingDepth):
         """Return the maximum."""
         return self._max_drafts
 
-    def pass_step(self) -> bool:
-        """Return False."""
-        return False
-
     @property
     def is_paused(self) -> bool:
         """Return False."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 from engine_world import MODEL, World
@@ -102,16 +104,20 @@ def test_paused_drafter_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_plain_steps_are_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     world, depth, _ = paused_world(monkeypatch)
     depth.is_paused = False
-    passed, finished = [], []
-    monkeypatch.setattr(depth, "pass_step", lambda: passed.append(1) or True)
+    passed: list[int] = []
+    finished: list[FinishedStep] = []
+    monkeypatch.setattr(depth, "num_unmeasured", 1 << 30)
+    monkeypatch.setattr(depth, "pass_steps", passed.append)
     monkeypatch.setattr(depth, "finish_step", finished.append)
     before = world.engine.num_steps
     world.run()
     world.submit(request(NUM_SEQUENCES, [1, 2, 3], max_tokens=20))
     world.run()
-    assert len(passed) + len(finished) == world.engine.num_steps - before
+    world.scheduler.record_passed_steps()
+    assert sum(passed) + len(finished) == world.engine.num_steps - before
     assert passed
-    assert all(each.num_tokens > each.num_rows for each in finished)
+    is_plain = [each.num_tokens == each.num_rows for each in finished]
+    assert not any(is_plain[1:]), "the scheduler asks after the first step"
     assert len(finished) > 5
     assert [each.num_chunk_tokens for each in finished if each.num_chunk_tokens] == [3]
 
@@ -307,10 +313,15 @@ def test_unwanted_proposals_become_rare() -> None:
 
 
 def test_passed_steps_of_a_pause_count_like_finished_ones() -> None:
-    finishing, passing, num_passed = AdaptiveDepth(1, 4), AdaptiveDepth(1, 4), 0
+    finishing, passing = AdaptiveDepth(1, 4), AdaptiveDepth(1, 4)
+    num_passed = num_waiting = 0
     for number in range(1, 1000):
         step = FinishedStep(1, 1, 0, 0, 1.0)
         if number % 220 == 0:  # a sequence ends
+            if num_waiting:
+                passing.pass_steps(num_waiting)
+                num_passed += num_waiting
+                num_waiting = 0
             finishing.spend(2.5)
             passing.spend(2.5)
             step = step._replace(seconds=3.5)
@@ -321,11 +332,15 @@ def test_passed_steps_of_a_pause_count_like_finished_ones() -> None:
         if number == FIRST_PAUSE + 11:
             step = step._replace(seconds=2.0)
         finishing.finish_step(step)
-        is_passed = passing.pass_step()
-        num_passed += is_passed
-        if not is_passed:
-            passing.finish_step(step)
-        assert passing.account == finishing.account
+        if passing.num_unmeasured > num_waiting:
+            num_waiting += 1
+            continue
+        if num_waiting:
+            passing.pass_steps(num_waiting)
+            num_passed += num_waiting
+            num_waiting = 0
+        passing.finish_step(step)
+        assert asdict(passing.account) == pytest.approx(asdict(finishing.account))
         assert passing.max_drafts(1) == finishing.max_drafts(1)
     assert passing.cost.of(1).num_plain == finishing.cost.of(1).num_plain
     assert num_passed > 300

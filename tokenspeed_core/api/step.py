@@ -138,12 +138,6 @@ class StepPlan:
         """Query tokens of all rows."""
         return int(self.num_query_tokens.sum())
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether all rows are decodes without draft tokens, and no draft model runs after the step."""
-        has_drafts = self.num_draft_tokens or self.next_drafts is not None
-        return not has_drafts and 0 < self.num_decodes == len(self.slots)
-
 
 @dataclass(frozen=True, slots=True)
 class StepSize:

@@ -96,6 +96,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return the counters since the start, and the state of the KV cache."""
         scheduler = self.scheduler
+        scheduler.record_passed_steps()
         return scheduler.counters.snapshot(
             scheduler.kv, scheduler.num_preemptions, scheduler.drafts
         )

@@ -109,6 +109,12 @@ class Account:
         else:
             self.is_first_pause = False
 
+    def pass_steps(self, num_steps: int) -> None:
+        """Record steps of a pause, fewer than are left of it."""
+        earned = min(_MAX_BALANCE, self.balance + num_steps * MAX_LOSS)
+        self.balance = max(self.balance, earned)
+        self.pause -= num_steps
+
     def record(self, saved: float, cost: float = 1.0) -> None:
         """Record a step that took as long as `cost` plain steps and saved `saved` of them; negative: lost.
 
@@ -160,7 +166,7 @@ class AdaptiveDepth:
         self._num_followed = 0  # steps with prompts after which a draft model ran
         self._last_pass = 0  # tokens of the draft model's pass after the last step, if any
         self._plain = 0.0  # seconds of the plain steps that were measured last
-        self._num_unmeasured = 0  # next steps of a pause that are not measured, and pay for nothing
+        self.num_unmeasured = 0  # next steps of a pause that are not measured, and pay for nothing
 
     @property
     def is_paused(self) -> bool:
@@ -202,7 +208,7 @@ class AdaptiveDepth:
     def spend(self, seconds: float) -> None:
         """Record the drafter's time to begin or end sequences. The step that finishes next includes it."""
         self._spent += seconds
-        self._num_unmeasured = 0
+        self.num_unmeasured = 0
 
     def choose(
         self, slots: I64, counts: I32, probabilities: F32 | None, num_rows: int, num_left: int
@@ -315,13 +321,10 @@ class AdaptiveDepth:
         self._accepted_by_all = kept * self._accepted_by_all + in_all
         self._tried_by_all = kept * self._tried_by_all + num_tried
 
-    def pass_step(self) -> bool:
-        """Record a decode step without draft tokens in a pause, unless it is measured, or pays for something."""
-        if not self._num_unmeasured:
-            return False
-        self._num_unmeasured -= 1
-        self.account.earn()
-        return True
+    def pass_steps(self, num_steps: int) -> None:
+        """Record plain steps of a pause, at most `num_unmeasured`."""
+        self.num_unmeasured -= num_steps
+        self.account.pass_steps(num_steps)
 
     def finish_step(self, step: FinishedStep) -> None:
         """Record the duration of a step. Steps with prompt tokens are compared only with each other."""
@@ -340,7 +343,7 @@ class AdaptiveDepth:
             self._finish_decodes(step, last_pass)
         self._num_to_prompt = max(0, self._num_to_prompt - 1)
         pays = self._was_drafting or self._last_pass or self._spent_before or self._owed
-        self._num_unmeasured = 0 if pays else max(0, self.account.pause - _NUM_MEASURED - 1)
+        self.num_unmeasured = 0 if pays else max(0, self.account.pause - _NUM_MEASURED - 1)
 
     def _finish_decodes(self, step: FinishedStep, last_pass: int) -> None:
         """Record a step of decodes. A draft model ran over `last_pass` tokens after the step before it."""

@@ -159,11 +159,15 @@ class DraftDepth(Protocol):
         `choose` may have been called for the next step already.
         """
 
-    def pass_step(self) -> bool:
-        """Record a decode step without draft tokens in a pause, and return True, if its duration does not matter.
+    @property
+    def num_unmeasured(self) -> int:
+        """How many of the next plain steps need no `finish_step`, because their durations do not matter.
 
-        Otherwise do nothing, and return False: `finish_step` follows.
+        In a plain step, all rows are decodes without draft tokens. `finish_step` and `spend` change the number.
         """
+
+    def pass_steps(self, num_steps: int) -> None:
+        """Record plain steps of a pause, at most `num_unmeasured`."""
 
     def finish_step(self, step: FinishedStep) -> None:
         """Learn the duration of a step, before its tokens are observed and its last sequences end."""
@@ -236,9 +240,14 @@ class DraftSource(ABC):
         """Learn how many draft tokens of some rows the model accepted."""
         self._depth.observe(slots, num_drafts, num_accepted)
 
-    def pass_step(self) -> bool:
-        """Return whether a decode step without draft tokens needs no `finish_step`; see `DraftDepth`."""
-        return self._depth.pass_step()
+    @property
+    def num_unmeasured(self) -> int:
+        """How many of the next plain steps need no `finish_step`; see `DraftDepth`."""
+        return self._depth.num_unmeasured
+
+    def pass_steps(self, num_steps: int) -> None:
+        """Record plain steps of a pause, at most `num_unmeasured`."""
+        self._depth.pass_steps(num_steps)
 
     def finish_step(self, step: FinishedStep) -> None:
         """Learn the duration of a step, before its result is applied."""

@@ -72,6 +72,8 @@ class Scheduler:
         self.counters = EngineCounters()
         self.drafts: DraftSource | None = None  # gives decode rows draft tokens to verify
         self._drafts_with_prompts = True
+        # Plain steps that the source of draft tokens need not see: the next ones, and those of which it does not know.
+        self._num_to_pass = self._num_passed = 0
         self._policy = policy
         self._rows = RowPlanner(
             self.columns, kv, self.sequences, whole_prompts=limits.whole_prompts
@@ -93,7 +95,7 @@ class Scheduler:
 
     def wants_results(self) -> bool:
         """Return whether to collect all steps in flight before the next one is planned, for its draft tokens."""
-        if self.drafts is None or self.drafts.is_paused:
+        if self.drafts is None or self._num_to_pass or self.drafts.is_paused:
             return False
         drafts = self._drafts_of_next_step
         return drafts is not None and drafts.wants_results()
@@ -265,17 +267,25 @@ class Scheduler:
         `seconds` and `is_steady` are those of `FinishedStep`. Call `finish_applied` after the launch of the next step.
         """
         flight = self.in_flight.popleft()
-        assert flight.plan.step_id == result.step_id, "results come in the order of the launches"
+        plan = flight.plan
+        assert plan.step_id == result.step_id, "results come in the order of the launches"
         self.kv.retire(result.step_id)
         collected = collect(self.columns, flight, result)
         parts = (collected.tokens, *self._collect_preempted(flight, result, collected))
         drafts, kept = self.drafts, None
-        if drafts is not None and not (flight.plan.is_plain and drafts.pass_step()):
+        has_prompts = len(plan.token_ids) > 0
+        has_drafts = plan.num_draft_tokens or plan.next_drafts is not None
+        if self._num_to_pass and not (has_prompts or has_drafts):
+            self._num_to_pass -= 1
+            self._num_passed += 1
+        elif drafts is not None:
+            self.record_passed_steps()
             # Before sequences end: the drafter ends them too, and that time is part of the next step.
             kept = self._finish_drafts(drafts, flight, parts, seconds=seconds, is_steady=is_steady)
             if result.next_draft_ids is not None and not self.in_flight:
                 self._receive_drafts(drafts, flight, result.next_draft_ids)
-        if len(flight.plan.token_ids):
+            self._num_to_pass = drafts.num_unmeasured
+        if has_prompts:
             self._count_prefills(flight)
         self._applied.append(AppliedStep(flight, result, collected, kept))
         for slot, reason in collected.ended():
@@ -297,7 +307,15 @@ class Scheduler:
         """Finish the applied steps while the sequence in a slot has it, and end its draft tokens."""
         self.finish_applied()
         if self.drafts is not None:
+            self.record_passed_steps()
             self.drafts.end(slot)
+            self._num_to_pass = self.drafts.num_unmeasured
+
+    def record_passed_steps(self) -> None:
+        """Tell the source of draft tokens how many plain steps it has not seen."""
+        if self.drafts is not None and self._num_passed:
+            self.drafts.pass_steps(self._num_passed)
+            self._num_passed = 0
 
     def _count_prefills(self, flight: StepInFlight) -> None:
         """Count the prompts that a step completed."""

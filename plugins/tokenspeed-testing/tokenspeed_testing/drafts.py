@@ -20,6 +20,7 @@ class FixedDepth:
 
     is_paused = False
     budget = 0.0  # the loss is not limited
+    num_unmeasured = 0  # `finish_step` is called after every step
 
     def __init__(self, max_drafts: int) -> None:
         self._max_drafts = max_drafts
@@ -52,9 +53,8 @@ class FixedDepth:
         kept: I32 = np.clip(num_left - (np.cumsum(counts) - counts), 0, counts).astype(np.int32)
         return kept
 
-    def pass_step(self) -> bool:
-        """Return False: `finish_step` is called after every step."""
-        return False
+    def pass_steps(self, num_steps: int) -> None:
+        """Do nothing."""
 
     def begin(self, slot: int) -> None:
         """Do nothing."""
