@@ -28,6 +28,7 @@ class FakeLLM:
     slow: float = 0.0
     raise_at: int = -1
     drafts: bool = False
+    is_draft_paused: bool = False
     calls: list[list[int]] = field(default_factory=list)  # lengths of the prompts of each
     resets: list[int] = field(default_factory=list)  # calls before each reset
     is_shut_down: bool = False
@@ -71,6 +72,7 @@ class FakeLLM:
             num_accepted=(num, num // 2),
             num_output_tokens=0,
             num_drafted=(num, num, num),
+            is_draft_paused=self.is_draft_paused,
         )
 
     def reset_prefix_cache(self) -> None:

@@ -98,6 +98,22 @@ def test_offline_run_without_drafts_has_no_entry() -> None:
     assert "speculation" not in result["runs"][-1]
 
 
+def test_run_of_a_paused_drafter_says_so() -> None:
+    result = results.new("offline", "m", None, {})
+    plan = Offline([load(2, 16, 4, is_fixed=True)])
+    measure(lambda: FakeLLM(is_draft_paused=True), plan, result, lambda run: None)
+    run = result["runs"][-1]
+    assert run["speculation"]["draft_tokens"] == 0
+    assert "draft tokens: none" in of_run(run)
+
+
+def test_paused_server_is_recognized() -> None:
+    gauge = 'tokenspeed:spec_decode_paused{engine="1"} 1.0\n'
+    found = read_counts(page(0, 0, [], 24, "tokenspeed") + gauge)
+    assert found is not None
+    assert found.is_paused
+
+
 def test_served_run_has_its_own_draft_tokens(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -125,6 +125,7 @@ def _drafts(engine: Engine) -> DraftCounts:
         tuple(stats.num_accepted),
         stats.num_output_tokens,
         tuple(stats.num_drafted),
+        stats.is_draft_paused,
     )
 
 

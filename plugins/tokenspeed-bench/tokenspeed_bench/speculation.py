@@ -15,7 +15,7 @@ BAR = 40  # characters of the longest bar
 
 # Of TokenSpeed ("tokenspeed:...") and vLLM ("vllm:...").
 _SAMPLE = re.compile(
-    r"^\w+:(?P<name>spec_decode_\w+|generation_tokens)_total(?P<labels>\{.*\})? (?P<value>\S+)$",
+    r"^\w+:(?P<name>spec_decode_\w+?|generation_tokens)(_total)?(?P<labels>\{.*\})? (?P<value>\S+)$",
     re.MULTILINE,
 )
 _ACCEPTED = "spec_decode_num_accepted_tokens_per_pos"
@@ -29,7 +29,8 @@ class DraftCounts:
 
     `num_steps` counts decodes of a sequence with draft tokens, `num_drafts` these tokens, and `num_accepted` how often
     the first of them was accepted, the second, and so on. `num_outputs` counts generated tokens. `num_drafted` counts the
-    steps with a first draft token, a second, and so on; it is empty for servers that do not report it.
+    steps with a first draft token, a second, and so on; it is empty for servers that do not report it. `is_paused` says
+    whether drafting is paused now.
     """
 
     num_steps: int = 0
@@ -37,6 +38,7 @@ class DraftCounts:
     num_accepted: tuple[int, ...] = ()
     num_outputs: int = 0
     num_drafted: tuple[int, ...] = ()
+    is_paused: bool = False
 
     def since(self, before: DraftCounts) -> DraftCounts:
         """Return the counts after an earlier moment."""
@@ -46,6 +48,7 @@ class DraftCounts:
             _since(self.num_accepted, before.num_accepted),
             self.num_outputs - before.num_outputs,
             _since(self.num_drafted, before.num_drafted),
+            self.is_paused,
         )
 
     def figures(self) -> dict[str, Any]:
@@ -103,6 +106,7 @@ def read_counts(page: str) -> DraftCounts | None:
         _as_tuple(at_position[_ACCEPTED]),
         sums.get("generation_tokens", 0),
         _as_tuple(at_position[_DRAFTED]),
+        is_paused=sums.get("spec_decode_paused", 0) > 0,
     )
 
 
@@ -113,7 +117,7 @@ def _as_tuple(counts: Mapping[int, int]) -> tuple[int, ...]:
 def counted(
     read: Callable[[], DraftCounts | None], before: DraftCounts | None, num_outputs: int
 ) -> dict[str, Any]:
-    """Return the entry of a run for a result, empty without draft tokens.
+    """Return the entry of a run for a result, empty without a drafter.
 
     Waits until the server has counted the run's `num_outputs` tokens, which it does with some delay.
     """
@@ -130,12 +134,15 @@ def counted(
 
 
 def entry(counts: DraftCounts) -> dict[str, Any]:
-    """Return the entry of a run for a result, empty without draft tokens."""
-    return {"speculation": counts.figures()} if counts.num_steps else {}
+    """Return the entry of a run for a result, empty without a drafter."""
+    return {"speculation": counts.figures()} if counts.num_steps or counts.is_paused else {}
 
 
 def histogram(figures: Mapping[str, Any]) -> Iterator[str]:
     """Yield a run's draft tokens as text: a summary, and a bar for each number of accepted drafts."""
+    if not figures["steps"]:
+        yield "  draft tokens: none, because drafting was paused"
+        return
     yield (
         f"  draft tokens: {100 * figures['acceptance']:.1f} % of {figures['draft_tokens']:,} accepted, "
         f"{figures['tokens_per_step']:.2f} tokens per step with drafts ({figures['steps']:,} steps)"
