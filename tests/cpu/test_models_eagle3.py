@@ -276,6 +276,7 @@ WRONG_CONFIGS: tuple[tuple[Json, str], ...] = (
     ({"fc_norm": True}, "fc_norm"),
     ({"tie_word_embeddings": True, "draft_vocab_size": VOCAB}, "tie_word_embeddings"),
     ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
+    ({"eagle_config": 3}, "eagle_config is 3"),
     ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}, "layers 1, 2, 3"),
     ({"transformer_layer_config": {}}, "norm_before_residual"),
 )

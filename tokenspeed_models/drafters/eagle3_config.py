@@ -184,7 +184,9 @@ def _layers(
     `outputs` and `eagle_config` name layers by their output, and speculators name them by their input.
     """
     nested = config.get("eagle_config")
-    if isinstance(nested, Mapping):
+    if nested is not None and not isinstance(nested, Mapping):
+        raise ValueError(f"config.json: eagle_config is {nested!r}, expected an object")
+    if nested is not None:
         if nested.get("use_aux_hidden_state") is False:
             raise ValueError(
                 "config.json: eagle_config.use_aux_hidden_state is false: the head reads the last hidden state only, "
