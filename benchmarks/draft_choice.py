@@ -163,6 +163,11 @@ class RecordingDepth(AdaptiveDepth):
 class AllDrafts(RecordingDepth):
     """Verifies all proposed tokens in every step."""
 
+    def finish_step(self, step: FinishedStep) -> None:
+        """Record the step. The next one is recorded too."""
+        super().finish_step(step)
+        self.num_unmeasured = 0
+
     def max_drafts(self, num_rows: int) -> int:
         """Return the maximum."""
         return self._max_drafts
