@@ -274,8 +274,9 @@ class Scheduler:
         parts = (collected.tokens, *self._collect_preempted(flight, result, collected))
         drafts, kept = self.drafts, None
         has_prompts = len(plan.token_ids) > 0
-        has_drafts = plan.num_draft_tokens or plan.next_drafts is not None
-        if self._num_to_pass and not (has_prompts or has_drafts):
+        if self._num_to_pass and not (
+            has_prompts or plan.num_draft_tokens or plan.next_drafts is not None
+        ):
             self._num_to_pass -= 1
             self._num_passed += 1
         elif drafts is not None:

@@ -155,6 +155,13 @@ class Router(nn.Module):
         self.load.zero_()
 
 
+def balance_experts(model: nn.Module) -> None:
+    """Balance the experts of all layers."""
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.balance()
+
+
 class Experts(nn.Module):
     """Routed and shared experts. All are computed for all tokens: together they are as wide as one MLP."""
 
@@ -283,9 +290,7 @@ class DeepseekV3(nn.Module):
 
     def after_step(self) -> None:
         """Balance the experts."""
-        for module in self.modules():
-            if isinstance(module, Router):
-                module.balance()
+        balance_experts(self)
 
     def checkpoint(self) -> dict[str, Tensor]:
         """The weights under the published names: one tensor per expert, and the draft layer's copies."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import time
 from abc import ABC, abstractmethod
@@ -22,10 +21,9 @@ from torch import Tensor, nn
 from .data import Batch, BatchMaker, Encoder, Shape, batches
 from .train import (
     LanguageModel,
+    Optimization,
     TrainingConfig,
     held_out_samples,
-    learning_rate_scale,
-    make_optimizers,
 )
 from .unrolled import unrolled_mask
 
@@ -224,28 +222,14 @@ def train(
 ) -> list[str]:
     """Train the layer in place. Print the log, and return its lines."""
     log: list[str] = []
-    layer = distillation.layer
-    optimizers = make_optimizers(layer, config)
-    rates = config.matrix_learning_rate, config.other_learning_rate
-    start = time.perf_counter()
+    optimization = Optimization(distillation.layer, config)
     for step, batch in enumerate(data):
-        time_share = (time.perf_counter() - start) / (config.seconds or math.inf)
-        scale = learning_rate_scale(max((step + 0.5) / config.steps, time_share), config.warmup)
-        for optimizer, rate in zip(optimizers, rates, strict=True):
-            for group in optimizer.param_groups:
-                group["lr"] = rate * scale
+        is_last = optimization.begin(step)
         loss = distillation.loss(distillation.load(batch), num_steps)
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        optimization.update(loss)
         distillation.after_step()
-        is_last = step + 1 == config.steps or time_share > 1
         if step % config.log_interval == 0 or is_last:
-            log.append(
-                f"step {step} loss {loss.item():.4f} {time.perf_counter() - start:.1f} s",
-            )
+            log.append(f"step {step} loss {loss.item():.4f} {optimization.seconds:.1f} s")
             print(log[-1], flush=True)
         if is_last:
             break

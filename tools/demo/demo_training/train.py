@@ -121,6 +121,40 @@ def make_optimizers(model: nn.Module, config: TrainingConfig) -> list[torch.opti
     ]
 
 
+class Optimization:
+    """Updates a model's weights, at a learning rate that falls to zero after `config.steps` or `config.seconds`."""
+
+    def __init__(self, model: nn.Module, config: TrainingConfig) -> None:
+        """Start the clock."""
+        self._model, self._config = model, config
+        self._optimizers = make_optimizers(model, config)
+        self._start = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """The time since the start."""
+        return time.perf_counter() - self._start
+
+    def begin(self, step: int) -> bool:
+        """Set the learning rates of a step, counted from 0. Return whether it is the last one."""
+        config = self._config
+        time_share = self.seconds / (config.seconds or math.inf)
+        scale = learning_rate_scale(max((step + 0.5) / config.steps, time_share), config.warmup)
+        rates = config.matrix_learning_rate, config.other_learning_rate
+        for optimizer, rate in zip(self._optimizers, rates, strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * scale
+        return step + 1 == config.steps or time_share > 1
+
+    def update(self, loss: Tensor) -> None:
+        """Update the weights by the gradients of a loss."""
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 Forward = Callable[[Inputs], tuple[Tensor, Tensor]]
 
 
@@ -212,29 +246,17 @@ def train(
 
     loader = Loader(config.shape, device, config.prompt_weight)
     forward = make_forward(model, device)
-    optimizers = make_optimizers(model, config)
-    start = time.perf_counter()
+    optimization = Optimization(model, config)
     for step, batch in enumerate(data):
-        time_share = (time.perf_counter() - start) / (config.seconds or math.inf)
-        scale = learning_rate_scale(max((step + 0.5) / config.steps, time_share), config.warmup)
-        for optimizer, rate in zip(
-            optimizers, (config.matrix_learning_rate, config.other_learning_rate), strict=True
-        ):
-            for group in optimizer.param_groups:
-                group["lr"] = rate * scale
+        is_last = optimization.begin(step)
         loss, _ = forward(loader.load(batch))
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        optimization.update(loss)
         model.after_step()
-        last = step + 1 == config.steps or time_share > 1
-        if step % config.log_interval == 0 or last:
-            say(f"step {step} loss {loss.item():.4f} {time.perf_counter() - start:.1f} s")
-        if (step + 1) % config.check_interval == 0 or last:
+        if step % config.log_interval == 0 or is_last:
+            say(f"step {step} loss {loss.item():.4f} {optimization.seconds:.1f} s")
+        if (step + 1) % config.check_interval == 0 or is_last:
             scores = check(forward, loader, samples, device)
             say("held-out " + " ".join(f"{task} {score:.3f}" for task, score in scores.items()))
-        if last:
+        if is_last:
             break
     return log

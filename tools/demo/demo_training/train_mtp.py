@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .deepseek_v3 import DeepseekV3, DeepseekV3Config, DraftLayer, Router
+from .deepseek_v3 import DeepseekV3, DeepseekV3Config, DraftLayer, balance_experts
 from .distillation import Distillation, Inputs, add_arguments, parse, run
 from .unrolled import Cache, unrolled_mask
 
@@ -61,9 +61,7 @@ class MTPDistillation(Distillation):
 
     def after_step(self) -> None:
         """Balance the experts."""
-        for module in self.layer.modules():
-            if isinstance(module, Router):
-                module.balance()
+        balance_experts(self.layer)
 
 
 def save_layer(model: DeepseekV3, target: Path, folder: Path) -> None:
