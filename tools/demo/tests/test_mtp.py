@@ -23,33 +23,20 @@ from tokenizers import Tokenizer  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 TOKENIZER = Path(CHECKPOINT.path) / "tokenizer.json"
-TINY = DeepseekV3Config(
-    hidden_size=32,
-    intermediate_size=64,
-    moe_intermediate_size=8,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    q_lora_rank=16,
-    kv_lora_rank=16,
-    qk_nope_head_dim=8,
-    qk_rope_head_dim=8,
-    v_head_dim=8,
-)
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, tiny_deepseek: DeepseekV3Config) -> Path:
     """A checkpoint with random weights."""
     torch.manual_seed(1)
-    model = DeepseekV3(TINY)
+    model = DeepseekV3(tiny_deepseek)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" not in name:
                 parameter.normal_(std=0.2)
     home = tmp_path / "before"
     home.mkdir()
-    save_checkpoint(model, TINY, Tokenizer.from_file(str(TOKENIZER)), home)
+    save_checkpoint(model, tiny_deepseek, Tokenizer.from_file(str(TOKENIZER)), home)
     (home / "tokenizer.json").write_bytes(TOKENIZER.read_bytes())
     return home
 
@@ -63,7 +50,9 @@ def draft_with_transformers(
     only layer and its norm are those of the draft layer.
     """
     weights = load_file(folder / "model.safetensors")
-    prefix = f"model.layers.{TINY.num_hidden_layers}."
+    config = json.loads((folder / "config.json").read_text())
+    prefix = f"model.layers.{config['num_hidden_layers']}."
+    eps: float = config["rms_norm_eps"]
     renamed = {
         f"model.layers.0.{name.removeprefix(prefix)}": value
         for name, value in weights.items()
@@ -78,13 +67,12 @@ def draft_with_transformers(
     renamed["lm_head.weight"] = weights["lm_head.weight"]
     home.mkdir()
     save_file(renamed, home / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
     config.update(num_hidden_layers=1, first_k_dense_replace=0, num_nextn_predict_layers=0)
     (home / "config.json").write_text(json.dumps(config))
     model = transformers.AutoModelForCausalLM.from_pretrained(home, dtype=torch.float32).model
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:
-        return x * (x.square().mean(-1, keepdim=True) + TINY.rms_norm_eps).rsqrt() * weight
+        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
 
     drafted = []
     while True:
@@ -128,7 +116,7 @@ def test_training_changes_only_the_draft_layer(folder: Path, tmp_path: Path) -> 
     save_layer(model, folder, out)
     before, after = (load_file(each / "model.safetensors") for each in (folder, out))
     changed = {name for name in before if not torch.equal(before[name], after[name])}
-    layer = f"model.layers.{TINY.num_hidden_layers}."
+    layer = f"{model.draft_prefix}."
     copies = {f"{layer}embed_tokens.weight", f"{layer}shared_head.head.weight"}
     assert {name for name in before if name.startswith(layer)} - copies >= changed
     assert f"{layer}mlp.experts.3.down_proj.weight" in changed

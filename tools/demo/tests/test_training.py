@@ -29,19 +29,6 @@ FOLDER = Path(CHECKPOINT.path)
 TINY = ModelConfig(
     hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, head_dim=16
 )
-TINY_DEEPSEEK = DeepseekV3Config(
-    hidden_size=32,
-    intermediate_size=64,
-    moe_intermediate_size=8,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    q_lora_rank=16,
-    kv_lora_rank=16,
-    qk_nope_head_dim=8,
-    qk_rope_head_dim=8,
-    v_head_dim=8,
-)
 CPU = torch.device("cpu")
 
 
@@ -118,12 +105,12 @@ def test_a_few_steps_lower_the_loss() -> None:
     assert losses[-1] < losses[0] - 0.3
 
 
-def test_deepseek_equals_transformers(tmp_path: Path) -> None:
+def test_deepseek_equals_transformers(tmp_path: Path, tiny_deepseek: DeepseekV3Config) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(1)
     shape = Shape(1, 256)
     config = TrainingConfig(steps=6, shape=shape, log_interval=5, check_interval=1000)
-    model = DeepseekV3(TINY_DEEPSEEK)
+    model = DeepseekV3(tiny_deepseek)
     tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
     log = train(
         model, batches(BatchMaker(1, FOLDER / "tokenizer.json", shape), 6, 0), {}, config, CPU
@@ -136,7 +123,7 @@ def test_deepseek_equals_transformers(tmp_path: Path) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())
-    save_checkpoint(model, TINY_DEEPSEEK, tokenizer, tmp_path)
+    save_checkpoint(model, tiny_deepseek, tokenizer, tmp_path)
     reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     tokens = torch.randint(0, 1536, (2, 40), generator=torch.Generator().manual_seed(1))
     causal = torch.ones(1, 1, 40, 40, dtype=torch.bool).tril()
