@@ -1,13 +1,13 @@
 """Measure the decoding speed of the demo model with and without drafters, on tasks of its score set.
 
 For each number of users and each task, the engines without and with each drafter answer a few items in turn. Their order
-rotates. Each of the `--repeats` has new items, so that no drafter has seen the answers. `speedup` is the ratio of
-wall-clock times, `interval` its 95 % bootstrap interval over the turns, and `cpu_speedup` the ratio of the process's CPU
-times, which depend less on other load. The drafter `none` in `--drafters` is a control. `equal` is the share of answers
-that equal those without drafts: 1 on a CPU in float32; elsewhere rounding may change a choice between almost equal
-logits. `accepted` is the share of draft tokens that the model accepted. Example:
+rotates, and no drafter has seen the answers before. `speedup` is the ratio of wall-clock times, `interval` its 95 %
+bootstrap interval over the turns, and `cpu_speedup` the ratio of the process's CPU times, which depend less on other
+load. The drafter `none` in `--drafters` is a control. `equal` is the share of answers that equal those without drafts:
+1 on a CPU in float32; elsewhere rounding may change a choice between almost equal logits. `accepted` is the share of
+draft tokens that the model accepted. The task `all` sums up the others. Example:
 
-    OMP_NUM_THREADS=1 python benchmarks/speculation.py --drafters none,ngram,suffix --users 1,8 --items 24
+    OMP_NUM_THREADS=1 python benchmarks/speculation.py --drafters none,ngram,suffix --users 1,8 --items 72
     python benchmarks/speculation.py --model demo-deepseek --drafters none,mtp --num-draft-tokens 4
 """
 
@@ -17,6 +17,7 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -43,18 +44,48 @@ def speedup(plain: Sequence[float], own: Sequence[float]) -> tuple[float, list[f
     return round(sum(plain) / sum(own), 3), interval.round(3).tolist()
 
 
-def prompts_of(task: str, num_items: int, repeat: int) -> list[dict[str, Any]]:
-    """Return the prompts of some items of a task as token ids."""
+def prompts_of(task: str, num_items: int) -> list[dict[str, Any]]:
+    """Return the prompts of the first items of a task as token ids."""
     tokenizer = Tokenizer.from_file(str(TEMPLATE.parent / "tokenizer.json"))
     renderer = Renderer()
     return [
         {"prompt_token_ids": tokenizer.encode(renderer.prompt(item), add_special_tokens=False).ids}
-        for item in held_out_set(task, num_items * (repeat + 1))[num_items * repeat :]
+        for item in held_out_set(task, num_items)
     ]
 
 
+@dataclass(slots=True)
+class Counts:
+    """What an engine did in the turns of a task: seconds of each turn, and numbers of tokens and answers."""
+
+    seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+    num_answers: int = 0
+    num_equal: int = 0
+    num_drafts: int = 0
+    num_accepted: int = 0
+
+    def add(self, other: Counts) -> None:
+        """Add the turns of another task."""
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+
+    def row(self, plain: Counts) -> dict[str, Any]:
+        """Return the figures to print, relative to an engine without drafts that ran the same turns."""
+        ratio, interval = speedup(plain.seconds, self.seconds)
+        return {
+            "tokens_per_s": round(self.num_tokens / sum(self.seconds), 1),
+            "speedup": ratio,
+            "interval": interval,
+            "cpu_speedup": round(sum(plain.cpu_seconds) / sum(self.cpu_seconds), 3),
+            "equal": round(self.num_equal / self.num_answers, 2),
+            "accepted": round(self.num_accepted / self.num_drafts, 2) if self.num_drafts else None,
+        }
+
+
 class Engine:
-    """A demo model with a drafter ("none": without), and the seconds of its runs."""
+    """A demo model with a drafter ("none": without)."""
 
     def __init__(
         self, model: str, drafter: str, num_draft_tokens: int, num_users: int, dtype: Any
@@ -69,36 +100,57 @@ class Engine:
             }
         self.drafter = drafter
         self.llm = LLM(dtype=dtype, max_num_seqs=num_users, max_total_tokens=65536, **settings)
-        self.seconds: list[float] = []
-        self.cpu_seconds: list[float] = []
-        self.num_tokens = self.num_equal = 0
 
-    def clear(self) -> None:
-        """Discard the measurements."""
-        self.seconds.clear()
-        self.cpu_seconds.clear()
-        self.num_tokens = self.num_equal = 0
-
-    def run(self, prompts: list[dict[str, Any]]) -> list[list[int]]:
-        """Answer all prompts with an empty prefix cache, and note the seconds."""
+    def run(self, prompts: list[dict[str, Any]], counts: Counts) -> list[list[int]]:
+        """Answer all prompts with an empty prefix cache, and count the time and the tokens."""
         self.llm.reset_prefix_cache()
+        drafts_before, accepted_before = self._drafts()
         started, cpu_started = time.perf_counter(), time.process_time()
         outputs = self.llm.generate(
             prompts, SamplingParams(temperature=0, max_tokens=256), use_tqdm=False
         )
-        self.seconds.append(time.perf_counter() - started)
-        self.cpu_seconds.append(time.process_time() - cpu_started)
-        return [list(output.outputs[0].token_ids) for output in outputs]
+        counts.seconds.append(time.perf_counter() - started)
+        counts.cpu_seconds.append(time.process_time() - cpu_started)
+        drafts, accepted = self._drafts()
+        counts.num_drafts += drafts - drafts_before
+        counts.num_accepted += accepted - accepted_before
+        answers = [list(output.outputs[0].token_ids) for output in outputs]
+        counts.num_answers += len(answers)
+        counts.num_tokens += sum(map(len, answers))
+        return answers
 
-    def note(self, answers: list[list[int]], expected: list[list[int]]) -> None:
-        """Count the tokens of answers, and those that equal the expected ones."""
-        self.num_tokens += sum(map(len, answers))
-        self.num_equal += sum(map(list.__eq__, answers, expected))
-
-    def drafts(self) -> tuple[int, tuple[int, ...]]:
-        """Return the draft tokens since the start, and how many were accepted at each position."""
+    def _drafts(self) -> tuple[int, int]:
+        """Return the verified and the accepted draft tokens since the start."""
         stats = self.llm.stats()
-        return stats.num_draft_tokens, stats.num_accepted
+        return stats.num_draft_tokens, sum(stats.num_accepted)
+
+
+def measure(
+    engines: Sequence[Engine], prompts: list[dict[str, Any]], num_users: int
+) -> list[Counts]:
+    """Let all engines answer the prompts of a task in turns. Returns the counts of each."""
+    counts = [Counts() for _ in engines]
+    places = range(len(engines))
+    size = max(TURN, num_users)
+    for turn, start in enumerate(range(0, len(prompts), size)):
+        first = turn % len(engines)
+        order = [*places[first:], *places[:first]]
+        answers = {
+            place: engines[place].run(prompts[start : start + size], counts[place])
+            for place in order
+        }
+        for place in places:
+            counts[place].num_equal += sum(map(list.__eq__, answers[place], answers[0]))
+    return counts
+
+
+def show(task: str, num_users: int, engines: Sequence[Engine], counts: Sequence[Counts]) -> None:
+    """Print a line for each engine."""
+    for engine, own in zip(engines, counts, strict=True):
+        row = own.row(counts[0])
+        labels = {"task": task, "users": num_users, "drafter": engine.drafter}
+        print(json.dumps(labels | row), flush=True)
+        assert row["equal"] >= MIN_EQUAL, "draft tokens change the answers"
 
 
 def main() -> None:
@@ -110,8 +162,7 @@ def main() -> None:
     parser.add_argument("--drafters", default="ngram,suffix", help="drafters to compare")
     parser.add_argument("--tasks", default=TASKS, help="tasks to run")
     parser.add_argument("--users", default="1,8", help="numbers of concurrent users")
-    parser.add_argument("--items", type=int, default=24, help="items of a task per repeat")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each task")
+    parser.add_argument("--items", type=int, default=72, help="items of each task, at most 1,000")
     parser.add_argument("--num-draft-tokens", type=int, default=9, help="as for serve")
     parser.add_argument("--dtype", default="float32", help="as for serve")
     arguments = parser.parse_args()
@@ -121,45 +172,13 @@ def main() -> None:
             Engine(arguments.model, drafter, arguments.num_draft_tokens, num_users, arguments.dtype)
             for drafter in ("none", *arguments.drafters.split(","))
         ]
+        totals = [Counts() for _ in engines]
         for task in arguments.tasks.split(","):
-            before = [engine.drafts() for engine in engines]
-            for engine in engines:
-                engine.clear()
-            prompts = [
-                prompt
-                for repeat in range(arguments.repeats)
-                for prompt in prompts_of(task, arguments.items, repeat)
-            ]
-            size = max(TURN, num_users)
-            for turn, start in enumerate(range(0, len(prompts), size)):
-                first = turn % len(engines)
-                order = engines[first:] + engines[:first]
-                answers = {
-                    id(engine): engine.run(prompts[start : start + size]) for engine in order
-                }
-                expected = answers[id(engines[0])]
-                for engine in engines:
-                    engine.note(answers[id(engine)], expected)
-            num_answers = arguments.items * arguments.repeats
-            plain = engines[0]
-            for engine, (num_before, accepted_before) in zip(engines, before, strict=True):
-                ratio, interval = speedup(plain.seconds, engine.seconds)
-                num_drafts, accepted = engine.drafts()
-                num_proposed = num_drafts - num_before
-                num_accepted = sum(accepted) - sum(accepted_before)
-                row = {
-                    "task": task,
-                    "users": num_users,
-                    "drafter": engine.drafter,
-                    "tokens_per_s": round(engine.num_tokens / sum(engine.seconds), 1),
-                    "speedup": ratio,
-                    "interval": interval,
-                    "cpu_speedup": round(sum(plain.cpu_seconds) / sum(engine.cpu_seconds), 3),
-                    "equal": round(engine.num_equal / num_answers, 2),
-                    "accepted": round(num_accepted / num_proposed, 2) if num_proposed else None,
-                }
-                print(json.dumps(row), flush=True)
-                assert row["equal"] >= MIN_EQUAL, "draft tokens change the answers"
+            counts = measure(engines, prompts_of(task, arguments.items), num_users)
+            show(task, num_users, engines, counts)
+            for total, own in zip(totals, counts, strict=True):
+                total.add(own)
+        show("all", num_users, engines, totals)
         for engine in engines:
             engine.llm.shutdown()
 
