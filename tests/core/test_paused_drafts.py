@@ -101,8 +101,12 @@ def test_paused_drafter_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls.in_flight == [2] * 10, "two steps are in flight, as without a drafter"
 
 
-def test_only_plain_steps_are_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_model", [False, True])
+def test_prompts_are_passed_without_a_draft_model(
+    monkeypatch: pytest.MonkeyPatch, has_model: bool
+) -> None:
     world, depth, _ = paused_world(monkeypatch)
+    monkeypatch.setattr(world.scheduler.drafts, "has_model", has_model)
     depth.is_paused = False
     passed: list[int] = []
     finished: list[FinishedStep] = []
@@ -114,12 +118,14 @@ def test_only_plain_steps_are_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     world.submit(request(NUM_SEQUENCES, [1, 2, 3], max_tokens=20))
     world.run()
     world.engine.stats()  # they include the steps that were passed last
-    assert sum(passed) + len(finished) == world.engine.num_steps - before
+    num_prompts = 1 - has_model
+    assert sum(passed) + len(finished) == world.engine.num_steps - before - num_prompts
     assert passed
     is_plain = [each.num_tokens == each.num_rows for each in finished]
     assert not any(is_plain[1:]), "the scheduler asks after the first step"
     assert len(finished) > 5
-    assert [each.num_chunk_tokens for each in finished if each.num_chunk_tokens] == [3]
+    chunks = [each.num_chunk_tokens for each in finished if each.num_chunk_tokens]
+    assert chunks == ([3] if has_model else [])
 
 
 def test_drafter_gets_the_tokens_of_a_pause_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,7 +163,8 @@ class DraftDepth(Protocol):
     def num_unmeasured(self) -> int:
         """How many of the next plain steps need no `finish_step`, because their durations do not matter.
 
-        In a plain step, all rows are decodes without draft tokens. `finish_step` and `spend` change the number.
+        In a plain step, all rows are decodes without draft tokens. Without a draft model, the steps with prompts among
+        them need none either. `finish_step` and `spend` change the number.
         """
 
     def pass_steps(self, num_steps: int) -> None:

@@ -272,21 +272,13 @@ class Scheduler:
         self.kv.retire(result.step_id)
         collected = collect(self.columns, flight, result)
         parts = (collected.tokens, *self._collect_preempted(flight, result, collected))
-        drafts, kept = self.drafts, None
-        has_prompts = len(plan.token_ids) > 0
-        if self._num_to_pass and not (
-            has_prompts or plan.num_draft_tokens or plan.next_drafts is not None
-        ):
-            self._num_to_pass -= 1
-            self._num_passed += 1
-        elif drafts is not None:
-            self.record_passed_steps()
+        kept = None
+        if self.drafts is not None:
             # Before sequences end: the drafter ends them too, and that time is part of the next step.
-            kept = self._finish_drafts(drafts, flight, parts, seconds=seconds, is_steady=is_steady)
-            if result.next_draft_ids is not None and not self.in_flight:
-                self._receive_drafts(drafts, flight, result.next_draft_ids)
-            self._num_to_pass = drafts.num_unmeasured
-        if has_prompts:
+            kept = self._finish_drafts(
+                self.drafts, flight, result, parts, seconds=seconds, is_steady=is_steady
+            )
+        if len(plan.token_ids):
             self._count_prefills(flight)
         self._applied.append(AppliedStep(flight, result, collected, kept))
         for slot, reason in collected.ended():
@@ -330,18 +322,30 @@ class Scheduler:
         self,
         drafts: DraftSource,
         flight: StepInFlight,
+        result: StepResult,
         parts: tuple[NewTokens, ...],
         *,
         seconds: float,
         is_steady: bool,
     ) -> I32 | None:
-        """Tell the source about a collected step. `parts` are the tokens that sequences keep.
+        """Tell the source about a collected step, unless it need not know. `parts` are the tokens that sequences keep.
 
         Returns how many tokens each decode row keeps; None if the step had no draft tokens.
         """
         plan = flight.plan
+        has_prompts = len(plan.token_ids) > 0
+        is_seen = plan.num_draft_tokens or plan.next_drafts is not None
+        if self._num_to_pass and not (is_seen or (has_prompts and drafts.has_model)):
+            if not has_prompts:
+                self._num_to_pass -= 1
+                self._num_passed += 1
+            return None
+        self.record_passed_steps()
         kept = num_kept(flight, parts)[: plan.num_decodes] if plan.num_draft_tokens else None
         drafts.finish_step(FinishedStep.of(plan, kept, seconds, is_steady=is_steady))
+        if result.next_draft_ids is not None and not self.in_flight:
+            self._receive_drafts(drafts, flight, result.next_draft_ids)
+        self._num_to_pass = drafts.num_unmeasured
         return kept
 
     def _observe_drafts(self, drafts: DraftSource, step: AppliedStep, kept: I32) -> None:
