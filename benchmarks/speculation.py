@@ -1,7 +1,7 @@
 """Measure the decoding speed of the demo model with and without drafters, on tasks of its score set.
 
-For each number of users and each task, the engines without and with each drafter answer a few items in turn. Their order
-rotates, and no drafter has seen the answers before. `speedup` is the ratio of wall-clock times, `interval` its 95 %
+For each number of users and each task, the engines without and with each drafter answer a few items in turn, in random
+order. No drafter has seen the answers before. `speedup` is the ratio of wall-clock times, `interval` its 95 %
 bootstrap interval over the turns, and `cpu_speedup` the ratio of the process's CPU times, which depend less on other
 load. The drafter `none` in `--drafters` is a control. `equal` is the share of answers that equal those without drafts:
 1 on a CPU in float32; elsewhere rounding may change a choice between almost equal logits. `accepted` is the share of
@@ -18,6 +18,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -130,16 +131,16 @@ def measure(
 ) -> list[Counts]:
     """Let all engines answer the prompts of a task in turns. Returns the counts of each."""
     counts = [Counts() for _ in engines]
-    places = range(len(engines))
     size = max(TURN, num_users)
-    for turn, start in enumerate(range(0, len(prompts), size)):
-        first = turn % len(engines)
-        order = [*places[first:], *places[:first]]
+    order = list(range(len(engines)))
+    random = Random(0)
+    for start in range(0, len(prompts), size):
+        random.shuffle(order)
         answers = {
             place: engines[place].run(prompts[start : start + size], counts[place])
             for place in order
         }
-        for place in places:
+        for place in order:
             counts[place].num_equal += sum(map(list.__eq__, answers[place], answers[0]))
     return counts
 
