@@ -41,7 +41,7 @@ class Tiling:
 
     A tile has `block_m` rows (query tokens times query heads of a KV head) and `block_n` keys per iteration. With too
     few rows to fill the device, keys are split into parts of at least `min_split`. A program merges the parts of
-    `num_merged` rows at once.
+    `num_merged` rows at once. Up to `num_parts` parts are merged by one program, more by several.
     """
 
     block_m: int
@@ -50,6 +50,7 @@ class Tiling:
     num_stages: int
     min_split: int = 64
     num_merged: int = 4
+    num_parts: int = MERGED_PARTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,7 @@ class TritonAttention:
             max(16, triton.next_power_of_2(size)) for size in (problem.head_size, problem.out_size)
         )
         wide = problem.dtype == "float32" or max(self._block_d, self._block_v) > 128
+        self._decode_few = decode_tiling or (Tiling(16, 32, 2, 2) if wide else Tiling(16, 64, 4, 2))
         self._decode = decode_tiling or (Tiling(16, 32, 2, 2) if wide else Tiling(16, 64, 2, 3))
         self._decode_many = decode_tiling or (
             Tiling(16, 32, 2, 2) if wide else Tiling(16, 32, 1, 3)
@@ -113,7 +115,7 @@ class TritonAttention:
         )
         # With draft tokens, more rows are merged, so fewer parts. Few rows get tiles that are merged in one pass.
         self._spread = decode_tiling or (
-            Tiling(16, 32, 2, 2, 128, 8) if wide else Tiling(16, 64, 2, 3, 128, 8)
+            Tiling(16, 32, 2, 2, 128, 8, 16) if wide else Tiling(16, 64, 2, 3, 128, 8, 16)
         )
         self._drafts = decode_tiling or (
             Tiling(16, 32, 4, 2, 256, 8) if wide else Tiling(16, 64, 4, 3, 256, 16)
@@ -131,10 +133,10 @@ class TritonAttention:
         num_slots = NUM_SLOTS[problem.phase]
         self._partial = torch.empty((num_slots, self._block_v), dtype=torch.float32, device=device)
         self._lse = torch.empty(num_slots, dtype=torch.float32, device=device)
-        num_programs = max(
-            limits.max_num_rows * problem.num_kv_heads, SPREAD * self.num_multiprocessors
+        num_counts = max(
+            limits.max_num_rows * problem.num_kv_heads * (MERGED_PARTS + 1),
+            SPREAD * self.num_multiprocessors * (self._spread.num_parts + 1),
         )
-        num_counts = num_programs * (MERGED_PARTS + 1)
         self._arrived = torch.zeros(num_counts, dtype=torch.int32, device=device)
         self.shared = SharedPrefix(problem, limits, device, self._block_d, self._block_v)
         self._first_layer: int | None = None  # the address of its keys
@@ -224,8 +226,8 @@ class TritonAttention:
         programs_per_sm = programs // self.num_multiprocessors
         if programs_per_sm >= MANY_PER_SM:
             return self._decode_many
-        if is_shared and programs_per_sm < FULL:
-            return self._decode_shared
+        if programs_per_sm < FULL:
+            return self._decode_shared if is_shared else self._decode_few
         if not is_shared and step.overlaps_prefill and programs_per_sm >= SOME_PER_SM:
             return self._decode_overlapped
         return self._decode
@@ -305,7 +307,7 @@ class TritonAttention:
             SHARED_BLOCK_N=SHARED_BLOCK_N,
             PDL=self._pdl,
             MEMBERS=tiling.num_merged,
-            PARTS=MERGED_PARTS,
+            PARTS=tiling.num_parts,
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
             launch_pdl=self._pdl,
