@@ -296,7 +296,7 @@ def test_attention_precompiles_every_variant_of_a_step(
     assert "attend" in precompiled
 
 
-@pytest.mark.parametrize(("max_drafts", "num_compiled"), [(0, 14), (8, 21)])
+@pytest.mark.parametrize(("max_drafts", "num_compiled"), [(0, 15), (8, 22)])
 def test_attention_of_a_model_compiles_few_variants(
     monkeypatch: pytest.MonkeyPatch, compiler: Compiler, max_drafts: int, num_compiled: int
 ) -> None:
