@@ -49,7 +49,12 @@ def test_rows_with_drafts_share_one_tile_each(
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize(
     ("num_kv_heads", "rows", "num_tiles"),
-    [(2, Rows((5,), (301,)), 3), (1, Rows((2, 0, 3), (700, 0, 3)), 6), (1, Rows((9,), (1024,)), 5)],
+    [
+        (2, Rows((5,), (301,)), 3),
+        (1, Rows((2, 0, 3), (700, 0, 3)), 6),
+        (1, Rows((9,), (1024,)), 5),
+        (1, Rows((2,), (1500,)), 1),  # 12 parts, merged in one pass
+    ],
 )
 def test_queries_of_few_rows_have_several_tiles(
     num_kv_heads: int, rows: Rows, num_tiles: int, window: int | None
