@@ -57,7 +57,7 @@ def prompts_of(task: str, num_items: int) -> list[dict[str, Any]]:
 
 @dataclass(slots=True)
 class Counts:
-    """What an engine did in the turns of a task: seconds of each turn, and numbers of tokens and answers."""
+    """Measurements of an engine on a task: the seconds of each turn, and the numbers of tokens and answers."""
 
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
