@@ -28,6 +28,8 @@ SOME_PER_SM, MANY_PER_SM = 3, 7
 FULL = 2  # programs per multiprocessor that keep it busy
 SPREAD = 1  # programs per multiprocessor, before splitting, up to which the queries of a row get several tiles
 WANTED = 4  # programs per multiprocessor that splitting aims at
+# With few KV heads, the keys that rows do not share are read fastest by larger and fewer programs.
+FEW_KV_HEADS, WANTED_LARGE = 4, 3
 NUM_SLOTS = {"decode": 65536, "prefill": 16384}  # rows of tiles over all splits, by phase
 SMALL_STEP = 1024  # up to this many tokens, prompts get small tiles, so that there are enough tiles
 # Rows of a decode tile, and of a wide tile; a row with more query tokens counts as a prompt.
@@ -109,9 +111,10 @@ class TritonAttention:
         self._decode_overlapped = decode_tiling or (
             Tiling(16, 32, 2, 2) if wide else Tiling(16, 32, 2, 3)
         )
+        has_few_kv_heads = problem.num_kv_heads <= FEW_KV_HEADS
         # Three programs fit on a multiprocessor, or two together with a program for the shared keys.
         self._decode_shared = decode_tiling or (
-            Tiling(16, 32, 2, 2) if wide else Tiling(16, 64, 2, 2)
+            Tiling(16, 32, 2, 2) if wide else Tiling(16, 64, 4 if has_few_kv_heads else 2, 2)
         )
         # With draft tokens, more rows are merged, so fewer parts. Few rows get tiles that are merged in one pass.
         self._spread = decode_tiling or (
@@ -125,7 +128,8 @@ class TritonAttention:
         self._small = prefill_tiling or (Tiling(64, 32, 4, 2) if wide else Tiling(64, 64, 4, 2))
         self._pdl = supports_pdl()
         self.num_multiprocessors = _num_multiprocessors(device)
-        self._wanted_parts = WANTED * self.num_multiprocessors // problem.num_kv_heads
+        wanted = WANTED_LARGE if has_few_kv_heads and not wide else WANTED
+        self._wanted_parts = wanted * self.num_multiprocessors // problem.num_kv_heads
         self._max_model_len = limits.max_model_len
         self._max_decode_rows = self._decode_rows(1)
         if problem.phase == "decode":
