@@ -214,7 +214,7 @@ def test_documented_collectives_are_printed(why: Print) -> None:
         assert lines in why(model, *flags.split())
 
 
-@pytest.mark.parametrize("row", rows("| engines | all tokens | routed tokens |", 1))
+@pytest.mark.parametrize("row", rows("| engines | `torch`, `nccl` | `alltoall` |", 1))
 def test_documented_bytes_of_engines_that_share_experts(why: Print, row: list[str]) -> None:
     flags = ("--data-parallel-size", row[0], "--enable-expert-parallel", "--all2all-backend")
     found = [sent(why("Qwen3-30B-A3B", *flags, backend)) for backend in ("torch", "alltoall")]
