@@ -52,8 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             except OSError:
                 # The pipe is closed or the disk is full. Python would exit with another status.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        if arguments is None:
+        if arguments is None and "triton" not in sys.modules:
             # The process ends now. Python would search all objects of torch for garbage first, for half a second.
+            # Triton would report the objects that are not freed as leaks.
             gc.freeze()
 
 
