@@ -6,6 +6,8 @@ import asyncio
 import os
 import re
 import signal
+import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +20,16 @@ import httpx
 import psutil
 import pytest
 import torch
-from serving import Background, has_ended, ranks_of, served, wait_until
+from serving import (
+    COMMAND,
+    Background,
+    engine_of,
+    environment,
+    has_ended,
+    ranks_of,
+    served,
+    wait_until,
+)
 
 from tokenspeed_core import LLM, AsyncLLM, RequestOutput, SamplingParams
 from tokenspeed_core.api import FUSED_OP
@@ -180,6 +191,28 @@ def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
         wait_until(lambda: has_ended(rank), 60, "the rank's end")
         assert "Traceback" not in server.stderr()
         assert not server.sockets()
+
+
+@pytest.mark.parametrize("is_engine_killed", [False, True])
+def test_interrupted_start_leaves_no_folder(is_engine_killed: bool) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:  # short, for the paths of sockets
+        folder = Path(name)
+        process = subprocess.Popen(
+            [*COMMAND, "serve", "demo", "--tp", "2", "--port", "0"],
+            stderr=subprocess.DEVNULL,
+            env=environment(folder),
+        )
+        try:
+            wait_until(lambda: list(folder.glob("tokenspeed-*/*/plans")), 60, "the ranks' sockets")
+            if is_engine_killed:
+                engine_of(process.pid).kill()
+            else:
+                process.send_signal(signal.SIGINT)
+            process.wait(30)
+        finally:
+            process.kill()
+            process.wait()
+        assert not list(folder.glob("tokenspeed-*"))
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenspeed_core import logs
@@ -154,22 +155,23 @@ def start(
     is_batch: bool = False,
     on_failure: Callable[[str], None] = lambda reason: None,
     peers: Peers | None = None,
+    folder: Path | None = None,
 ) -> Started:
     """Load the model, size the KV cache, and build the engine, with its other ranks if it has several processes.
 
     `is_batch` removes the limit on waiting requests and the limit on prefill while others decode. `on_failure` is
-    called from another thread if a rank or one of `peers` fails. `peers` are the engines that share the experts. Raises
-    the errors of `resolve`, SelectionError, CapacityError if memory is too small, and EngineDeadError if the warm-up
+    called from another thread if a rank or one of `peers` fails. `peers` are the engines that share the experts.
+    Sockets and files by which processes meet are made within `folder`. Raises the errors of `resolve`, SelectionError, CapacityError if memory is too small, and EngineDeadError if the warm-up
     fails or computes logits that are not finite, or if a rank fails.
     """
     prepare_torch()
     if is_batch and resolved.config.kv_events_config is not None:
         raise ConfigError("kv_events_config is not supported by LLM; use AsyncLLM or the server")
-    ranks = start_ranks(resolved, catalog, on_failure, peers)
+    ranks = start_ranks(resolved, catalog, on_failure, peers, folder)
     try:
         if peers is not None:
             peers.watch(on_failure)
-        return _start(resolved, catalog, hooks, progress, ranks, peers, is_batch=is_batch)
+        return _start(resolved, catalog, hooks, progress, ranks, peers, folder, is_batch=is_batch)
     except BaseException:
         if ranks is not None:
             ranks.close()
@@ -183,6 +185,7 @@ def _start(
     progress: Progress,
     ranks: Ranks | None,
     peers: Peers | None,
+    folder: Path | None,
     *,
     is_batch: bool,
 ) -> Started:
@@ -193,7 +196,7 @@ def _start(
     progress("libraries", 1, 1)
     is_cpu = resolve_device(resolved.config.device).type == "cpu"
     backend = _grammar_backend(resolved)
-    runner, executed = build_runner(resolved, catalog, progress, ranks, peers)
+    runner, executed = build_runner(resolved, catalog, progress, ranks, peers, folder)
     try:
         scheduler = _make_scheduler(resolved, runner, is_batch=is_batch)
         # On a CPU a step is complete when its launch returns, so there is nothing to overlap.

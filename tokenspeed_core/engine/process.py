@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -212,7 +213,14 @@ def _serve(settings: dict[str, Any], sockets: Sequence[Socket], parent_fd: int) 
         resolved = resolve(config, catalog, num_threads=num_threads, replica=replica)
         peers = Peers(settings["peers"]) if settings["peers"] else None
         started = start(
-            resolved, catalog, hooks, progress.report, on_failure=exit_if_stuck, peers=peers
+            resolved,
+            catalog,
+            hooks,
+            progress.report,
+            on_failure=exit_if_stuck,
+            peers=peers,
+            # The parent deletes this folder, also if it kills this process.
+            folder=Path(settings["addresses"][0].removeprefix("ipc://")).parent,
         )
     logging.disable(logging.NOTSET)
     # Garbage collections skip the objects that exist now.

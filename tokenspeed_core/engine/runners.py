@@ -31,9 +31,11 @@ def build_runner(
     progress: Progress,
     ranks: Ranks | None,
     peers: Peers | None,
+    folder: Path | None = None,
 ) -> tuple[LocalRunner, Runner]:
     """Return the runner of this process, and the one that executes a step on all processes that take part.
 
+    Files by which processes meet are made within `folder`.
     Raises the errors of `worker.local.build`, and EngineDeadError if a rank or another engine ends.
     """
     from tokenspeed_core.worker.local import build
@@ -42,7 +44,7 @@ def build_runner(
         runner = build(resolved, catalog, progress)
         return runner, runner
     try:
-        runner = _build_with_others(resolved, catalog, progress, ranks, peers)
+        runner = _build_with_others(resolved, catalog, progress, ranks, peers, folder)
     except StepFailed as error:
         lost = None if ranks is None else ranks.wait_for_lost_rank()
         raise EngineDeadError(lost or str(error)) from error
@@ -56,6 +58,7 @@ def _build_with_others(
     progress: Progress,
     ranks: Ranks | None,
     peers: Peers | None,
+    folder: Path | None,
 ) -> LocalRunner:
     """Build the runner of this process while the other ranks and engines build theirs. Raises StepFailed."""
     from tokenspeed_core.worker import distributed
@@ -68,7 +71,7 @@ def _build_with_others(
     device = resolve_rank_device(config.device, 0)
     if ranks is not None:
         ranks.wait_joined(digest_models(resolved, catalog))
-    address = _rendezvous(ranks, peers)
+    address = _rendezvous(ranks, peers, folder)
     if ranks is not None:
         ranks.broadcast(Rendezvous(address))
         ranks.use(abort=distributed.abort, leave=distributed.close)
@@ -87,13 +90,13 @@ def _build_with_others(
     return runner
 
 
-def _rendezvous(ranks: Ranks | None, peers: Peers | None) -> str:
+def _rendezvous(ranks: Ranks | None, peers: Peers | None, folder: Path | None) -> str:
     """Return the address at which all processes meet. Raises StepFailed if another engine ended."""
     from tokenspeed_core.worker import distributed
 
     if peers is not None:
-        folder = peers.share(lambda: str(make_private_folder()))
-        return f"{_FILE}{folder}/rendezvous"
+        shared = peers.share(lambda: str(make_private_folder(folder)))
+        return f"{_FILE}{shared}/rendezvous"
     assert ranks is not None, "one process meets no other"
     return distributed.free_address(ranks.rendezvous)
 

@@ -18,16 +18,16 @@ from typing import Any
 
 from tokenspeed_core.errors import CapacityError
 
-_MAX_FOLDER = 72  # characters; the path of a socket may have 107
+_MAX_FOLDER = 68  # characters; the path of a socket, in a folder within another one, may have 107
 
 
 def make_private_folder(parent: Path | None = None) -> Path:
-    """Make a folder that only this user can read. Raises CapacityError."""
+    """Make a folder that only this user can read, within `parent` if given. Raises CapacityError."""
     base = parent or Path(os.environ.get("TMPDIR") or "/tmp")
     if parent is None and len(str(base)) > _MAX_FOLDER:
         base = Path("/tmp")
     try:
-        return Path(tempfile.mkdtemp(prefix="tokenspeed-", dir=base))
+        return Path(tempfile.mkdtemp(prefix="tokenspeed-" if parent is None else "", dir=base))
     except OSError as error:
         raise CapacityError(
             f"cannot create a folder for the engine's sockets in {base}: {error.strerror}. "

@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -49,10 +50,11 @@ class Ranks:
         world_size: int,
         peers: Peers | None = None,
         attribution_seconds: float = ATTRIBUTION_SECONDS,
+        folder: Path | None = None,
     ) -> None:
-        """Bind the sockets. `peers` are the engines that share the experts. Raises CapacityError.
+        """Bind the sockets, in a new folder within `folder`. Raises CapacityError.
 
-        A rank that has ended is noticed within `attribution_seconds`.
+        `peers` are the engines that share the experts. A rank that has ended is noticed within `attribution_seconds`.
         """
         self.world_size = world_size
         self.attribution_seconds = attribution_seconds
@@ -60,7 +62,7 @@ class Ranks:
         self.failure: str | None = None
         self.host = executor.host
         self._executor = executor
-        self._folder = make_private_folder()
+        self._folder = make_private_folder(folder)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._plans = self._bind(zmq.XPUB, "plans")
         self._reports = self._bind(zmq.PULL, "reports")
@@ -247,10 +249,11 @@ def start_ranks(
     catalog: Catalog,
     on_failure: Callable[[str], None],
     peers: Peers | None = None,
+    folder: Path | None = None,
 ) -> Ranks | None:
     """Start the other ranks of an engine; None if it is one process. Raises PluginError, ConfigError, CapacityError.
 
-    `peers` are the engines that share the experts.
+    `peers` are the engines that share the experts. Sockets are made within `folder`.
     """
     config = resolved.config
     if config.node_rank:
@@ -262,7 +265,8 @@ def start_ranks(
         return None
     job = ExecutorJob(sizes.num_nodes, sizes.num_per_node, config.device)
     seconds = ATTRIBUTION_SECONDS if job.num_nodes == 1 else NOTICE_SECONDS
-    ranks = Ranks(_make_executor(resolved, job, catalog), job.world_size, peers, seconds)
+    executor = _make_executor(resolved, job, catalog)
+    ranks = Ranks(executor, job.world_size, peers, seconds, folder)
     settings = {
         "config": config.resolved(model=str(resolved.checkpoint.path)).to_wire(),
         "catalog_digest": catalog.digest(),
