@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -47,6 +48,14 @@ def rank_processes() -> list[psutil.Process]:
         if "tokenspeed_core.worker.process" in (process.info["cmdline"] or ())
         and "ray::" in " ".join(psutil.Process(process.ppid()).cmdline())
     ]
+
+
+def test_cluster_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(PluginError, match=f"RAY_ADDRESS={address}"):
+        LLM(**SETTINGS)  # type: ignore[arg-type]
 
 
 def test_two_nodes_answer_until_a_rank_dies(cluster: Cluster) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,6 +19,7 @@ from tokenspeed_core.api import ExecutorJob, Settings, WorkerExit
 from tokenspeed_core.commands.workers import WorkerProcess
 
 PLACEMENT_SECONDS = 60.0
+CONNECT_SECONDS = 5.0
 TICK_SECONDS = 0.2
 
 
@@ -39,6 +41,19 @@ class Worker:
         self._process.close(seconds)
 
 
+def _check_address(address: str) -> None:
+    """Raise ConnectionError if nothing listens at the cluster's address. Ray would try to connect for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdecimal():  # "", "auto", "local": Ray looks on this node
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+    except OSError as error:
+        raise ConnectionError(
+            f"no Ray cluster answers at RAY_ADDRESS={address}: {error}. Start Ray there, or change RAY_ADDRESS"
+        ) from error
+
+
 class Holder:
     """The actor that holds the GPU of rank 0. Ray did not start the process of rank 0."""
 
@@ -54,6 +69,7 @@ class RayExecutor:
         """Connect to the cluster of this node, or start one. Raises RayError, ConnectionError or TimeoutError."""
         self._owns_connection = not ray.is_initialized()
         if self._owns_connection:
+            _check_address(os.environ.get("RAY_ADDRESS", ""))
             ray.init(configure_logging=False, log_to_driver=True)
         self._job = job
         address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
