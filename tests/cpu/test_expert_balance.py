@@ -203,6 +203,13 @@ def test_model_without_movable_experts_is_refused() -> None:
         ExpertBalancer(ExpertBalance(0, NUM_TURNS), layout, {}, INTERVAL)
 
 
+def test_more_replicas_than_there_can_be_are_refused() -> None:
+    build = RankBuild(Sizes(experts=2).layout(0))
+    build.expert_balance = ExpertBalance(SIZES["num_experts"] + 2, NUM_TURNS)
+    with pytest.raises(ValueError, match="--num-redundant-experts"):
+        Experts(build, **SIZES)
+
+
 def test_experts_that_share_scales_are_refused() -> None:
     build = RankBuild(Sizes(experts=2).layout(0))
     build.expert_balance = ExpertBalance(0, NUM_TURNS)

@@ -11,7 +11,7 @@ class LocalExperts:
     """The `num` experts of this process, and their choice among those of a token.
 
     `num_slots` includes those for `num_redundant` replicas on all processes together. Raises ValueError if the
-    processes of the group "experts" cannot divide the experts.
+    processes of the group "experts" cannot divide the experts, or have room for more replicas than there can be.
     """
 
     def __init__(self, build: BuildContext, num_experts: int, num_redundant: int = 0) -> None:
@@ -19,6 +19,12 @@ class LocalExperts:
         if num_experts % group.size:
             raise ValueError(
                 f"{num_experts} experts cannot be divided among {group}. Choose sizes that divide them."
+            )
+        max_redundant = num_experts * (group.size - 1)
+        if num_redundant > max_redundant:
+            raise ValueError(
+                f"--num-redundant-experts {num_redundant} is more than {max_redundant}, which is enough for all "
+                f"{num_experts} experts on each of {group}"
             )
         self.num, self.is_all = num_experts // group.size, group.size == 1
         self.num_slots = self.num + num_redundant // group.size
