@@ -75,6 +75,7 @@ def test_missing_sizes_are_derived(keywords: dict[str, Any], expected: tuple[int
         ({"world_size": 4, "nprocs_per_node": 2}, ["--world-size", "--nnodes"]),
         ({"tp": 2, "nnodes": 2}, ["--dist-init-addr"]),
         ({**SHARED, "moe_tp_size": 2, "enable_eplb": True}, ["remove --moe-tp-size 2"]),
+        ({"tp": 2, "nprocs_per_node": 1}, ["--tensor-parallel-size must be 1."]),
         ({"tp": 2, "dist_init_addr": "a:1"}, ["--nnodes"]),
         *(
             ({"tp": 2, "nnodes": 2, "dist_init_addr": address}, ["--dist-init-addr", part])

@@ -337,7 +337,8 @@ class ParallelSettings(Settings):
         of_experts = sizes.moe * sizes.experts // sizes.num_sharing
         change, problem = "Change one of these flags", ""
         if self.tensor_parallel_size not in (None, 1, world_size):
-            problem = f"--tensor-parallel-size must be {world_size} or 1"
+            sizes_allowed = "1" if world_size == 1 else f"{world_size} or 1"
+            problem = f"--tensor-parallel-size must be {sizes_allowed}"
         elif sizes.attn not in (1, world_size):
             problem = f"Attention TP must be {world_size} or 1, not {sizes.attn}"
         elif world_size % dense:
