@@ -33,7 +33,7 @@ ALLTOALL_COMM = KernelSpec(
     ),
     load="tokenspeed_kernels.reference.comm:exchange_tokens",
 )
-_OF_ONE_NODE = AxisLimit("num_processes", 2, 8)
+_OF_ONE_NODE = (AxisLimit("num_processes", 2, 8), AxisLimit("num_nodes", 1, 1))
 SYMM_COMM = KernelSpec(
     op="all_reduce",
     backend="symm",
@@ -43,7 +43,7 @@ SYMM_COMM = KernelSpec(
         dtypes=("float32", "bfloat16"),
         features=frozenset({"graph_safe"}),
         # Rows are multiples of four bytes.
-        limits=(_OF_ONE_NODE, AxisLimit("size", 2, multiple_of=2)),
+        limits=(*_OF_ONE_NODE, AxisLimit("size", 2, multiple_of=2)),
     ),
     load="tokenspeed_kernels.symmetric_memory:all_reduce",
     needs_name=True,
@@ -60,7 +60,7 @@ def _fused(op: str, min_compute_capability: tuple[int, int], size: AxisLimit) ->
             min_compute_capability=min_compute_capability,
             dtypes=("float32", "bfloat16", "float16"),
             features=frozenset({"graph_safe", "batch_invariant"}),
-            limits=(_OF_ONE_NODE, size),
+            limits=(*_OF_ONE_NODE, size),
         ),
         load=f"tokenspeed_kernels.triton.comm.all_reduce_norm:{op}",
         requires=("triton",),

@@ -195,6 +195,25 @@ def test_commands_print_the_group_that_shares_mlps(
     assert [number(each) for each in totals.groups()] == expected
 
 
+@pytest.mark.parametrize(
+    ("flags", "op"),
+    [
+        (("--enable-allreduce-fusion",), "all_reduce_add_rms_norm"),
+        (("--kernel-backend", "all_reduce=symm"), "all_reduce"),
+    ],
+)
+def test_kernels_of_one_node_are_refused_over_several(
+    capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], op: str
+) -> None:
+    words = ("plugins", "why", "comm", "demo", "--tp", "2", "--platform", "sm90", *flags)
+    assert main(list(words)) == 0
+    capsys.readouterr()
+    assert main([*words, "--nnodes", "2", "--dist-init-addr", "node0:29500"]) != 0
+    printed = capsys.readouterr()
+    assert "num_nodes 2 is above 1" in printed.out
+    assert op in printed.err
+
+
 def test_size_of_mlp_groups_is_refused_for_models_without_mlps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

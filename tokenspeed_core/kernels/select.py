@@ -119,19 +119,30 @@ class Selector:
         return None
 
     def select_collective(
-        self, collective: Collective, num_processes: int, *, is_draft: bool = False
+        self,
+        collective: Collective,
+        num_processes: int,
+        *,
+        num_nodes: int = 1,
+        is_draft: bool = False,
     ) -> Choice:
         """Return the kernel of a collective and add it to the plan; raises as `select` does."""
         self._collectives.append(PlannedCollective(collective, num_processes, is_draft))
         problem = {
             "num_processes": num_processes,
+            "num_nodes": num_nodes,
             "size": collective.size,
             "dtype": collective.dtype,
         }
         return self.select(collective.op, problem)
 
     def select_fused_collective(
-        self, collective: Collective, num_processes: int, *, is_required: bool
+        self,
+        collective: Collective,
+        num_processes: int,
+        *,
+        num_nodes: int = 1,
+        is_required: bool,
     ) -> Choice | None:
         """Return the kernel of the op that a collective is fused into.
 
@@ -145,6 +156,7 @@ class Selector:
             return None
         problem = {
             "num_processes": num_processes,
+            "num_nodes": num_nodes,
             "size": collective.size,
             "max_num_tokens": collective.max_fused_tokens,
             "dtype": collective.dtype,

@@ -101,6 +101,7 @@ class ModelBuild:
         self._kv_scales = resolved.kv_scales
         self._max_expanded = resolved.config.mla_chunk_multiplier * resolved.limits.max_num_tokens
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._sizes = resolved.config.parallel_sizes()
         self._fusion = resolved.config.enable_allreduce_fusion
         if self._fusion is None and resolved.parallel.world_size > 1:
             selector.not_fused = _why_not_fused(resolved, selector.platform)
@@ -170,7 +171,9 @@ class ModelBuild:
     def comm(self, collective: Collective) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return the selected kernel of a collective."""
         group = self.group(collective.group)
-        choice = self.selector.select_collective(collective, group.size, is_draft=self._is_draft)
+        choice = self.selector.select_collective(
+            collective, group.size, num_nodes=self._num_nodes(group), is_draft=self._is_draft
+        )
         handle = self._handles.get(group.name)
         return self._load(choice, CommGroup(group, handle, self.token_counts, on_abort))
 
@@ -187,7 +190,10 @@ class ModelBuild:
             limit = min(limit, max(1, _MAX_FUSED_BYTES // num_bytes))
         all_reduce = replace(all_reduce, max_fused_tokens=limit)
         choice = self.selector.select_fused_collective(
-            all_reduce, group.size, is_required=self._fusion is True
+            all_reduce,
+            group.size,
+            num_nodes=self._num_nodes(group),
+            is_required=self._fusion is True,
         )
         if choice is None:
             return None
@@ -200,6 +206,12 @@ class ModelBuild:
     def side_stream(self) -> torch.cuda.Stream | None:
         """Return a stream for work in parallel to the current one; None without CUDA."""
         return self._side
+
+    def _num_nodes(self, group: ProcessGroup) -> int:
+        """Return the number of machines that run the processes of a group."""
+        if self._sizes.num_nodes == 1:
+            return 1
+        return len({rank // self._sizes.num_per_node for rank in group.ranks})
 
     def _load(self, choice: Choice, *group: CommGroup) -> Callable[..., Any]:
         # Groups of the same processes share kernels, and their memory.

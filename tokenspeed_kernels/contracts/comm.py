@@ -21,7 +21,11 @@ _SUMS = (
 _COPIES = tuple(
     Tolerance(each.dtype, 0.0, 0.0, "the values are copied, not computed") for each in _SUMS
 )
-_AXES = {"num_processes": "processes P of the group", "size": "values N per row of the result"}
+_AXES = {
+    "num_processes": "processes P of the group",
+    "num_nodes": "machines that run these processes",
+    "size": "values N per row of the result",
+}
 _FUSED_AXES = {**_AXES, **NORM_AXES, "max_num_tokens": "largest T"}
 
 

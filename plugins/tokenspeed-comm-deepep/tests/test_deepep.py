@@ -143,7 +143,7 @@ def test_tokens_meet_their_experts() -> None:
     def run(rank: int) -> None:
         tokens = TokenCounts(2)
         handle: Any = (rank, link)
-        problem = {"num_processes": 2, "size": SIZE, "dtype": "bfloat16"}
+        problem = {"num_processes": 2, "num_nodes": 1, "size": SIZE, "dtype": "bfloat16"}
         group = CommGroup(ProcessGroup("data", rank, (0, 1)), handle, tokens)
         exchange = exchange_tokens(problem, group, options=DeepEPOptions())
         generator = torch.Generator().manual_seed(rank)
@@ -163,7 +163,7 @@ def test_tokens_meet_their_experts() -> None:
 
 @pytest.mark.usefixtures("library")
 def test_other_numbers_of_processes_are_refused() -> None:
-    problem = {"num_processes": 6, "size": SIZE, "dtype": "bfloat16"}
+    problem = {"num_processes": 6, "num_nodes": 1, "size": SIZE, "dtype": "bfloat16"}
     group = CommGroup(ProcessGroup("data", 0, tuple(range(6))), (0, Link()))
     with pytest.raises(ValueError, match="6 processes"):
         exchange_tokens(problem, group, options=DeepEPOptions())
@@ -171,7 +171,7 @@ def test_other_numbers_of_processes_are_refused() -> None:
 
 @pytest.mark.usefixtures("library")
 def test_engines_of_several_processes_are_refused() -> None:
-    problem = {"num_processes": 4, "size": SIZE, "dtype": "bfloat16"}
+    problem = {"num_processes": 4, "num_nodes": 1, "size": SIZE, "dtype": "bfloat16"}
     group = CommGroup(ProcessGroup("experts", 0, (0, 1, 2, 3)), (0, Link()), TokenCounts(2))
     with pytest.raises(ValueError, match="--tensor-parallel-size"):
         exchange_tokens(problem, group, options=DeepEPOptions())
@@ -182,7 +182,7 @@ def test_library_that_does_not_load_is_one_line(
 ) -> None:
     (tmp_path / "deep_ep.py").write_text("raise ImportError('undefined symbol: ncclCommX')")
     monkeypatch.syspath_prepend(tmp_path)
-    problem = {"num_processes": 2, "size": SIZE, "dtype": "bfloat16"}
+    problem = {"num_processes": 2, "num_nodes": 1, "size": SIZE, "dtype": "bfloat16"}
     group = CommGroup(ProcessGroup("data", 0, (0, 1)), (0, Link()))
     with pytest.raises(ImportError, match="DeepEP does not load: undefined symbol: ncclCommX"):
         exchange_tokens(problem, group, options=DeepEPOptions())
@@ -199,7 +199,7 @@ def selected(*, has_library: bool, **settings: Any) -> str:
         ops=installed_ops(catalog),
         module_exists=lambda name: has_library or name != "deep_ep",
     )
-    problem = {"num_processes": 2, "size": 2048, "dtype": "bfloat16"}
+    problem = {"num_processes": 2, "num_nodes": 1, "size": 2048, "dtype": "bfloat16"}
     backend = chosen.select("exchange_tokens", problem).spec.backend
     chosen.check()
     return backend

@@ -106,7 +106,12 @@ def _check(
     is_gather = contract.name == "all_gather"
     for dtype in spec.capability.dtypes:
         size = _SIZE * _NUM_PROCESSES if is_gather else _SIZE
-        problem = {"num_processes": _NUM_PROCESSES, "size": size, "dtype": dtype}
+        problem = {
+            "num_processes": _NUM_PROCESSES,
+            "num_nodes": 1,
+            "size": size,
+            "dtype": dtype,
+        }
         if "max_num_tokens" in contract.axes:
             problem["max_num_tokens"] = _MAX_NUM_TOKENS
         kernel = spec.factory()(problem, group)
