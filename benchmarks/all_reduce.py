@@ -42,7 +42,12 @@ class Kernels:
     """The kernels of one process, for rows of `size` bfloat16 values."""
 
     def __init__(self, group: CommGroup, size: int) -> None:
-        problem = {"num_processes": group.group.size, "size": size, "dtype": "bfloat16"}
+        problem = {
+            "num_processes": group.group.size,
+            "num_nodes": 1,
+            "size": size,
+            "dtype": "bfloat16",
+        }
         max_num_tokens = MAX_FUSED_BYTES // (2 * size)
         self._nccl = _of_op(NCCL_COMM, "all_reduce").factory()(problem, group)
         self._symm = SYMM_COMM.factory()(problem, group)

@@ -152,6 +152,7 @@ class RankBuild(DenseBuild):
         group = self.group(all_reduce.group)
         problem = {
             "num_processes": group.size,
+            "num_nodes": 1,
             "size": all_reduce.size,
             "max_num_tokens": self.max_fused_tokens,
             "dtype": all_reduce.dtype,
@@ -170,6 +171,7 @@ class RankBuild(DenseBuild):
         make = getattr(comm, collective.op)
         problem = {
             "num_processes": group.size,
+            "num_nodes": 1,
             "size": collective.size,
             "dtype": collective.dtype,
         }

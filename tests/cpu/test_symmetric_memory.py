@@ -108,7 +108,7 @@ class Handle:
 
 def kernel(dtype: str, size: int) -> Any:
     group = ParallelLayout.of(0, attn=2).group("attn")
-    problem = {"num_processes": 2, "size": size, "dtype": dtype}
+    problem = {"num_processes": 2, "num_nodes": 1, "size": size, "dtype": dtype}
     return symmetric_memory.all_reduce(problem, CommGroup(group, Handle()))
 
 
@@ -227,13 +227,13 @@ def collective(dtype: str = "bfloat16", size: int = 4096) -> Collective:
 
 def test_it_is_chosen_by_name_only() -> None:
     plain = selector(HOPPER)
-    assert plain.select_collective(collective(), 2).spec.backend == "nccl"
+    assert plain.select_collective(collective(), 2, 1).spec.backend == "nccl"
     (planned,) = plain.plan().find("all_reduce")
     (verdict,) = (each for each in planned.verdicts if each.backend == "symm")
     assert verdict.fits
     (reason,) = verdict.reasons
     assert "--kernel-backend all_reduce=symm" in reason.hint
-    assert selector(HOPPER, "symm").select_collective(collective(), 2).spec == SYMM_COMM
+    assert selector(HOPPER, "symm").select_collective(collective(), 2, 1).spec == SYMM_COMM
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_problems_that_it_does_not_fit_are_refused(
     platform: PlatformInfo, dtype: str, size: int, num_processes: int, named: str
 ) -> None:
     with pytest.raises(SelectionError) as refused:
-        selector(platform, "symm").select_collective(collective(dtype, size), num_processes)
+        selector(platform, "symm").select_collective(collective(dtype, size), num_processes, 1)
     (line,) = (each for each in str(refused.value).splitlines() if each.strip().startswith("symm"))
     assert named in line
 

@@ -160,9 +160,9 @@ def start(
     """Load the model, size the KV cache, and build the engine, with its other ranks if it has several processes.
 
     `is_batch` removes the limit on waiting requests and the limit on prefill while others decode. `on_failure` is
-    called from another thread if a rank or one of `peers` fails. `peers` are the engines that share the experts.
-    Sockets and files by which processes meet are made within `folder`. Raises the errors of `resolve`, SelectionError, CapacityError if memory is too small, and EngineDeadError if the warm-up
-    fails or computes logits that are not finite, or if a rank fails.
+    called from another thread if a rank or one of `peers` fails. `peers` are the engines that share the experts. The
+    sockets of the ranks are made within `folder`. Raises the errors of `resolve`, SelectionError, CapacityError if memory
+    is too small, and EngineDeadError if the warm-up fails or computes logits that are not finite, or if a rank fails.
     """
     prepare_torch()
     if is_batch and resolved.config.kv_events_config is not None:
@@ -171,7 +171,7 @@ def start(
     try:
         if peers is not None:
             peers.watch(on_failure)
-        return _start(resolved, catalog, hooks, progress, ranks, peers, folder, is_batch=is_batch)
+        return _start(resolved, catalog, hooks, progress, ranks, peers, is_batch=is_batch)
     except BaseException:
         if ranks is not None:
             ranks.close()
@@ -185,7 +185,6 @@ def _start(
     progress: Progress,
     ranks: Ranks | None,
     peers: Peers | None,
-    folder: Path | None,
     *,
     is_batch: bool,
 ) -> Started:
@@ -196,7 +195,7 @@ def _start(
     progress("libraries", 1, 1)
     is_cpu = resolve_device(resolved.config.device).type == "cpu"
     backend = _grammar_backend(resolved)
-    runner, executed = build_runner(resolved, catalog, progress, ranks, peers, folder)
+    runner, executed = build_runner(resolved, catalog, progress, ranks, peers)
     try:
         scheduler = _make_scheduler(resolved, runner, is_batch=is_batch)
         # On a CPU a step is complete when its launch returns, so there is nothing to overlap.

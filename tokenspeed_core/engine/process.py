@@ -211,7 +211,9 @@ def _serve(settings: dict[str, Any], sockets: Sequence[Socket], parent_fd: int) 
     with StartProgress(has_bar=None if has_bar else False) as progress:
         num_threads = threads_per_rank(config, num_reserved=len(sockets))
         resolved = resolve(config, catalog, num_threads=num_threads, replica=replica)
-        peers = Peers(settings["peers"]) if settings["peers"] else None
+        # The parent deletes this folder, also if it kills this process.
+        folder = Path(settings["addresses"][0].removeprefix("ipc://")).parent
+        peers = Peers(settings["peers"], folder) if settings["peers"] else None
         started = start(
             resolved,
             catalog,
@@ -219,8 +221,7 @@ def _serve(settings: dict[str, Any], sockets: Sequence[Socket], parent_fd: int) 
             progress.report,
             on_failure=exit_if_stuck,
             peers=peers,
-            # The parent deletes this folder, also if it kills this process.
-            folder=Path(settings["addresses"][0].removeprefix("ipc://")).parent,
+            folder=folder,
         )
     logging.disable(logging.NOTSET)
     # Garbage collections skip the objects that exist now.

@@ -31,11 +31,9 @@ def build_runner(
     progress: Progress,
     ranks: Ranks | None,
     peers: Peers | None,
-    folder: Path | None = None,
 ) -> tuple[LocalRunner, Runner]:
     """Return the runner of this process, and the one that executes a step on all processes that take part.
 
-    Files by which processes meet are made within `folder`.
     Raises the errors of `worker.local.build`, and EngineDeadError if a rank or another engine ends.
     """
     from tokenspeed_core.worker.local import build
@@ -44,7 +42,7 @@ def build_runner(
         runner = build(resolved, catalog, progress)
         return runner, runner
     try:
-        runner = _build_with_others(resolved, catalog, progress, ranks, peers, folder)
+        runner = _build_with_others(resolved, catalog, progress, ranks, peers)
     except StepFailed as error:
         lost = None if ranks is None else ranks.wait_for_lost_rank()
         raise EngineDeadError(lost or str(error)) from error
@@ -58,7 +56,6 @@ def _build_with_others(
     progress: Progress,
     ranks: Ranks | None,
     peers: Peers | None,
-    folder: Path | None,
 ) -> LocalRunner:
     """Build the runner of this process while the other ranks and engines build theirs. Raises StepFailed."""
     from tokenspeed_core.worker import distributed
@@ -71,7 +68,7 @@ def _build_with_others(
     device = resolve_rank_device(config.device, 0)
     if ranks is not None:
         ranks.wait_joined(digest_models(resolved, catalog))
-    address = _rendezvous(ranks, peers, folder)
+    address = _rendezvous(ranks, peers)
     if ranks is not None:
         ranks.broadcast(Rendezvous(address))
         ranks.use(abort=distributed.abort, leave=distributed.close)
@@ -90,13 +87,13 @@ def _build_with_others(
     return runner
 
 
-def _rendezvous(ranks: Ranks | None, peers: Peers | None, folder: Path | None) -> str:
+def _rendezvous(ranks: Ranks | None, peers: Peers | None) -> str:
     """Return the address at which all processes meet. Raises StepFailed if another engine ended."""
     from tokenspeed_core.worker import distributed
 
     if peers is not None:
-        shared = peers.share(lambda: str(make_private_folder(folder)))
-        return f"{_FILE}{shared}/rendezvous"
+        folder = peers.share(lambda: str(make_private_folder(peers.folder)))
+        return f"{_FILE}{folder}/rendezvous"
     assert ranks is not None, "one process meets no other"
     return distributed.free_address(ranks.rendezvous)
 

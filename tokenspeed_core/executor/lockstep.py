@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -48,8 +49,12 @@ _EMPTY_STEP_IDS = (-1, -2)  # used in turn by steps without a request
 class Peers:
     """The connections to the other engines of a group."""
 
-    def __init__(self, fds: Sequence[int]) -> None:
-        """Take a connected socket to each engine (see `connect_peers`), and -1 for this engine itself."""
+    def __init__(self, fds: Sequence[int], folder: Path | None = None) -> None:
+        """Take a connected socket to each engine (see `connect_peers`), and -1 for this engine itself.
+
+        Files by which all processes meet are made within `folder`.
+        """
+        self.folder = folder
         self._reason: str | None = None  # why the engines cannot continue
         self._lost_rank: int | None = None  # the first other engine that ended
         self._has_failed = threading.Event()

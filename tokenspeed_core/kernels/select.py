@@ -122,8 +122,8 @@ class Selector:
         self,
         collective: Collective,
         num_processes: int,
+        num_nodes: int,
         *,
-        num_nodes: int = 1,
         is_draft: bool = False,
     ) -> Choice:
         """Return the kernel of a collective and add it to the plan; raises as `select` does."""
@@ -140,8 +140,8 @@ class Selector:
         self,
         collective: Collective,
         num_processes: int,
+        num_nodes: int,
         *,
-        num_nodes: int = 1,
         is_required: bool,
     ) -> Choice | None:
         """Return the kernel of the op that a collective is fused into.

@@ -172,7 +172,7 @@ class ModelBuild:
         """Return the selected kernel of a collective."""
         group = self.group(collective.group)
         choice = self.selector.select_collective(
-            collective, group.size, num_nodes=self._num_nodes(group), is_draft=self._is_draft
+            collective, group.size, self._num_nodes(group), is_draft=self._is_draft
         )
         handle = self._handles.get(group.name)
         return self._load(choice, CommGroup(group, handle, self.token_counts, on_abort))
@@ -192,7 +192,7 @@ class ModelBuild:
         choice = self.selector.select_fused_collective(
             all_reduce,
             group.size,
-            num_nodes=self._num_nodes(group),
+            self._num_nodes(group),
             is_required=self._fusion is True,
         )
         if choice is None:
